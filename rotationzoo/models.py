@@ -93,18 +93,24 @@ def find(model: str, revision: str | None = None) -> Source:
     return Source(model, config.parent, config.parent.name)
 
 
-def fetch(source: Source) -> None:
-    """Make the weights and the tokenizer of a found model local. Raises `ModelUnavailable`."""
+def fetch(source: Source, weights: bool = True) -> None:
+    """Make the tokenizer, and then the weights, of a found model local. Raises `ModelUnavailable`."""
     if source.revision is not None:
+        skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
         with _hub_errors(source.name, source.revision):
             huggingface_hub.snapshot_download(
-                source.name, revision=source.revision, allow_patterns=_FILES, ignore_patterns=_NOT_FILES
+                source.name, revision=source.revision, allow_patterns=_FILES, ignore_patterns=skipped
             )
-    if not _weight_files(source.folder):
+    if weights and not has_weights(source):
         raise ModelUnavailable(
-            f"{source.name} has no safetensors weights",
+            f"{source.name} has no complete safetensors weights",
             hint="convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)",
         )
+
+
+def has_weights(source: Source) -> bool:
+    """Whether all weight files are on this machine."""
+    return bool(_weight_files(source.folder))
 
 
 @contextmanager

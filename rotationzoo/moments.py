@@ -42,6 +42,9 @@ class Moment:
         self.first += weighted.sum(1)
         self.weight += rows.shape[1] if weights is None else weights.sum(1)
 
+    def to(self, device: torch.device) -> "Moment":
+        return self if self.second.device == device else Moment(*(getattr(self, f.name).to(device) for f in fields(self)))
+
     def __add__(self, other: "Moment") -> "Moment":
         return Moment(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from rotationzoo.errors import RotationZooError
 from rotationzoo.hadamard import bit_reversal, hadamard
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -99,9 +98,4 @@ def orthogonality_error(rotation: torch.Tensor) -> float:
 
 
 def _factors(dim: int, composition: str, group_size: int) -> Factors:
-    if dim % group_size:
-        raise RotationZooError(
-            f"a quantization group of {group_size} channels does not divide the head dimension {dim}",
-            hint=f"set group_size in the recipe to a divisor of {dim}, or to null for the whole head",
-        )
     return _AROUND_EIGENBASIS[composition](dim, group_size)

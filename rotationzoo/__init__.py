@@ -1,0 +1,1 @@
+"""rotationzoo: orthogonal rotations for 2-bit key/value caches, from any causal language model."""

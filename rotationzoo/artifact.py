@@ -1,0 +1,157 @@
+"""One artifact: a folder that is whole or not there, with checksums of everything in it."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rotationzoo.errors import RotationZooError
+
+SCHEMA = 1
+ROTATIONS, STATISTICS, MANIFEST, CARD = "rotations.safetensors", "statistics.safetensors", "manifest.json", "README.md"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact on disk. Tensors are read when asked for."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Artifact":
+        """Raises `RotationZooError` for what is no artifact, or one of a newer schema."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise RotationZooError(
+                f"{folder} is no artifact: it has no {MANIFEST}", hint="make one with: rotationzoo calibrate demo"
+            )
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            schema = manifest["schema"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RotationZooError(f"{path} is damaged: it is no JSON with a schema") from error
+        if schema != SCHEMA:
+            raise RotationZooError(
+                f"{folder} has schema {schema}; this rotationzoo reads schema {SCHEMA}", hint="upgrade rotationzoo"
+            )
+        return cls(folder, manifest)
+
+    @property
+    def identity(self) -> str:
+        """sha256 of `rotations.safetensors`."""
+        return self.manifest["files"][ROTATIONS]["sha256"]
+
+    def rotations(self) -> dict[str, torch.Tensor]:
+        return self._tensors(ROTATIONS)
+
+    def statistics(self) -> dict[str, torch.Tensor] | None:
+        """None where the artifact was made without statistics, or left them behind."""
+        return self._tensors(STATISTICS) if (self.folder / STATISTICS).is_file() else None
+
+    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
+        try:
+            return load_file(self.folder / name)
+        except (OSError, ValueError, Exception) as error:
+            raise RotationZooError(f"{self.folder / name} is damaged: {error}", hint="fetch or make it again") from error
+
+    def damaged_files(self) -> list[str]:
+        """A sentence for each file that is missing or differs from its checksum in the manifest."""
+        problems = []
+        for name, expected in self.manifest["files"].items():
+            path = self.folder / name
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif sha256(path) != expected["sha256"]:
+                problems.append(f"{name} is not the file that was written: its sha256 differs")
+        return problems
+
+
+def write(
+    folder: Path,
+    rotations: dict[str, torch.Tensor],
+    statistics: dict[str, torch.Tensor] | None,
+    manifest: dict[str, Any],
+    card: str,
+) -> Artifact:
+    """Write a whole artifact to a temporary sibling and rename it into place, replacing one that is there.
+
+    `manifest` lacks `schema` and `files`, which are added here. Raises `RotationZooError` where the disk refuses.
+    """
+    with disk_errors(folder), temporary_sibling(folder) as work:
+        save_file(rotations, work / ROTATIONS)
+        if statistics is not None:
+            save_file(statistics, work / STATISTICS)
+        (work / CARD).write_text(card, encoding="utf-8")
+        files = {
+            path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
+            for path in sorted(work.iterdir())
+            if path.name != CARD  # the card is prose that changes with what is known
+        }
+        manifest = {"schema": SCHEMA, **manifest, "files": files}
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _replace(work, folder)
+    return Artifact(folder, manifest)
+
+
+@contextmanager
+def temporary_sibling(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, on the same file system so that a rename is atomic; gone at the end if still there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        work.chmod(0o755)
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _replace(work: Path, folder: Path) -> None:
+    if not folder.exists():
+        work.rename(folder)
+        return
+    with temporary_sibling(folder) as old:
+        folder.rename(old / folder.name)
+        work.rename(folder)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full or read-only disk into one sentence; safetensors reports such errors as its own exception."""
+    try:
+        yield
+    except RotationZooError:
+        raise
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        raise RotationZooError(
+            f"{path} cannot be written: {reason}", hint="make room, or choose another place with --output"
+        ) from error
+
+
+def write_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file that replaces `path` whole or not at all. Raises `RotationZooError` where the disk refuses."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, partial, metadata=metadata)
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,89 @@
+"""What a person or a script sees: data on stdout, everything else on stderr."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rotationzoo.errors import RotationZooError
+
+
+class Mode(Enum):
+    HUMAN = "human"
+    JSON = "json"
+    QUIET = "quiet"
+
+
+class Output:
+    """One command's way out, in one of three modes."""
+
+    def __init__(self, json: bool = False, quiet: bool = False):
+        self.mode = Mode.JSON if json else Mode.QUIET if quiet else Mode.HUMAN
+
+    def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
+        """Print the one result: `data` as JSON, or its `name` alone, or what `human` prints."""
+        if self.mode is Mode.JSON:
+            print(json.dumps(data, indent=2))
+        elif self.mode is Mode.QUIET:
+            print(name)
+        else:
+            human()
+
+    def note(self, text: str) -> None:
+        """A remark for people; scripts that asked for JSON or for names get it on stderr as well."""
+        print(text, file=sys.stderr)
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A `(stage, done, total)` callback that draws a bar on a terminal, and nothing elsewhere."""
+        stderr = Console(stderr=True)
+        if self.mode is Mode.QUIET or not stderr.is_terminal:
+            yield lambda stage, done, total: None
+            return
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=stderr, transient=True) as bar:
+            task = bar.add_task("starting", total=None)
+
+            def update(stage: str, done: int, total: int) -> None:
+                if total and done <= 1:
+                    bar.reset(task)  # a new stage has a speed of its own
+                bar.update(task, description=stage, completed=done, total=total or None)
+
+            yield update
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table on stdout; every column but the first is right-aligned."""
+    grid = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        grid.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 120).print(grid)
+
+
+def report(error: RotationZooError) -> None:
+    """One `Error:` line and, where there is something to do, one `Hint:` line."""
+    print(f"Error: {error}", file=sys.stderr)
+    if error.hint:
+        print(f"Hint: {error.hint}", file=sys.stderr)
+
+
+def hush_libraries() -> None:
+    """Keep the libraries' own bars and warnings out of a command's output; bars stay for downloads on a terminal."""
+    import huggingface_hub
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("accelerate", "huggingface_hub", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()

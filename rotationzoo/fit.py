@@ -1,0 +1,75 @@
+"""Second moments -> the rotations that a recipe asks for."""
+
+import hashlib
+
+import torch
+
+from rotationzoo import rotation
+from rotationzoo.errors import RotationZooError
+from rotationzoo.models import Geometry, Layer, cached_layers
+from rotationzoo.moments import Statistics
+from rotationzoo.recipe import Recipe
+
+EXACT = 1e-12  # orthogonality error allowed before the cast to float32; measured 4e-15 to 2e-14 for D up to 576
+
+
+def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> dict[str, torch.Tensor]:
+    """The tensors of `rotations.safetensors`; `statistics` may be None for a data-free recipe.
+
+    Raises `RotationZooError` if a rotation is not orthogonal to 1e-12 before it is cast to float32.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in cached_layers(geometry):
+        for side, clip in (("key", recipe.key_clip), ("value", recipe.value_clip)):
+            eigenvalues, matrices = _fit_side(statistics, recipe, layer, side)
+            error = rotation.orthogonality_error(matrices)
+            if not error <= EXACT:
+                raise RotationZooError(f"the {side} rotation of layer {layer.index} is off orthogonality by {error:.1e}")
+            name = f"layers.{layer.index}.{side}"
+            tensors[f"{name}.rotation"] = matrices.float().contiguous()
+            tensors[f"{name}.eigenvalues"] = eigenvalues.float().contiguous()
+            tensors[f"{name}.clip"] = torch.full((layer.kv_heads,), clip, dtype=torch.float64)
+    return tensors
+
+
+def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise `RotationZooError` if a head dimension has no such rotation: no Hadamard matrix, or groups that do not fit."""
+    for layer in cached_layers(geometry):
+        for dim in {layer.key_dim, layer.value_dim}:
+            if dim % recipe.group(dim):
+                raise RotationZooError(
+                    f"layer {layer.index}: quantization groups of {recipe.group(dim)} do not divide the head dimension {dim}",
+                    hint=f"set group_size in the recipe to a divisor of {dim}, or to null for the whole head",
+                )
+            if recipe.needs_statistics:
+                rotation.compose(rotation.identity(dim), recipe.composition, recipe.group(dim))
+            else:
+                rotation.data_free(dim, recipe.composition, seed=0)
+
+
+def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str) -> torch.Tensor:
+    """The second moment `[H, D, D]` that a side's eigenbasis comes from; H = 1 when pooled over the layer's heads."""
+    kind = recipe.key_statistic if side == "key" else recipe.value_statistic
+    second = statistics[layer][kind].second_moment.cpu()
+    return second.mean(0, keepdim=True) if recipe.pooling == "layer" else second
+
+
+def _fit_side(
+    statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues `[H, D]` and rotations `[H, D, D]`, float64."""
+    dim = layer.key_dim if side == "key" else layer.value_dim
+    if recipe.needs_statistics:
+        if statistics is None:
+            raise RotationZooError(f"the composition {recipe.composition} needs statistics")
+        eigenvalues, basis = rotation.eigenbasis(target_moment(statistics, recipe, layer.index, side))
+        return eigenvalues, rotation.compose(basis, recipe.composition, recipe.group(dim))
+    heads = range(1 if recipe.pooling == "layer" else layer.kv_heads)
+    seeds = [_seed(recipe.seed, layer.index, side, head) for head in heads]
+    matrices = torch.stack([rotation.data_free(dim, recipe.composition, seed) for seed in seeds])
+    return torch.ones(matrices.shape[:2], dtype=torch.float64), matrices
+
+
+def _seed(*parts: int | str) -> int:
+    """An independent seed for each layer, side and head."""
+    return int.from_bytes(hashlib.sha256(".".join(map(str, parts)).encode()).digest()[:7], "little")

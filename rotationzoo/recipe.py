@@ -1,0 +1,156 @@
+"""The recipe: every choice that decides which rotation comes out, in one frozen object that is hashed and stored."""
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.rotation import COMPOSITIONS, needs_statistics
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Data(_Frozen):
+    """The calibration text and how it becomes token rows."""
+
+    source: str = "bundled"
+    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, or a data set id on the hub."""
+    subset: str | None = None
+    """The data set's configuration."""
+    split: str = "train"
+    column: str | None = None
+    """Column of the text or of the chat messages; None takes `text`, or else `messages`."""
+    packing: Literal["packed", "document"] = "packed"
+    """`packed`: rows of exactly `length` tokens, documents joined; `document`: a row is one document's first tokens."""
+    tokens: int = Field(32768, gt=0)
+    length: int = Field(2048, gt=1)
+    """Tokens a row."""
+    seed: int = 0
+    """Order of the documents."""
+
+
+class Recipe(_Frozen):
+    """How statistics become rotations, and the cache that they are made for."""
+
+    name: str = "oscar"
+    model: str | None = None
+    """The model a released configuration is meant for; `calibrate` says so when used with another."""
+    key_statistic: Literal["query"] = "query"
+    """`query`: second moment of the queries that read the keys, `C_Q`."""
+    value_statistic: Literal["output", "key_energy"] = "output"
+    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`; `key_energy`: the published code's stand-in,
+    values weighted by `k C_Q k^T` (two passes)."""
+    pooling: Literal["head", "layer"] = "head"
+    """One rotation per KV head, or one per layer from the mean of its heads' moments."""
+    composition: str = "r_h_pbr"
+    exclude_sink: bool = True
+    """Leave the first `sink` tokens of each row, never quantized, out of the key and value sums."""
+    key_clip: float = Field(0.96, gt=0, le=1)
+    value_clip: float = Field(0.92, gt=0, le=1)
+    """Clip ratios: the entry of the sorted magnitudes of a rotated row at which it is clamped; 1 is off."""
+    group_size: int | None = Field(None, gt=0)
+    """Channels that share a scale; None is the whole head."""
+    sink: int = Field(64, ge=0)
+    recent: int = Field(256, ge=0)
+    """First and last tokens of a request that stay exact."""
+    seed: int = 0
+    """Of the composition `random`."""
+    data: Data = Data()
+
+    @field_validator("composition")
+    @classmethod
+    def _known_composition(cls, value: str) -> str:
+        if value not in COMPOSITIONS:
+            raise ValueError(f"must be one of {', '.join(COMPOSITIONS)}{_nearest(value, COMPOSITIONS)}")
+        return value
+
+    @property
+    def hash(self) -> str:
+        """sha256 of the recipe as JSON with sorted keys."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def needs_statistics(self) -> bool:
+        """False for the data-free recipes, which read no text and run no model."""
+        return needs_statistics(self.composition)
+
+    def group(self, dim: int) -> int:
+        """The quantization group size for a head dimension."""
+        return self.group_size or dim
+
+    def yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+PRESETS = {
+    "oscar": Recipe(),
+    "oscar-v1": Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
+    "hadamard": Recipe(name="hadamard", composition="hadamard"),
+    "identity": Recipe(name="identity", composition="identity"),
+    "random": Recipe(name="random", composition="random"),
+}
+
+
+def load(recipe: str) -> Recipe:
+    """A preset by name, or a YAML file. A file may start from a preset with `extends: oscar` and change some of it.
+
+    Raises `RotationZooError` naming the file, the key and what is wrong with it.
+    """
+    if recipe in PRESETS:
+        return PRESETS[recipe]
+    path = Path(recipe)
+    if not path.is_file():
+        raise RotationZooError(
+            f"there is no recipe {recipe!r}{_nearest(recipe, PRESETS)}",
+            hint=f"give one of {', '.join(PRESETS)}, or a YAML file such as configs/Qwen3-8B.yaml",
+        )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RotationZooError(f"{path} is not readable YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise RotationZooError(f"{path} is no recipe: it holds no keys", hint="see configs/ for examples")
+    return from_dict(content, str(path))
+
+
+def from_dict(content: dict[str, Any], origin: str) -> Recipe:
+    """A recipe from parsed YAML or JSON; `origin` is named in errors."""
+    content = dict(content)
+    base = content.pop("extends", "oscar")
+    if base not in PRESETS:
+        raise RotationZooError(f"{origin} extends an unknown recipe {base!r}{_nearest(str(base), PRESETS)}")
+    preset = PRESETS[base].model_dump()
+    data = content.pop("data", None) or {}
+    if not isinstance(data, dict):
+        raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
+    try:
+        return Recipe(**{**preset, **content, "data": {**preset["data"], **data}})
+    except ValidationError as error:
+        raise RotationZooError(f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key") from error
+
+
+def override(recipe: Recipe, **data: Any) -> Recipe:
+    """The recipe with the `data` settings that are not None put in; flags come this way. Raises `RotationZooError`."""
+    changes = {key: value for key, value in data.items() if value is not None}
+    return from_dict({**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}, "the options")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = str(problem["loc"][-1])
+    if problem["type"] == "extra_forbidden":
+        known = Data.model_fields if problem["loc"][0] == "data" else Recipe.model_fields
+        return f"unknown key {key!r}{_nearest(key, known)}"
+    return f"{key} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ').lower()}"
+
+
+def _nearest(word: str, known: Any) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
