@@ -88,9 +88,10 @@ def write(
     `manifest` lacks `schema` and `files`, which are added here. Raises `RotationZooError` where the disk refuses.
     """
     with disk_errors(folder), temporary_sibling(folder) as work:
-        save_file(rotations, work / ROTATIONS)
-        if statistics is not None:
-            save_file(statistics, work / STATISTICS)
+        for name, tensors in ((ROTATIONS, rotations), (STATISTICS, statistics)):
+            if tensors is not None:
+                save_file(tensors, work / name)
+                (work / name).chmod(0o644)  # safetensors makes files that only their owner can read
         (work / CARD).write_text(card, encoding="utf-8")
         files = {
             path.name: {"size": path.stat().st_size, "sha256": sha256(path)}

@@ -38,7 +38,7 @@ Intercept = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Attention],
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def decoder(model: PreTrainedModel) -> torch.nn.Module:
+def decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The text decoder without its language-model head and, in a vision model, without the other towers."""
     inner = model.get_decoder()
     if inner is model and model.base_model is not model:
@@ -122,7 +122,7 @@ def check_transparent(model: PreTrainedModel, ids: torch.Tensor) -> None:
         )
 
 
-def _registries(tower: torch.nn.Module) -> list[AttentionInterface]:
+def _registries(tower: PreTrainedModel) -> list[AttentionInterface]:
     """Every attention registry that the tower's modeling files use: nearly always the library's, some have their own."""
     homes = (sys.modules[type(module).__module__] for module in tower.modules())
     found = (getattr(home, "ALL_ATTENTION_FUNCTIONS", None) for home in homes)

@@ -203,22 +203,16 @@ def _show_artifact(out: Output, artifact: "Artifact") -> None:
 
 
 def _layer_table(artifact: "Artifact", layers: "list[LayerSummary]") -> None:
-    manifest = artifact.manifest
-    columns = ["layer", "KV heads"]
-    columns += [f"{side} {what}" for side in ("key", "value") for what in ("dim", "eff. rank", "top 1", "top 8")]
-    rows = [
-        [str(layer.layer), str(layer.kv_heads)]
-        + [
-            cell
-            for side in (layer.key, layer.value)
-            for cell in (
-                str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"
-            )
-        ]
-        + [f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"]
-        for layer in layers
-    ]  # fmt: skip
-    table(f"{manifest['model']['id']}, recipe {manifest['recipe']['name']}", [*columns, "orthogonality"], rows)
+    """Keys and values side by side: head dimension, effective rank, and the trace share of the strongest directions."""
+    columns = ["layer", "heads"]
+    columns += [f"{side} {what}" for side in "KV" for what in ("dim", "rank", "top 1", "top 8")] + ["|RR'-I|"]
+    rows = []
+    for layer in layers:
+        row = [str(layer.layer), str(layer.kv_heads)]
+        for side in (layer.key, layer.value):
+            row += [str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"]
+        rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
+    table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
 
 
 def _show_plan(out: Output, job: "Job", plan: "Plan") -> None:

@@ -61,16 +61,14 @@ def collect(
 class _FirstPass:
     """Second moments of queries, outputs, keys and values."""
 
-    kinds = ("query", "key", "value", "output")
+    kinds: tuple[str, ...] = ("query", "key", "value", "output")
 
     def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
         self.layers = {layer.index: layer for layer in geometry}
         self.statistics = statistics
         self.skip = skip
 
-    def __call__(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
-    ) -> None:
+    def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         layer = self._layer(index)
         self._add(layer, "query", query)
         self._add(layer, "output", output)
@@ -101,9 +99,7 @@ class _SecondPass(_FirstPass):
         super().__init__(geometry, statistics, skip)
         self.query_moments = {layer: kinds["query"].second_moment for layer, kinds in statistics.items()}
 
-    def __call__(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
-    ) -> None:
+    def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         if self._layer(index).owner != index:
             return
         kinds = self.statistics[index]

@@ -54,9 +54,7 @@ def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str)
     return second.mean(0, keepdim=True) if recipe.pooling == "layer" else second
 
 
-def _fit_side(
-    statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues `[H, D]` and rotations `[H, D, D]`, float64."""
     dim = layer.key_dim if side == "key" else layer.value_dim
     if recipe.needs_statistics:

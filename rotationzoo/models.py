@@ -283,9 +283,7 @@ def load(
     try:
         model = _model_class(config, source.name).from_pretrained(source.folder, dtype=dtype, **options)
     except torch.OutOfMemoryError as error:
-        raise ModelUnavailable(
-            f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
-        ) from error
+        raise ModelUnavailable(f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto") from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnavailable(f"{source.name} could not be loaded: {_sentence(error)}") from error
     return model.eval()

@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -29,8 +29,8 @@ class Data(_Frozen):
     """Column of the text or of the chat messages; None takes `text`, or else `messages`."""
     packing: Literal["packed", "document"] = "packed"
     """`packed`: rows of exactly `length` tokens, documents joined; `document`: a row is one document's first tokens."""
-    tokens: int = Field(32768, gt=0)
-    length: int = Field(2048, gt=1)
+    tokens: Annotated[int, Field(gt=0)] = 32768
+    length: Annotated[int, Field(gt=1)] = 2048
     """Tokens a row."""
     seed: int = 0
     """Order of the documents."""
@@ -52,13 +52,13 @@ class Recipe(_Frozen):
     composition: str = "r_h_pbr"
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row, never quantized, out of the key and value sums."""
-    key_clip: float = Field(0.96, gt=0, le=1)
-    value_clip: float = Field(0.92, gt=0, le=1)
+    key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
+    value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
     """Clip ratios: the entry of the sorted magnitudes of a rotated row at which it is clamped; 1 is off."""
-    group_size: int | None = Field(None, gt=0)
+    group_size: Annotated[int | None, Field(gt=0)] = None
     """Channels that share a scale; None is the whole head."""
-    sink: int = Field(64, ge=0)
-    recent: int = Field(256, ge=0)
+    sink: Annotated[int, Field(ge=0)] = 64
+    recent: Annotated[int, Field(ge=0)] = 256
     """First and last tokens of a request that stay exact."""
     seed: int = 0
     """Of the composition `random`."""

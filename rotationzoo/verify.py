@@ -86,9 +86,7 @@ def _shape_problems(artifact: Artifact, rotations: dict[str, torch.Tensor]) -> l
     return problems
 
 
-def _statistics_problems(
-    rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor], recipe: Recipe
-) -> list[str]:
+def _statistics_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor], recipe: Recipe) -> list[str]:
     """A rotation's eigenbasis must diagonalise the statistic that it was made from, and not the other side's."""
     value_kind = "output.second_moment" if recipe.value_statistic == "output" else "value.key_energy_moment"
     kinds = {"key": "query.second_moment", "value": value_kind}

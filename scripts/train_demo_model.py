@@ -1,8 +1,8 @@
 """Train the demo model that ships with rotationzoo, and cut its calibration and held-out texts.
 
-    python scripts/train_demo_model.py OUTPUT_DIR
+    python scripts/train_demo_model.py OUTPUT_DIR [STDLIB_DIR]
 
-The text is the source of the CPython standard library that runs this script (PSF licence). Whole files are set aside for
+The text is the source of the CPython standard library (PSF licence), by default of the Python that runs this script. Whole files are set aside for
 `calibration.jsonl` and `evaluation.jsonl` before training, so the model has seen neither. The model is a Qwen3 with 4 query
 heads on 2 KV heads, head_dim 64, 4 layers, trained in bfloat16 autocast and stored in bfloat16.
 
@@ -25,14 +25,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SEED = 0
 VOCABULARY, LENGTH, BATCH, STEPS = 2048, 2048, 48, 4000
-LEARNING_RATE, WARM_UP = 3e-3, 100
+LEARNING_RATE, WEIGHT_DECAY, WARM_UP = 3e-3, 0.1, 100
 HELD_OUT_BYTES = 320_000  # for each of the two held-out texts
 
 
-def documents(seed: int) -> tuple[list[str], list[str], list[str]]:
+def documents(root: Path, seed: int) -> tuple[list[str], list[str], list[str]]:
     """The standard library's files as (training, calibration, evaluation) texts, disjoint by file."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [p for p in sorted(root.rglob("*.py")) if not {"site-packages", "dist-packages"} & set(p.parts)]
+    files = [p for p in sorted(root.rglob("*.py")) if not {"site-packages", "dist-packages"} & set(p.relative_to(root).parts)]
     texts = {str(p.relative_to(root)): p.read_text(encoding="utf-8", errors="ignore") for p in files}
     texts = {name: text for name, text in texts.items() if text.strip()}
     # Held-out files are ordinary modules: code tables and generated data would make a poor judge.
@@ -74,13 +73,14 @@ def unigram_loss(train: torch.Tensor, held_out: torch.Tensor) -> float:
     return -(counts / counts.sum()).log()[held_out.long()].mean().item()
 
 
-def main(output: Path) -> None:
+def main(output: Path, root: Path) -> None:
     start = time.time()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(SEED)
-    train_texts, calibration, evaluation = documents(SEED)
+    train_texts, calibration, evaluation = documents(root, SEED)
     tokenizer = train_tokenizer(train_texts)
     train, held_out = tokens_of(train_texts, tokenizer), tokens_of(evaluation, tokenizer)
+    unseen = tokens_of(calibration, tokenizer)  # shows over-fitting; the number of steps was chosen on it
     print(f"{train.numel():,} training tokens, {held_out.numel():,} held-out tokens", flush=True)
 
     config = Qwen3Config(
@@ -92,7 +92,7 @@ def main(output: Path) -> None:
     model = Qwen3ForCausalLM(config).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=device == "cuda")
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -110,8 +110,9 @@ def main(output: Path) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 250 == 0:
-            print(f"step {step} loss {loss.item():.4f} {time.time() - start:.0f} s", flush=True)
+        if step % 250 == 249:
+            unseen_loss = held_out_loss(model, unseen, device)
+            print(f"step {step + 1} loss {loss.item():.4f}, unseen {unseen_loss:.4f}, {time.time() - start:.0f} s", flush=True)
 
     model = model.to(torch.bfloat16).eval()
     model.save_pretrained(output / "model")
@@ -126,8 +127,8 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    main(folder)
+    main(folder, Path(sys.argv[2] if len(sys.argv) == 3 else sysconfig.get_paths()["stdlib"]))

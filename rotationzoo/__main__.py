@@ -1,0 +1,5 @@
+"""`python -m rotationzoo` is `rotationzoo`."""
+
+from rotationzoo.cli import app
+
+app(prog_name="rotationzoo")

@@ -1,0 +1,142 @@
+"""Hold the captured statistics against a direct computation from the layers' own weights.
+
+    python scripts/check_statistics.py MODEL [--data FILE] [--tokens 8192] [--dtype float64]
+
+For every layer the reference takes the hidden states that enter attention, applies the layer's own projections, norms and
+RoPE, builds the T x T softmax (with window, soft cap and sinks) and forms Q^T Q and V^T S^T S V from it. It knows the
+module names of Llama, Mistral, Qwen2, Qwen3, Gemma 2 and gpt-oss; the capture under test knows none.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from rotationzoo import corpus, models
+from rotationzoo.capture import decoder
+from rotationzoo.collect import collect
+from rotationzoo.moments import to_tensors
+from rotationzoo.recipe import Data, Recipe
+
+Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Post-RoPE queries `[B, H_q, T, D]`, keys and values `[B, H_kv, T, D]`, softmax `[B, H_q, T, T]`, all float64."""
+
+
+@torch.no_grad()
+def attention_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, Attended]:
+    """What each layer's attention reads and weighs for one batch `[B, T]`, from its weights alone."""
+    inputs: dict[int, tuple[torch.Tensor, Any]] = {}
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.update(
+                {module.layer_idx: (kwargs["hidden_states"], kwargs["position_embeddings"])}
+            ),
+            with_kwargs=True,
+        )
+        for layer in decoder(model).layers
+    ]
+    try:
+        decoder(model)(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    modules = {layer.self_attn.layer_idx: layer.self_attn for layer in decoder(model).layers}
+    return {index: _attend(module, *inputs[index]) for index, module in modules.items()}
+
+
+def _attend(attention: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> Attended:
+    split = (*hidden.shape[:2], -1, attention.head_dim)
+    query = attention.q_proj(hidden).view(split)
+    key = attention.k_proj(hidden).view(split)
+    value = attention.v_proj(hidden).view(split).transpose(1, 2).double()
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = (_rope(states.transpose(1, 2), *angles).double() for states in (query, key))
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).mT * attention.scaling
+    if softcap := getattr(attention, "attn_logit_softcapping", None):
+        scores = (scores / softcap).tanh() * softcap
+    position = torch.arange(hidden.shape[1])
+    distance = position[:, None] - position
+    hidden_from = distance < 0
+    if window := getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)):
+        hidden_from = hidden_from | (distance >= window)
+    scores = scores.masked_fill(hidden_from.to(scores.device), float("-inf"))
+    if (sinks := getattr(attention, "sinks", None)) is not None:
+        extra = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return query, key, value, torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+    return query, key, value, scores.softmax(-1)
+
+
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + D/2); gpt-oss hands over angles for one half only."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def direct_statistics(model: PreTrainedModel, batches: list[torch.Tensor], sink: int) -> dict[str, torch.Tensor]:
+    """`C_Q`, `C_S` and the key and value moments per layer and KV head, under the names of the artifact's statistics."""
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def add(name: str, sum_: torch.Tensor, count: int) -> None:
+        sums[name] = sums.get(name, 0) + sum_
+        counts[name] = counts.get(name, 0) + count
+
+    for ids in batches:
+        for layer, (query, key, value, softmax) in attention_of(model, ids).items():
+            heads = key.shape[1]
+            for batch in range(len(ids)):
+                q = query[batch].unflatten(0, (heads, -1))
+                s = softmax[batch].unflatten(0, (heads, -1))
+                v, k = value[batch], key[batch]
+                rows = q.shape[1] * q.shape[2]
+                add(f"layers.{layer}.query.second_moment", (q.mT @ q).sum(1), rows)
+                weights = (s.mT @ s).sum(1)  # sum over the group of S^T S, [H_kv, T, T]
+                add(f"layers.{layer}.output.second_moment", v.mT @ weights @ v, rows)
+                add(f"layers.{layer}.key.second_moment", k[:, sink:].mT @ k[:, sink:], k.shape[1] - sink)
+                add(f"layers.{layer}.value.second_moment", v[:, sink:].mT @ v[:, sink:], k.shape[1] - sink)
+                add(f"layers.{layer}.key.mean", k[:, sink:].sum(1), k.shape[1] - sink)
+                add(f"layers.{layer}.value.mean", v[:, sink:].sum(1), k.shape[1] - sink)
+    return {name: (total / counts[name]).cpu() for name, total in sums.items()}
+
+
+def largest_difference(model: PreTrainedModel, batches: list[torch.Tensor], sink: int) -> dict[str, float]:
+    """Kind of statistic -> the largest relative difference (Frobenius norm) over layers and heads."""
+    direct = direct_statistics(model, batches, sink)
+    with torch.no_grad():
+        geometry = models.geometry_of(model, batches[0])
+    captured = to_tensors(collect(model, geometry, batches, Recipe(sink=sink)))
+    worst: dict[str, float] = {}
+    for name, expected in direct.items():
+        kind = name.split(".", 2)[2]
+        dims = tuple(range(1, expected.ndim))
+        error = (captured[name] - expected).norm(dim=dims) / expected.norm(dim=dims)
+        worst[kind] = max(worst.get(kind, 0.0), error.max().item())
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", default="bundled")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--dtype", default="float64")
+    args = parser.parse_args()
+    source = models.find(args.model)
+    models.fetch(source)
+    config = models.load_config(source)
+    model = models.load(source, config, "cpu", getattr(torch, args.dtype))
+    data = Data(source=args.data, tokens=args.tokens, length=args.length)
+    text = corpus.read(data, AutoTokenizer.from_pretrained(source.folder))
+    print(f"{text.tokens} tokens, {args.dtype}, {model.config._attn_implementation}")
+    for kind, error in largest_difference(model, text.batches(1), sink=64).items():
+        print(f"{kind:22s} {error:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing in this process may look for a hub; subprocesses get one of their own
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+DATA = Path(__file__).parents[1] / "rotationzoo" / "data" / "demo"
+
+
+def save_tiny(folder: Path, **changes) -> Path:
+    """A random Qwen3 of two layers with the demo model's tokenizer, as save_pretrained writes it."""
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**options, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "model" / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Run the real command line in a process of its own, in an empty folder, with no hub in reach."""
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there
+        "COLUMNS": "120",
+    }
+    environment.pop("HF_HUB_OFFLINE")
+    work = tmp_path / "work"
+    work.mkdir()
+
+    def run(*words, env=None, **options) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "rotationzoo", *map(str, words)],
+            cwd=work, env={**environment, **(env or {})}, capture_output=True, text=True, timeout=300, **options,
+        )  # fmt: skip
+
+    run.folder, run.environment = work, environment
+    return run

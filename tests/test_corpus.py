@@ -1,0 +1,123 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+from conftest import DATA
+
+from rotationzoo.corpus import read
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe import Data
+
+TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" * 5 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(DATA / "model")
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def small(source, **changes):
+    return Data(**{"source": str(source), "tokens": 512, "length": 64, **changes})
+
+
+def test_packed_rows_are_of_equal_length_and_hold_the_documents_in_order(jsonl, tokenizer):
+    corpus = read(small(jsonl), tokenizer)
+    assert [row.numel() for row in corpus.rows] == [64] * 8
+    assert corpus.note is None
+    text = tokenizer.decode(torch.cat(corpus.rows), skip_special_tokens=False)
+    documents = text.split("<|end|>")
+    assert all(document in TEXTS for document in documents[:-1])
+    assert TEXTS[TEXTS.index(documents[0]) :][:2] != documents[:2], "shuffled"
+
+
+def test_the_same_seed_gives_the_same_ids(jsonl, tokenizer):
+    one, two, other = (read(small(jsonl, seed=seed), tokenizer) for seed in (0, 0, 1))
+    assert one.fingerprint == two.fingerprint != other.fingerprint
+
+
+def test_the_fingerprint_covers_the_row_boundaries(jsonl, tokenizer):
+    assert read(small(jsonl), tokenizer).fingerprint != read(small(jsonl, length=128), tokenizer).fingerprint
+
+
+def test_one_document_a_row(jsonl, tokenizer):
+    corpus = read(small(jsonl, packing="document", length=48, tokens=2000), tokenizer)
+    texts = [tokenizer.decode(row) for row in corpus.rows]
+    assert all(any(document.startswith(text) for document in TEXTS) for text in texts)
+    assert max(row.numel() for row in corpus.rows) <= 48
+    assert corpus.tokens <= 2000
+    assert sum(batch.numel() for batch in corpus.batches(4)) == corpus.tokens
+
+
+def test_text_and_parquet_and_another_column(jsonl, tokenizer, tmp_path):
+    plain = tmp_path / "text.txt"
+    plain.write_text("\n".join(TEXTS))
+    assert len(read(small(plain), tokenizer).rows) == 8
+    table = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"body": TEXTS}), table)
+    assert len(read(small(table, column="body"), tokenizer).rows) == 8
+    with pytest.raises(RotationZooError, match="no column text or messages: it has body"):
+        read(small(table), tokenizer)
+
+
+def test_messages_go_through_the_chat_template(tmp_path, tokenizer):
+    path = tmp_path / "chats.jsonl"
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    with pytest.raises(RotationZooError, match="no chat template"):
+        read(small(path), tokenizer)
+    chatty = transformers.AutoTokenizer.from_pretrained(DATA / "model")
+    chatty.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    assert "[user] def function" in tokenizer.decode(torch.cat(read(small(path), chatty).rows))
+
+
+def test_rows_start_as_requests_do(jsonl):
+    """Where the tokenizer begins every text with a token, every row begins with it."""
+    starting = transformers.AutoTokenizer.from_pretrained(DATA / "model")
+    starting.bos_token = "<|end|>"
+    from tokenizers.processors import TemplateProcessing
+
+    starting._tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    corpus = read(small(jsonl), starting)
+    assert all(row[0] == 0 and row[1] != 0 for row in corpus.rows)
+
+
+@pytest.mark.parametrize("packing", ["packed", "document"])
+def test_fewer_tokens_than_asked_for_is_said(jsonl, tokenizer, packing):
+    corpus = read(small(jsonl, tokens=10**6, packing=packing), tokenizer)
+    assert f"{corpus.tokens:,} tokens instead of 1,000,000" in corpus.note
+
+
+def test_bad_sources(tmp_path, tokenizer):
+    def mistake(name, content):
+        path = tmp_path / name
+        path.write_text(content)
+        with pytest.raises(RotationZooError) as caught:
+            read(small(path), tokenizer)
+        return str(caught.value)
+
+    assert "holds no text" in mistake("empty.jsonl", "")
+    assert "holds no text" in mistake("blank.jsonl", '{"text": ""}\n')
+    assert "holds no text" in mistake("empty.txt", "")
+    assert "too short for a row of 64" in mistake("short.txt", "a few words")
+    assert "line 2 of" in mistake("broken.jsonl", '{"text": "fine"}\n{"text": \n')
+    assert "no column text or messages: it has body" in mistake("other.jsonl", '{"body": "x"}\n')
+    with pytest.raises(RotationZooError, match="there is no file"):
+        read(small(tmp_path / "absent.jsonl"), tokenizer)
+    with pytest.raises(RotationZooError, match="could not be opened"):
+        read(small("nobody/nothing"), tokenizer)
+
+
+def test_batches_hold_rows_of_equal_length(jsonl, tokenizer):
+    corpus = read(small(jsonl), tokenizer)
+    assert [tuple(batch.shape) for batch in corpus.batches(3)] == [(3, 64), (3, 64), (2, 64)]
+    assert torch.equal(torch.cat(corpus.batches(3)), torch.stack(corpus.rows))

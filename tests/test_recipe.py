@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rotationzoo import recipe as recipes
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe import PRESETS, Recipe, load
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def write(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_are_the_documented_ones():
+    oscar = load("oscar")
+    assert (oscar.key_clip, oscar.value_clip, oscar.sink, oscar.recent) == (0.96, 0.92, 64, 256)
+    assert (oscar.pooling, oscar.key_statistic, oscar.value_statistic, oscar.composition) == ("head", "query", "output", "r_h_pbr")
+    assert oscar.group(128) == 128
+    published = load("oscar-v1")
+    assert (published.pooling, published.value_statistic, published.exclude_sink) == ("layer", "key_energy", False)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_yaml_round_trip_keeps_the_hash(name, tmp_path):
+    recipe = PRESETS[name]
+    assert load(write(tmp_path, recipe.yaml())) == recipe
+    assert load(write(tmp_path, recipe.yaml())).hash == recipe.hash
+
+
+def test_every_setting_changes_the_hash():
+    assert len({recipe.hash for recipe in PRESETS.values()}) == len(PRESETS)
+    assert recipes.override(Recipe(), tokens=4096).hash != Recipe().hash
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Recipe().key_clip = 0.5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("key_clipp: 0.9", "unknown key 'key_clipp' (did you mean 'key_clip'?)"),
+        ("data: {token: 5}", "unknown key 'token' (did you mean 'tokens'?)"),
+        ("key_clip: 0", "key_clip = 0"),
+        ("composition: r_h_bpr", "did you mean 'r_h_pbr'?"),
+        ("extends: oskar", "did you mean 'oscar'?"),
+        ("pooling: heads", "pooling = 'heads'"),
+        ("- a list", "is no recipe"),
+        ("a: [", "not readable YAML"),
+        ("data: 7", "data must hold keys"),
+    ],
+)
+def test_mistakes_are_named(text, words, tmp_path):
+    with pytest.raises(RotationZooError) as caught:
+        load(write(tmp_path, text))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_name():
+    with pytest.raises(RotationZooError, match="did you mean 'hadamard'"):
+        load("hadamrd")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_released_configurations_load(path):
+    recipe = load(str(path))
+    assert recipe.model
+    assert path.stem == recipe.model.split("/")[-1]
+    assert len(yaml.safe_load(path.read_text())) < 12, "say only what differs from the preset"
+
+
+def test_there_is_a_configuration_for_every_promised_model():
+    promised = {
+        "Qwen3-4B-Thinking-2507", "Qwen3-8B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-7B-Instruct", "Llama-3.1-8B-Instruct",
+        "Llama-3.3-70B-Instruct", "GLM-4.7-FP8", "MiniMax-M2.7", "Qwen3.5-4B", "gpt-oss-20b", "phi-4",
+    }  # fmt: skip
+    assert promised <= {path.stem for path in CONFIGS}
