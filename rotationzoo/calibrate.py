@@ -1,111 +1,32 @@
-"""One calibration from a model's name to an artifact on disk: resumable, and silent but for a progress callback.
-
-`plan` says what it will do from the model's config alone; `calibrate` does it.
-"""
+"""One calibration from a model's name to an artifact on disk: resumable, and silent but for a progress callback."""
 
 import os
 import platform
 import resource
-import shutil
 import sys
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer
 
 from rotationzoo import artifact, card, corpus, models
 from rotationzoo.artifact import Artifact
+from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import Corpus
-from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.errors import ModelUnavailable, RotationZooError
 from rotationzoo.fit import check_recipe, fit
-from rotationzoo.models import Geometry, Source, cached_layers
+from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.moments import Statistics, to_tensors
+from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotation import orthogonality_error
+from rotationzoo.source import Source, config_hash, fetch, has_weights, weights_fingerprint
 
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
-
-
-@dataclass(frozen=True)
-class Job:
-    """One calibration as the user asked for it."""
-
-    model: str
-    recipe: Recipe
-    output: Path
-    revision: str | None = None
-    batch: int = 4
-    device: str = "auto"
-    dtype: str = "auto"
-    device_map: str | None = None
-    max_memory: str | None = None
-    restart: bool = False
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.output.with_name(self.output.name + ".checkpoint.safetensors")
-
-    @property
-    def torch_device(self) -> str:
-        """`auto` is the accelerator where there is one. Raises `UsageError` for one that is not there."""
-        if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("this machine has no CUDA device, or this torch was built without CUDA", hint="--device cpu")
-        return self.device
-
-    @property
-    def torch_dtype(self) -> torch.dtype | str:
-        """`auto` is the checkpoint's own type on an accelerator or spread over devices, and float32 on a CPU alone."""
-        if self.dtype != "auto":
-            return getattr(torch, self.dtype)
-        return torch.float32 if self.torch_device == "cpu" and self.device_map is None else "auto"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is known of a job before a weight is read.
-
-    `geometry` is None if the model is refused, or if only its weights can tell. Sizes in bytes, estimated.
-    """
-
-    source: Source
-    config: PretrainedConfig
-    geometry: Geometry | None
-    refusal: UnsupportedModel | None
-    weights_bytes: int
-    artifact_bytes: int
-    peak_memory_bytes: int
-
-
-def plan(job: Job) -> Plan:
-    """Look at the model on `meta` and hold the job against it.
-
-    Raises `ModelUnavailable` where there is no such model and `RotationZooError` where the job cannot be honoured. A model that
-    cannot be calibrated is no error here: it is the plan's `refusal`.
-    """
-    source = models.find(job.model, job.revision)
-    config = models.load_config(source)
-    model = models.on_meta(config, source.name)
-    geometry, refusal = None, None
-    try:
-        geometry = models.geometry_on_meta(model)
-    except UnsupportedModel as error:
-        refusal = error
-    if geometry is not None:
-        check_recipe(job.recipe, geometry)
-    if job.recipe.needs_statistics:
-        _check_length(job.recipe, config)
-    weights = models.weights_bytes(source, model)
-    statistics = _statistics_bytes(geometry or [])
-    peak = weights + 2 * statistics + _activation_bytes(job, config, geometry or [])
-    return Plan(source, config, geometry, refusal, weights, statistics + _rotation_bytes(geometry or []), peak)
 
 
 def calibrate(job: Job, progress: Progress = silent) -> Artifact:
@@ -120,12 +41,13 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
     if known.refusal is not None:
         raise known.refusal
     source, recipe = known.source, job.recipe
-    _check_output(job)
-    models.fetch(source, weights=False)
+    check_output(job)
+    fetch(source, weights=False)
     text = _read(source, recipe) if recipe.needs_statistics else None
-    _check_room(job, known)
-    progress("fetching the weights", 0, 0)
-    models.fetch(source)
+    check_room(job, known)
+    if recipe.needs_statistics or known.geometry is None:
+        progress("fetching the weights", 0, 0)
+        fetch(source)
     identity = _identity(job, source, text)
     if (finished := _finished(job, identity)) is not None:
         return finished
@@ -143,10 +65,10 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
             "id": source.name,
             "revision": source.revision,
             "architecture": (known.config.architectures or [type(known.config).__name__])[0],
-            "config_sha256": models.config_hash(source),
-            "weights_fingerprint": identity["weights"],
+            "config_sha256": config_hash(source),
+            "weights_fingerprint": identity["weights"] or None,
         },
-        "geometry": models.geometry_json(geometry),
+        "geometry": geometry_json(geometry),
         "recipe": recipe.model_dump(),
         "recipe_sha256": recipe.hash,
         "calibration": _describe(text, recipe),
@@ -192,24 +114,28 @@ def _run_model(
         progress("loading the model", 0, 0)
         model = models.load(known.source, known.config, job.torch_device, job.torch_dtype, placement)
         row = text.rows[0] if text is not None else torch.zeros(_CHECKED_TOKENS, dtype=torch.long)
-        ids = row[None, :_CHECKED_TOKENS].to(model.device)
+        ids = row[None, :_CHECKED_TOKENS].to(models.input_device(model))
         if geometry is None:
-            geometry = models.geometry_of(model, ids)
+            geometry = geometry_of(model, ids)
             check_recipe(job.recipe, geometry)
         if text is None:
             return geometry, None
         progress("checking the capture", 0, 0)
-        models.check(model, ids)
+        with torch.no_grad():
+            check_transparent(model, ids)
         return geometry, collect(model, geometry, text.batches(job.batch), job.recipe, checkpoint, progress)
 
 
 def _read(source: Source, recipe: Recipe) -> Corpus:
+    missing = ModelUnavailable(
+        f"{source.name} has no readable tokenizer", hint="save the model's tokenizer into the same folder"
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelUnavailable(
-            f"{source.name} has no readable tokenizer", hint="save the model's tokenizer into the same folder"
-        ) from error
+        raise missing from error
+    if not tokenizer("a word").input_ids:  # without its files, transformers makes an empty one
+        raise missing
     return corpus.read(recipe.data, tokenizer)
 
 
@@ -217,59 +143,13 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     """Everything that decides the bytes of the result: what a checkpoint or a finished artifact must agree with."""
     return {
         "recipe": job.recipe.hash,
-        "weights": models.weights_fingerprint(source),
+        "weights": weights_fingerprint(source) if has_weights(source) else "",
         "text": text.fingerprint if text else "",
         "batch": str(job.batch),
         "device": job.torch_device + (f", device map {job.device_map}" if job.device_map else ""),
         "dtype": str(job.torch_dtype),
         "versions": f"torch {torch.__version__}, transformers {version('transformers')}",
     }
-
-
-def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
-    length, data = recipe.data.length, recipe.data
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(positions, int) and length > positions:
-        raise RotationZooError(
-            f"rows of {length} tokens are longer than the {positions} positions of the model",
-            hint=f"add: --length {positions}",
-        )
-    if recipe.exclude_sink and length <= recipe.sink:
-        raise RotationZooError(
-            f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens", hint="give longer rows with --length"
-        )
-    if data.packing == "packed" and data.tokens < length:
-        raise RotationZooError(
-            f"{data.tokens} tokens are less than one row of {length}",
-            hint=f"ask for at least --tokens {length}, or for shorter rows with --length",
-        )
-
-
-def _check_output(job: Job) -> None:
-    """The output can be written, and what is there may be replaced."""
-    if job.output.exists() and not job.restart:
-        if not (job.output / artifact.MANIFEST).is_file() and (not job.output.is_dir() or any(job.output.iterdir())):
-            raise RotationZooError(f"{job.output} exists and is no artifact", hint="choose another place with --output")
-        if (job.output / artifact.MANIFEST).is_file():
-            theirs = Artifact.open(job.output).manifest
-            if theirs["recipe_sha256"] != job.recipe.hash:
-                raise RotationZooError(
-                    f"{job.output} holds the work of another recipe ({theirs['recipe']['name']} for {theirs['model']['id']})",
-                    hint="choose another place with --output, or replace it with --restart",
-                )
-    ancestor = next(folder for folder in job.output.absolute().parents if folder.exists())
-    with artifact.disk_errors(job.output), artifact.temporary_sibling(ancestor / job.output.name):
-        pass
-
-
-def _check_room(job: Job, known: Plan) -> None:
-    ancestor = next(folder for folder in job.output.absolute().parents if folder.exists())
-    free, needed = shutil.disk_usage(ancestor).free, 2 * known.artifact_bytes  # the artifact, and a checkpoint beside it
-    if free < needed:
-        raise RotationZooError(
-            f"the disk of {job.output} has {free / 1e6:,.0f} MB free and {needed / 1e6:,.0f} MB are needed",
-            hint="make room, or choose another place with --output",
-        )
 
 
 def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
@@ -298,27 +178,3 @@ def _device_name(job: Job) -> str:
     if job.torch_device == "cuda":
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {os.cpu_count()} threads"
-
-
-# ---- sizes
-
-
-def _statistics_bytes(geometry: Geometry) -> int:
-    return sum(8 * 2 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2) for layer in cached_layers(geometry))
-
-
-def _rotation_bytes(geometry: Geometry) -> int:
-    return sum(4 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2) for layer in cached_layers(geometry))
-
-
-def _activation_bytes(job: Job, config: PretrainedConfig, geometry: Geometry) -> int:
-    """What one batch holds at its widest: the residual stream, one layer's projections, the float64 copy of one row and,
-    under eager attention, its scores; plus the libraries themselves."""
-    text = config.get_text_config(decoder=True)
-    length, tokens = job.recipe.data.length, job.recipe.data.length * job.batch
-    item = 4 if job.torch_dtype == torch.float32 else 2
-    widest = max((layer.query_heads * (layer.key_dim + layer.value_dim) for layer in geometry), default=0)
-    hidden, inner = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    projections = tokens * item * max(3 * widest, 3 * (inner if isinstance(inner, int) else max(inner)))
-    libraries = 600_000_000
-    return 4 * tokens * hidden * item + projections + 2 * 8 * length * widest + libraries

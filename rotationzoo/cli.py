@@ -14,7 +14,7 @@ from rotationzoo.errors import Interrupted, RotationZooError
 
 if TYPE_CHECKING:
     from rotationzoo.artifact import Artifact
-    from rotationzoo.calibrate import Job, Plan
+    from rotationzoo.plan import Job, Plan
     from rotationzoo.summary import LayerSummary
 
 
@@ -92,9 +92,9 @@ def calibrate(
         recipes.load(recipe), source=data, subset=subset, split=split, column=column, packing=packing,
         tokens=tokens, length=length, seed=seed,
     )  # fmt: skip
-    from rotationzoo.calibrate import Job
     from rotationzoo.calibrate import calibrate as run
-    from rotationzoo.calibrate import plan as look
+    from rotationzoo.plan import Job
+    from rotationzoo.plan import plan as look
 
     job = Job(
         model=model,
@@ -216,7 +216,7 @@ def _layer_table(artifact: "Artifact", layers: "list[LayerSummary]") -> None:
 
 
 def _show_plan(out: Output, job: "Job", plan: "Plan") -> None:
-    from rotationzoo.models import cached_layers, geometry_json
+    from rotationzoo.geometry import cached_layers, geometry_json
 
     cached = cached_layers(plan.geometry or [])
 

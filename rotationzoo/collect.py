@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from rotationzoo.capture import capture, decoder
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.models import Geometry, Layer, cached_layers
+from rotationzoo.geometry import Geometry, Layer, cached_layers
+from rotationzoo.models import input_device
 from rotationzoo.moments import Moment, Statistics
 from rotationzoo.recipe import Recipe
 
@@ -45,8 +46,13 @@ def collect(
         if step >= len(batches) and not isinstance(observer, _SecondPass):
             observer = _SecondPass(geometry, statistics, skip)
         with capture(model, observer):
-            tower(input_ids=batches[step % len(batches)].to(model.device), use_cache=False)
-        _check(statistics, observer.kinds)
+            tower(input_ids=batches[step % len(batches)].to(input_device(model)), use_cache=False)
+        try:
+            _check(statistics, observer.kinds)
+        except RotationZooError:
+            if checkpoint is not None:
+                checkpoint.remove()  # going on with other options would only be refused
+            raise
         if checkpoint is not None:
             checkpoint.save(statistics, step + 1)
         progress("calibrating", step + 1, total)

@@ -6,7 +6,7 @@ import torch
 
 from rotationzoo import rotation
 from rotationzoo.errors import RotationZooError
-from rotationzoo.models import Geometry, Layer, cached_layers
+from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
 from rotationzoo.recipe import Recipe
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo import models, rotation
+from rotationzoo import rotation
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Recipe
+from rotationzoo.source import config_hash, find, has_weights, weights_fingerprint
 
 ORTHOGONAL = 1e-6  # of the stored float32 matrices; measured 1e-7 to 4e-7 for D up to 576
 DIAGONAL = 1e-4  # off-diagonal share left by a stored rotation in its own statistic; measured 5e-7, and 0.1 to 1 in another's
@@ -122,13 +123,13 @@ def _diagonalises(tensors: dict[str, torch.Tensor], moment: torch.Tensor, name: 
 def _model_problems(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
     """Compare config and, where the weights are on this machine, their fingerprint."""
     theirs = artifact.manifest["model"]
-    source = models.find(model, revision)
-    if models.has_weights(source):
-        if models.weights_fingerprint(source) == theirs["weights_fingerprint"]:
+    source = find(model, revision)
+    if has_weights(source) and theirs["weights_fingerprint"]:
+        if weights_fingerprint(source) == theirs["weights_fingerprint"]:
             return [], f"the weights of {model}"
         return [f"made for other weights than those of {model}: {theirs['id']}"], f"the weights of {model}"
     what = f"the config of {model}, whose weights are not on this machine"
-    if models.config_hash(source) != theirs["config_sha256"]:
+    if config_hash(source) != theirs["config_sha256"]:
         return [f"made for another model than {model}: {theirs['id']}"], what
     if theirs["revision"] and source.revision != theirs["revision"]:
         return [f"made for revision {theirs['revision']}, and {model} is at {source.revision}"], what

@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from rotationzoo import corpus, models
 from rotationzoo.capture import decoder
 from rotationzoo.collect import collect
+from rotationzoo.geometry import geometry_of
 from rotationzoo.moments import to_tensors
 from rotationzoo.recipe import Data, Recipe
+from rotationzoo.source import fetch, find
 
 Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Post-RoPE queries `[B, H_q, T, D]`, keys and values `[B, H_kv, T, D]`, softmax `[B, H_q, T, T]`, all float64."""
@@ -108,7 +110,7 @@ def largest_difference(model: PreTrainedModel, batches: list[torch.Tensor], sink
     """Kind of statistic -> the largest relative difference (Frobenius norm) over layers and heads."""
     direct = direct_statistics(model, batches, sink)
     with torch.no_grad():
-        geometry = models.geometry_of(model, batches[0])
+        geometry = geometry_of(model, batches[0])
     captured = to_tensors(collect(model, geometry, batches, Recipe(sink=sink)))
     worst: dict[str, float] = {}
     for name, expected in direct.items():
@@ -127,8 +129,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--dtype", default="float64")
     args = parser.parse_args()
-    source = models.find(args.model)
-    models.fetch(source)
+    source = find(args.model)
+    fetch(source)
     config = models.load_config(source)
     model = models.load(source, config, "cpu", getattr(torch, args.dtype))
     data = Data(source=args.data, tokens=args.tokens, length=args.length)

@@ -2,7 +2,8 @@
 
     python scripts/train_demo_model.py OUTPUT_DIR [STDLIB_DIR]
 
-The text is the source of the CPython standard library (PSF licence), by default of the Python that runs this script. Whole files are set aside for
+The text is the source of the CPython standard library (PSF licence), by default of the Python that runs this script. Whole
+files are set aside for
 `calibration.jsonl` and `evaluation.jsonl` before training, so the model has seen neither. The model is a Qwen3 with 4 query
 heads on 2 KV heads, head_dim 64, 4 layers, trained in bfloat16 autocast and stored in bfloat16.
 

@@ -19,7 +19,12 @@ def write(tmp_path, text):
 def test_defaults_are_the_documented_ones():
     oscar = load("oscar")
     assert (oscar.key_clip, oscar.value_clip, oscar.sink, oscar.recent) == (0.96, 0.92, 64, 256)
-    assert (oscar.pooling, oscar.key_statistic, oscar.value_statistic, oscar.composition) == ("head", "query", "output", "r_h_pbr")
+    assert (oscar.pooling, oscar.key_statistic, oscar.value_statistic, oscar.composition) == (
+        "head",
+        "query",
+        "output",
+        "r_h_pbr",
+    )
     assert oscar.group(128) == 128
     published = load("oscar-v1")
     assert (published.pooling, published.value_statistic, published.exclude_sink) == ("layer", "key_energy", False)

@@ -5,10 +5,10 @@ import pytest
 import torch
 from check_statistics import largest_difference
 
-from rotationzoo import models
 from rotationzoo.collect import collect
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import fit, target_moment
+from rotationzoo.geometry import geometry_of
 from rotationzoo.hadamard import hadamard
 from rotationzoo.moments import to_tensors
 from rotationzoo.recipe import PRESETS, Recipe
@@ -51,7 +51,7 @@ def test_the_direct_computation_notices_a_wrong_window():
 
 def test_layers_that_share_a_cache_count_for_its_owner():
     model = architectures.build("gemma4")
-    geometry = models.geometry_of(model)
+    geometry = geometry_of(model)
     assert [layer.owner for layer in geometry] == [0, 1, 0, 1]
     statistics = collect(model, geometry, BATCHES, Recipe(sink=4))
     assert set(statistics) == {0, 1}
@@ -64,7 +64,7 @@ def test_layers_that_share_a_cache_count_for_its_owner():
 def test_two_head_dims_and_unequal_keys_and_values():
     for name, shapes in {"gemma4": {(2, 16, 16), (2, 32, 32)}, "mimo_v2_flash": {(4, 16, 16), (2, 16, 16)}}.items():
         model = architectures.build(name)
-        geometry = models.geometry_of(model)
+        geometry = geometry_of(model)
         tensors = fit(collect(model, geometry, BATCHES, Recipe(sink=4)), Recipe(), geometry)
         assert {tuple(t.shape) for n, t in tensors.items() if n.endswith("key.rotation")} == shapes
     assert tensors["layers.0.value.rotation"].shape == (4, 12, 12)
@@ -75,13 +75,13 @@ def test_not_finite_activations_name_the_layer():
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[3] = float("nan")
     with pytest.raises(RotationZooError, match="layer 2 has value activations that are not finite"):
-        collect(model, models.geometry_of(model), BATCHES, Recipe(sink=4))
+        collect(model, geometry_of(model), BATCHES, Recipe(sink=4))
 
 
 def test_rows_within_the_sink_are_refused():
     model = architectures.build("qwen3")
     with pytest.raises(RotationZooError, match="sink"):
-        collect(model, models.geometry_of(model), BATCHES, Recipe(sink=32))
+        collect(model, geometry_of(model), BATCHES, Recipe(sink=32))
 
 
 # ---- the published recipe, from its formulas (V1 files: pooled over KV heads, value weights from key energy)
@@ -117,7 +117,7 @@ def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
         for batch in BATCHES:
             model.model(input_ids=batch, use_cache=False)
 
-    recipe, geometry = PRESETS["oscar-v1"], models.geometry_of(model)
+    recipe, geometry = PRESETS["oscar-v1"], geometry_of(model)
     statistics = collect(model, geometry, BATCHES, recipe)
     tensors = fit(statistics, recipe, geometry)
     for layer, (queries, keys, values) in rows.items():
@@ -136,7 +136,7 @@ def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
 def test_key_energy_uses_the_queries_of_all_rows():
     """A second batch changes the weights of the first one's tokens: one pass could not do that."""
     model = architectures.build("qwen3")
-    geometry, recipe = models.geometry_of(model), PRESETS["oscar-v1"]
+    geometry, recipe = geometry_of(model), PRESETS["oscar-v1"]
     both = to_tensors(collect(model, geometry, BATCHES, recipe))
     apart = [to_tensors(collect(model, geometry, [batch], recipe)) for batch in BATCHES]
     name = "layers.1.value.key_energy_moment"
@@ -146,7 +146,7 @@ def test_key_energy_uses_the_queries_of_all_rows():
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 def test_every_recipe_is_orthogonal(recipe):
     model = architectures.build("qwen3")
-    geometry = models.geometry_of(model)
+    geometry = geometry_of(model)
     recipe = recipe.model_copy(update={"sink": 4})
     statistics = collect(model, geometry, BATCHES, recipe) if recipe.needs_statistics else None
     rotations = [t for name, t in fit(statistics, recipe, geometry).items() if name.endswith("rotation")]

@@ -1,0 +1,126 @@
+"""The attention of a model: which layers store keys and values, with what heads and dimensions.
+
+Nothing is looked up by name. The model runs on a few tokens, usually on `meta` without weights, and what attention was
+handed is held against what the cache stores.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.capture import capture, decoder
+from rotationzoo.errors import UnsupportedModel
+
+_PROBE_TOKENS = 8
+CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
+_LATENT_HINT = "nothing to do: a rotation per KV head does not fit such a cache"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The attention of one layer. `owner` is the layer whose cache it reads: itself, or an earlier one that it shares."""
+
+    index: int
+    owner: int
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+
+Geometry = list[Layer]
+
+
+def cached_layers(geometry: Geometry) -> Geometry:
+    """The layers that store keys and values of their own: those that get a rotation."""
+    return [layer for layer in geometry if layer.owner == layer.index]
+
+
+def geometry_json(geometry: Geometry) -> list[dict[str, int]]:
+    return [asdict(layer) for layer in geometry]
+
+
+def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
+    """The attention geometry of a model on `meta`, or None where its forward needs values (then look at real weights)."""
+    tower = decoder(model)
+    # The default experts loop over the tokens each expert got, which needs values; batched ones have the same shapes.
+    if getattr(tower.config, "_experts_implementation", None) is not None:
+        model.set_experts_implementation("batched_mm")
+    try:
+        return geometry_of(model)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@torch.no_grad()
+def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geometry:
+    """Who calls attention, with what heads, and whether the cache stores what was captured.
+
+    `ids` `[B, T]` defaults to a few zeros on the model's device. Raises `UnsupportedModel` with the reason.
+    """
+    name = type(model).__name__
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
+    tower = decoder(model)
+    if ids is None:
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device)
+    calls: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    with capture(model, lambda layer, query, key, value, output: calls.update({layer: (query, key, value)})):
+        cache = tower(input_ids=ids, use_cache=True).past_key_values
+    if not calls:
+        raise UnsupportedModel(
+            f"{name} computes attention in code of its own, where no hook can read it",
+            hint="only models that use transformers' attention interface can be calibrated",
+        )
+    acausal = [m for m in tower.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", True) is False]
+    if acausal:
+        raise UnsupportedModel(f"{name} is an encoder: its tokens attend to later ones", hint=CAUSAL_HINT)
+    stored = _stored(cache)
+    if unseen := sorted(stored.keys() - calls.keys()):
+        raise UnsupportedModel(f"{name} caches keys in layers {unseen} that never called the attention interface")
+    geometry = []
+    for index, (query, key, value) in sorted(calls.items()):
+        shapes = (_heads_and_dim(key), _heads_and_dim(value))
+        # One tensor read as both keys and values is a latent too, although its shape is that of one head.
+        if key is value or (index in stored and stored[index] != shapes):
+            raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
+        owner = index if index in stored else _owner(index, key, calls, stored.keys())
+        if owner is None:
+            raise UnsupportedModel(f"layer {index} of {name} attends to keys and values that no cache layer stores")
+        geometry.append(Layer(index, owner, query.shape[1], *shapes[0], shapes[1][1]))
+    return geometry
+
+
+def _latent(name: str) -> str:
+    return f"{name} caches a compressed latent (MLA or alike), not the keys and values that its attention reads"
+
+
+def _heads_and_dim(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.shape[1], tensor.shape[-1]
+
+
+def _stored(cache: Any) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+    """Layer -> (heads, dim) of the keys and of the values that the cache holds; layers without any are absent."""
+    stored = {}
+    for index, layer in enumerate(getattr(cache, "layers", [])):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
+            stored[index] = _heads_and_dim(keys), _heads_and_dim(values)
+    return stored
+
+
+def _owner(index: int, key: torch.Tensor, calls: dict[int, Any], stored: Any) -> int | None:
+    """The latest earlier layer with a cache that was handed the very same keys."""
+    for other in sorted((layer for layer in calls if layer < index and layer in stored), reverse=True):
+        theirs = calls[other][1]
+        same_values = not key.is_meta and key.shape == theirs.shape and torch.equal(key.cpu(), theirs.cpu())
+        if key is theirs or same_values:
+            return other
+    return None

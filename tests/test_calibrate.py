@@ -1,0 +1,294 @@
+"""The whole job through the library: artifact, resuming, offload, refusals."""
+
+import json
+import shutil
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import transformers
+from conftest import save_tiny
+from safetensors.torch import load_file, save_file
+
+from rotationzoo import calibrate as jobs
+from rotationzoo import models
+from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import calibrate
+from rotationzoo.collect import collect
+from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import geometry_of
+from rotationzoo.moments import to_tensors
+from rotationzoo.plan import Job, plan
+from rotationzoo.recipe import PRESETS, Data, Recipe, override
+from rotationzoo.source import find, weights_fingerprint
+from rotationzoo.summary import summarize
+from rotationzoo.verify import verify
+
+SMALL = Data(tokens=2048, length=256)
+RECIPE = Recipe(data=SMALL)
+
+
+def job(model, folder, recipe=RECIPE, **changes) -> Job:
+    return Job(model=str(model), recipe=recipe, output=Path(folder) / "out", device="cpu", **changes)
+
+
+def rotation_bytes(artifact: Artifact) -> bytes:
+    return (artifact.folder / "rotations.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory) -> Artifact:
+    return calibrate(job(tiny, tmp_path_factory.mktemp("made")))
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> Artifact:
+    """An artifact to damage."""
+    return Artifact.open(Path(shutil.copytree(made.folder, tmp_path / "copy")))
+
+
+# ---- what is written
+
+
+def test_the_files_keep_their_contract(made):
+    assert {p.name for p in made.folder.iterdir()} == {
+        "rotations.safetensors", "statistics.safetensors", "manifest.json", "README.md"
+    }  # fmt: skip
+    assert {p.name for p in made.folder.parent.iterdir()} == {"out"}, "no checkpoint or temporary folder is left"
+    rotations, statistics, manifest = made.rotations(), made.statistics(), made.manifest
+    assert manifest["schema"] == 1
+    for layer in range(2):
+        for side in ("key", "value"):
+            assert rotations[f"layers.{layer}.{side}.rotation"].shape == (2, 16, 16)
+            assert (rotations[f"layers.{layer}.{side}.eigenvalues"].diff() >= 0).all()
+            assert rotations[f"layers.{layer}.{side}.clip"].tolist() == [0.96 if side == "key" else 0.92] * 2
+            assert statistics[f"layers.{layer}.{side}.count"].item() == 8 * (256 - 64)
+        for kind in ("query", "output"):
+            assert statistics[f"layers.{layer}.{kind}.second_moment"].dtype == torch.float64
+            assert statistics[f"layers.{layer}.{kind}.count"].item() == 2 * 8 * 256
+    calibration = manifest["calibration"]
+    assert (calibration["source"], calibration["tokens"], calibration["rows"]) == ("bundled", 2048, 8)
+    assert len(calibration["fingerprint"]) == len(manifest["model"]["weights_fingerprint"]) == 64
+    assert Recipe.model_validate(manifest["recipe"]).hash == manifest["recipe_sha256"] == RECIPE.hash
+    assert made.identity == manifest["files"]["rotations.safetensors"]["sha256"]
+    assert (made.folder / "README.md").read_text().startswith("---\nlibrary_name: rotationzoo")
+
+
+def test_two_runs_write_the_same_bytes(made, tiny, tmp_path):
+    assert rotation_bytes(calibrate(job(tiny, tmp_path))) == rotation_bytes(made)
+
+
+def test_a_finished_job_is_not_done_again(made, tiny, monkeypatch):
+    monkeypatch.setattr(jobs, "collect", lambda *_: pytest.fail("calibrated again"))
+    again = calibrate(job(tiny, made.folder.parent))
+    assert again.identity == made.identity
+
+
+def test_the_rotations_can_be_refitted_without_the_model(made):
+    """U from the stored rotation diagonalises the stored statistic, whose eigenvalues are the stored ones."""
+    statistics, rotations = made.statistics(), made.rotations()
+    values = torch.linalg.eigvalsh(statistics["layers.1.query.second_moment"])
+    assert torch.allclose(values.float(), rotations["layers.1.key.eigenvalues"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
+    recipe = PRESETS[name].model_copy(update={"data": SMALL})
+    artifact = calibrate(job(tiny, tmp_path, recipe))
+    found = verify(artifact, str(tiny))
+    assert found.ok, found.problems
+    assert found.orthogonality_error < 1e-6  # measured 1e-7
+    assert (artifact.statistics() is None) == (name in ("hadamard", "identity", "random"))
+    heads = 1 if recipe.pooling == "layer" else 2
+    assert artifact.rotations()["layers.0.key.rotation"].shape == (heads, 16, 16)
+    assert len(summarize(artifact)) == 2
+
+
+def test_random_rotations_differ_by_head_and_layer(tiny, tmp_path):
+    rotations = calibrate(job(tiny, tmp_path, PRESETS["random"])).rotations()
+    matrices = [m for n, t in rotations.items() if n.endswith("rotation") for m in t]
+    assert len({m.numpy().tobytes() for m in matrices}) == 8
+
+
+# ---- stopping and going on
+
+
+@pytest.mark.parametrize("name", ["oscar", "oscar-v1"])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path):
+    recipe = PRESETS[name].model_copy(update={"data": SMALL})
+    whole = calibrate(job(tiny, tmp_path / "whole", recipe, batch=4 if name == "oscar-v1" else 2))
+    passes = []
+
+    def interrupt(stage, done, total):
+        if stage == "calibrating":
+            passes.append(done)
+            if done == stop:
+                raise KeyboardInterrupt
+
+    stopped = job(tiny, tmp_path / "stopped", recipe, batch=4 if name == "oscar-v1" else 2)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(stopped, interrupt)
+    assert [p.name for p in stopped.output.parent.iterdir()] == ["out.checkpoint.safetensors"]
+    resumed = calibrate(stopped, lambda stage, done, total: stage == "calibrating" and passes.append(done))
+    assert passes[stop] in range(2, stop + 2), "the checkpoint was not used"
+    assert rotation_bytes(resumed) == rotation_bytes(whole)
+    assert (resumed.folder / "statistics.safetensors").read_bytes() == (whole.folder / "statistics.safetensors").read_bytes()
+    assert [p.name for p in stopped.output.parent.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_of_another_job_is_refused_until_restart(tiny, tmp_path):
+    def interrupt(stage, done, total):
+        if stage == "calibrating" and done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(job(tiny, tmp_path, batch=2), interrupt)
+    with pytest.raises(RotationZooError, match="of another job: batch differ"):
+        calibrate(job(tiny, tmp_path, batch=4))
+    calibrate(job(tiny, tmp_path, batch=4, restart=True))
+
+
+def test_another_recipes_work_is_kept_until_restart(tiny, tmp_path):
+    first = calibrate(job(tiny, tmp_path))
+    other = override(RECIPE, seed=1)
+    with pytest.raises(RotationZooError, match="holds the work of another recipe"):
+        calibrate(job(tiny, tmp_path, other))
+    assert verify(first).ok
+    assert calibrate(job(tiny, tmp_path, other, restart=True)).identity != first.identity
+
+
+def test_a_folder_of_something_else_is_never_replaced(tiny, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("...")
+    for restart in (False, True):
+        with pytest.raises(RotationZooError, match="is no artifact"):
+            calibrate(job(tiny, tmp_path, restart=restart))
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+# ---- models that do not fit one device
+
+
+def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
+    model = save_tiny(tmp_path / "model", num_hidden_layers=4)
+    plain = calibrate(job(model, tmp_path / "plain", dtype="float32"))
+    places = []
+    load = models.load
+    monkeypatch.setattr(models, "load", lambda *a: (loaded := load(*a), places.extend(loaded.hf_device_map.values()))[0])
+    # Nothing but the embedding would fit in main memory: accelerate fetches the layers from disk one by one.
+    spread = calibrate(job(model, tmp_path / "spread", dtype="float32", device_map="auto", max_memory="cpu=150KB"))
+    assert "disk" in places
+    statistics = spread.statistics()
+    for name, tensor in plain.statistics().items():
+        assert torch.equal(tensor, statistics[name])
+    assert rotation_bytes(plain) == rotation_bytes(spread)
+
+
+def test_weights_in_main_memory_give_the_same_statistics(tiny):
+    """As on a GPU too small for the model: the weights are elsewhere, and each layer's are fetched when it runs."""
+    ids = [torch.randint(2048, (2, 100), generator=torch.Generator().manual_seed(0))]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    geometry = geometry_of(plain)
+    expected = to_tensors(collect(plain, geometry, ids, RECIPE))
+    fetched = accelerate.cpu_offload(transformers.AutoModelForCausalLM.from_pretrained(tiny), execution_device="cpu")
+    assert fetched.device.type == "meta"
+    for name, tensor in to_tensors(collect(fetched, geometry, ids, RECIPE)).items():
+        assert torch.equal(tensor, expected[name])
+
+
+# ---- what is known before
+
+
+def test_the_plan_reads_only_the_config(tiny, tmp_path):
+    (tmp_path / "model").mkdir()
+    shutil.copy(tiny / "config.json", tmp_path / "model")
+    found = plan(job(tmp_path / "model", tmp_path))
+    assert [(layer.kv_heads, layer.key_dim) for layer in found.geometry] == [(2, 16)] * 2
+    assert found.weights_bytes > 0
+    with pytest.raises(RotationZooError, match="tokenizer"):
+        calibrate(job(tmp_path / "model", tmp_path))
+
+
+def test_the_planned_sizes_are_those_that_come_out(made, tiny, tmp_path):
+    found = plan(job(tiny, tmp_path))
+    written = sum(file["size"] for file in made.manifest["files"].values())
+    assert found.artifact_bytes <= written <= 1.5 * found.artifact_bytes + 10_000  # headers and means besides
+
+
+# ---- verify
+
+
+def test_verify_finds_each_kind_of_damage(copy):
+    def problems(change) -> str:
+        tensors = copy.rotations()
+        change(tensors)
+        save_file(tensors, copy.folder / "rotations.safetensors")
+        files = copy.manifest["files"]
+        honest = {**files, "rotations.safetensors": {"size": 0, "sha256": _sha(copy.folder / "rotations.safetensors")}}
+        found = verify(Artifact(copy.folder, {**copy.manifest, "files": honest}))
+        assert not found.ok
+        return "; ".join(found.problems)
+
+    original = copy.rotations()
+
+    def swap(tensors):
+        for name in list(original):
+            if ".key." in name:
+                tensors[name], tensors[name.replace(".key.", ".value.")] = (
+                    original[name.replace(".key.", ".value.")].clone(),
+                    original[name].clone(),
+                )
+
+    assert "key and value swapped: layers 0, 1" in problems(swap)
+    save_file(original, copy.folder / "rotations.safetensors")
+    assert "key rotation missing: layer 1" in problems(lambda t: t.pop("layers.1.key.rotation"))
+    save_file(original, copy.folder / "rotations.safetensors")
+    assert "value rotation not finite: layer 0" in problems(lambda t: t["layers.0.value.rotation"].fill_(float("nan")))
+    save_file(original, copy.folder / "rotations.safetensors")
+    assert "key rotation not orthogonal: layer 0" in problems(lambda t: t["layers.0.key.rotation"].mul_(1.001))
+    save_file(original, copy.folder / "rotations.safetensors")
+
+    def other_layer(tensors):
+        tensors["layers.0.key.rotation"] = original["layers.1.key.rotation"].clone()
+
+    assert "do not come from the statistics" in problems(other_layer)
+    save_file(original, copy.folder / "rotations.safetensors")
+    assert "belong to no layer" in problems(lambda t: t.update({"layers.9.key.rotation": t["layers.0.key.rotation"].clone()}))
+
+
+def _sha(path):
+    from rotationzoo.artifact import sha256
+
+    return sha256(path)
+
+
+def test_verify_finds_a_flipped_bit(copy):
+    path = copy.folder / "statistics.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(bytes(data))
+    assert verify(copy).problems == ["statistics.safetensors is not the file that was written: its sha256 differs"]
+
+
+def test_verify_knows_the_model(made, tiny, tmp_path):
+    assert verify(made, str(tiny)).ok
+    other = save_tiny(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][-1, -1] += 0.5
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert "made for other weights" in verify(made, str(other)).problems[0]
+    (other / "model.safetensors").unlink()
+    assert verify(made, str(other)).ok, "with the config alone nothing tells them apart"
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    assert "made for another model" in verify(made, str(other)).problems[0]
+
+
+def test_the_fingerprint_does_not_depend_on_sharding(tiny, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    prints = [weights_fingerprint(find(str(folder))) for folder in (tiny, tmp_path / "sharded")]
+    assert prints[0] == prints[1]

@@ -1,0 +1,276 @@
+"""The command line as a user meets it: a process of its own, an empty folder, and every mistake one can make."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import architectures
+import hub
+import pytest
+from conftest import DATA, save_tiny
+from safetensors.torch import load_file, save_file
+
+SMALL = ["--tokens", "2048", "--length", "256"]
+
+
+def only_error(result, code: int = 1) -> str:
+    """The run failed with this code, in one `Error:` line and at most one `Hint:` line; returns both."""
+    assert result.returncode == code, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert lines[0].startswith("Error: "), result.stderr
+    assert len(lines) <= 2, result.stderr
+    assert all(line.startswith("Hint: ") for line in lines[1:]), result.stderr
+    assert result.stdout == ""
+    return result.stderr
+
+
+def left_behind(command) -> list[str]:
+    return sorted(str(path.relative_to(command.folder)) for path in command.folder.rglob("*"))
+
+
+# ---- what works
+
+
+def test_the_journey_calibrate_inspect_verify(command):
+    made = command("calibrate", "demo", "--json", *SMALL)
+    assert made.returncode == 0, made.stderr
+    result = json.loads(made.stdout)
+    assert {"artifact", "model", "revision", "recipe", "layers", "tokens", "seconds", "peak_memory_bytes"} <= result.keys()
+    assert (result["model"], result["recipe"], result["layers"], result["tokens"]) == ("demo", "oscar", 4, 2048)
+    assert result["orthogonality_error"] < 1e-6
+    folder = result["artifact"]
+    assert left_behind(command)[0:2] == ["rotations", folder]
+
+    shown = json.loads(command("inspect", folder, "--json").stdout)
+    assert [layer["layer"] for layer in shown["layers"]] == [0, 1, 2, 3]
+    for layer in shown["layers"]:
+        for side in (layer["key"], layer["value"]):
+            assert 1 < side["effective_rank"] < 64
+            assert 0 < side["top_1_share"] < side["top_8_share"] < 1
+    table = command("inspect", folder).stdout
+    assert "K rank" in table
+    assert len(table.strip().splitlines()) == 6
+
+    sound = command("verify", folder, "--model", "demo", "--json")
+    assert json.loads(sound.stdout) == {"ok": True, "problems": [], "orthogonality_error": result["orthogonality_error"]}
+
+    again = command("calibrate", "demo", "--quiet", *SMALL)
+    assert (again.returncode, again.stdout.strip()) == (0, folder)
+
+    with open(command.folder / folder / "rotations.safetensors", "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\x00" * 8)
+    broken = command("verify", folder, "--json")
+    assert broken.returncode == 1
+    assert not json.loads(broken.stdout)["ok"]
+    assert "rotationzoo calibrate demo --restart" in broken.stderr
+
+
+def test_dry_run_reads_the_config_and_writes_nothing(command):
+    shown = json.loads(command("calibrate", "demo", "--dry-run", "--json").stdout)
+    assert (shown["layers"], shown["kv_heads"], shown["head_dim"], shown["refusal"]) == (4, 2, 64, None)
+    assert all(shown[key] > 0 for key in ("weights_bytes", "peak_memory_bytes", "artifact_bytes"))
+    architectures.config("deepseek_v3").save_pretrained(command.folder.parent / "mla")
+    mla = command("calibrate", command.folder.parent / "mla", "--dry-run", "--json", "--length", "64", "--tokens", "64")
+    assert mla.returncode == 0
+    assert "compressed latent" in json.loads(mla.stdout)["refusal"]
+    assert left_behind(command) == []
+
+
+def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
+    with hub.serve({"someone/tiny": tiny}) as (endpoint, requests):
+        made = command("calibrate", "someone/tiny", "--json", *SMALL, env={"HF_ENDPOINT": endpoint})
+        assert made.returncode == 0, made.stderr
+        assert json.loads(made.stdout)["revision"] == hub.COMMIT
+        asked = [request for request in requests if "safetensors" in request]
+        assert asked, "the weights came from the hub"
+        unknown = only_error(command("calibrate", "someone/tiny", "--revision", "v9", env={"HF_ENDPOINT": endpoint}))
+        assert "no revision v9" in unknown
+        missing = only_error(command("calibrate", "someone/tinny", env={"HF_ENDPOINT": endpoint}))
+        assert "there is no model someone/tinny" in missing
+    offline = command("calibrate", "someone/tiny", *SMALL, "--output", "again", "--json", env={"HF_HUB_OFFLINE": "1"})
+    assert offline.returncode == 0, offline.stderr
+
+
+def test_help_is_quick_to_import():
+    check = (
+        "import sys, rotationzoo.cli; from typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(rotationzoo.cli.app, ['--help']).exit_code == 0\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'modelscope', 'huggingface_hub', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+# ---- stopping
+
+
+def start(command, *words) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rotationzoo", "calibrate", "demo", *words],
+        cwd=command.folder, env=command.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_stopped_half_way_and_run_again(command, how):
+    words = ["--tokens", "65536", "--batch", "2", "--output", "out"]
+    running = start(command, *words)
+    checkpoint = command.folder / "out.checkpoint.safetensors"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    running.send_signal(how)
+    _, errors = running.communicate(timeout=60)
+    assert "out" not in left_behind(command), "stopped before it was done"
+    if how == signal.SIGINT:
+        assert running.returncode == 130, errors
+        assert errors.splitlines() == [
+            "Error: interrupted; the statistics so far are saved",
+            f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",
+        ]
+    assert left_behind(command) in (
+        ["out.checkpoint.safetensors"],
+        ["out.checkpoint.safetensors", "out.checkpoint.safetensors.partial"],
+    )
+    resumed = command("calibrate", "demo", *words)
+    assert resumed.returncode == 0, resumed.stderr
+    whole = command("calibrate", "demo", *words[:-1], "whole")
+    assert whole.returncode == 0, whole.stderr
+    for name in ("rotations.safetensors", "statistics.safetensors"):
+        assert (command.folder / "out" / name).read_bytes() == (command.folder / "whole" / name).read_bytes()
+    assert not [name for name in left_behind(command) if "checkpoint" in name]
+
+
+def test_memory_does_not_grow_with_the_number_of_tokens(command):
+    text = (DATA / "calibration.jsonl").read_text()
+    (command.folder / "long.jsonl").write_text(text * 2)
+    peak = {}
+    for tokens in (32768, 131072):
+        made = command("calibrate", "demo", "--data", "long.jsonl", "--tokens", tokens, "--output", f"out-{tokens}", "--json")
+        result = json.loads(made.stdout)
+        assert result["tokens"] == tokens
+        peak[tokens] = result["peak_memory_bytes"]
+    assert peak[131072] < 1.05 * peak[32768]  # measured REPL
+
+
+# ---- what can be wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["Qwen/Qwen3-8B"], "the hub cannot be reached and Qwen/Qwen3-8B is not in the local cache"),
+        (["./nowhere"], "there is no folder ./nowhere"),
+        (["empty"], "empty is no model: the folder has no config.json"),
+        (["demo", "--length", "4096"], "rows of 4096 tokens are longer than the 2048 positions of the model"),
+        (["demo", "--tokens", "1000"], "1000 tokens are less than one row of 2048"),
+        (["demo", "--recipe", "typo.yaml"], "unknown key 'key_clp' (did you mean 'key_clip'?)"),
+        (["demo", "--recipe", "hadamar"], "did you mean 'hadamard'?"),
+        (["demo", "--data", "short.txt"], "short.txt is too short for a row of 2048 tokens"),
+        (["demo", "--data", "empty.jsonl"], "empty.jsonl holds no text"),
+        (["demo", "--data", "other.jsonl"], "no column text or messages: it has body"),
+        (["demo", "--data", "other.jsonl", "--column", "bodi"], "no column bodi: it has body"),
+        (["demo", "--output", "taken"], "taken exists and is no artifact"),
+        (["demo", "--output", "/proc/nothing/here"], "/proc/nothing/here cannot be written"),
+        (["demo", "--packing", "tight"], "packing = 'tight'"),
+    ],
+)
+def test_mistakes_get_one_sentence(command, words, says):
+    (command.folder / "empty").mkdir()
+    (command.folder / "taken").mkdir()
+    (command.folder / "taken" / "file").write_text("mine")
+    (command.folder / "typo.yaml").write_text("key_clp: 0.9\n")
+    (command.folder / "short.txt").write_text("hello")
+    (command.folder / "empty.jsonl").write_text("")
+    (command.folder / "other.jsonl").write_text('{"body": "x"}\n')
+    before = left_behind(command)
+    assert says in only_error(command("calibrate", *words))
+    assert left_behind(command) == before
+
+
+def test_models_that_cannot_be_calibrated(command):
+    import transformers
+
+    models = command.folder.parent
+    bert = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=4096, architectures=["BertForMaskedLM"],
+    )  # fmt: skip
+    configs = {
+        "is an encoder": bert,
+        "is an encoder-decoder": transformers.T5Config(),
+        "is not a causal language model": transformers.ViTConfig(),
+        "compressed latent": architectures.config("deepseek_v3", max_position_embeddings=4096),
+        "code of its own": architectures.config("falcon", max_position_embeddings=4096),
+    }
+    for number, (says, config) in enumerate(configs.items()):
+        config.save_pretrained(models / str(number))
+        assert says in only_error(command("calibrate", models / str(number)))
+    assert left_behind(command) == []
+
+
+def test_activations_that_are_not_finite_name_the_layer(command, tmp_path):
+    model = save_tiny(tmp_path / "broken", max_position_embeddings=2048)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("inf")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert "layer 1 has key activations that are not finite" in only_error(command("calibrate", model, *SMALL))
+    assert left_behind(command) == []
+
+
+def test_another_recipes_work_is_kept(command, tiny):
+    assert command("calibrate", tiny, *SMALL, "--output", "out").returncode == 0
+    before = (command.folder / "out" / "manifest.json").read_bytes()
+    says = only_error(command("calibrate", tiny, *SMALL, "--output", "out", "--recipe", "oscar-v1"))
+    assert "out holds the work of another recipe (oscar for" in says
+    assert (command.folder / "out" / "manifest.json").read_bytes() == before
+
+
+def test_a_disk_that_fills_up(command):
+    """A limit on file sizes stands for a disk that is full after some blocks: the write fails half-way."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    says = only_error(command("calibrate", "demo", "--output", "out", preexec_fn=limit))
+    assert "cannot be written" in says
+    assert left_behind(command) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("options", ["size=300k", "size=300k,ro"], ids=["full", "read-only"])
+def test_a_small_or_read_only_disk(command, options):
+    disk = command.folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a small disk")
+    try:
+        says = only_error(command("calibrate", "demo", "--output", "disk/out"))
+        assert "MB free" in says or "cannot be written" in says
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_wrong_usage_exits_with_2(command):
+    assert command("calibrate").returncode == 2
+    assert command("calibrate", "demo", "--batch", "0").returncode == 2
+    assert command("calibrate", "demo", "--dtype", "int4").returncode == 2
+    assert "--device-map auto" in only_error(command("calibrate", "demo", "--max-memory", "cpu=1GiB"), 2)
+    assert "has no amount" in only_error(command("calibrate", "demo", "--device-map", "auto", "--max-memory", "cpu"), 2)
+
+
+def test_tracebacks_only_when_asked_for(command):
+    assert "Traceback" in command("calibrate", "./nowhere", env={"ROTATIONZOO_DEBUG": "1"}).stderr
+
+
+def test_the_demo_model_is_small_and_its_texts_are_there():
+    assert sum(path.stat().st_size for path in (DATA / "model").iterdir()) <= 4_000_000
+    for name in ("calibration.jsonl", "evaluation.jsonl"):
+        assert 200_000 < (DATA / name).stat().st_size < 500_000

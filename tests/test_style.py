@@ -1,0 +1,58 @@
+"""The house rules that a machine can check."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rotationzoo"
+# Floors of docs/architecture.md: a module imports only from lower floors, or from those to its left on its own.
+FLOORS = [
+    ["errors", "hadamard", "moments", "rotation"],
+    ["source", "capture", "geometry", "models", "recipe", "corpus", "artifact", "checkpoint"],
+    ["collect", "fit", "card", "plan", "calibrate", "verify", "summary"],
+    ["console", "cli", "__main__"],
+]
+ORDER = [module for floor in FLOORS for module in floor]
+PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "rotationzoo":
+            found |= {f"rotationzoo.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def test_every_module_has_a_floor():
+    assert sorted(ORDER) == sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_go_down(module):
+    own = {name.split(".")[1] for name in imports(PACKAGE / f"{module}.py") if name.startswith("rotationzoo.")}
+    assert not own - set(ORDER[: ORDER.index(module)]), "imports go down only"
+
+
+@pytest.mark.parametrize("module", FLOORS[0])
+def test_the_mathematics_knows_no_files_and_no_models(module):
+    assert not PURE & {name.split(".")[0] for name in imports(PACKAGE / f"{module}.py")}
+
+
+def test_modules_stay_short():
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.glob("*.py")}
+    assert max(lengths.values()) <= 300, lengths
+
+
+@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
+def test_linter_and_type_checker(command):
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
