@@ -152,7 +152,19 @@ def test_memory_does_not_grow_with_the_number_of_tokens(command):
     (command.folder / "long.jsonl").write_text(text * 2)
     peak = {}
     for tokens in (32768, 131072):
-        made = command("calibrate", "demo", "--data", "long.jsonl", "--tokens", tokens, "--output", f"out-{tokens}", "--json")
+        made = command(
+            "calibrate",
+            "demo",
+            "--data",
+            "long.jsonl",
+            "--tokens",
+            tokens,
+            "--output",
+            f"out-{tokens}",
+            "--batch",
+            "1",
+            "--json",
+        )
         result = json.loads(made.stdout)
         assert result["tokens"] == tokens
         peak[tokens] = result["peak_memory_bytes"]
