@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save, save_file
 
 from rotationzoo.errors import RotationZooError
 
@@ -61,7 +61,7 @@ class Artifact:
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
         try:
             return load_file(self.folder / name)
-        except (OSError, ValueError, Exception) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise RotationZooError(f"{self.folder / name} is damaged: {error}", hint="fetch or make it again") from error
 
     def damaged_files(self) -> list[str]:
@@ -105,12 +105,15 @@ def write(
 
 
 @contextmanager
-def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, on the same file system so that a rename is atomic; gone at the end if still there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+def temporary_sibling(folder: Path, ending: str = "partial") -> Iterator[Path]:
+    """A new folder beside `folder`, on the same file system so that a rename is atomic; gone at the end if still there.
+
+    Its name is fixed, so that the next run clears away what a killed one left.
+    """
+    work = folder.with_name(f".{folder.name}.{ending}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     try:
-        work.chmod(0o755)
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -120,7 +123,7 @@ def _replace(work: Path, folder: Path) -> None:
     if not folder.exists():
         work.rename(folder)
         return
-    with temporary_sibling(folder) as old:
+    with temporary_sibling(folder, "old") as old:
         folder.rename(old / folder.name)
         work.rename(folder)
 
@@ -130,24 +133,23 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turn a full or read-only disk into one sentence; safetensors reports such errors as its own exception."""
     try:
         yield
-    except RotationZooError:
-        raise
-    except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
-            raise
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise RotationZooError(
             f"{path} cannot be written: {reason}", hint="make room, or choose another place with --output"
         ) from error
 
 
 def write_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file that replaces `path` whole or not at all. Raises `RotationZooError` where the disk refuses."""
+    """A safetensors file that replaces `path` whole or not at all. Raises `RotationZooError` where the disk refuses.
+
+    Written from memory: `save_file` would leave a temporary file of a random name behind when it is killed.
+    """
     partial = path.with_name(path.name + ".partial")
     try:
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, partial, metadata=metadata)
+            partial.write_bytes(save(tensors, metadata=metadata))
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

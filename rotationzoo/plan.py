@@ -124,19 +124,25 @@ def check_output(job: Job) -> None:
             )
     elif not is_artifact and job.output.exists() and not (job.output.is_dir() and not any(job.output.iterdir())):
         raise RotationZooError(f"{job.output} exists and is no artifact", hint="choose another place with --output")
-    ancestor = next(folder for folder in job.output.absolute().parents if folder.exists())
-    with artifact.disk_errors(job.output), artifact.temporary_sibling(ancestor / job.output.name):
+    with artifact.disk_errors(job.output), artifact.temporary_sibling(_ancestor(job.output) / job.output.name):
         pass
 
 
 def check_room(job: Job, known: Plan) -> None:
-    ancestor = next(folder for folder in job.output.absolute().parents if folder.exists())
-    free, needed = shutil.disk_usage(ancestor).free, 2 * known.artifact_bytes  # the artifact, and a checkpoint beside it
+    free, needed = (
+        shutil.disk_usage(_ancestor(job.output)).free,
+        2 * known.artifact_bytes,
+    )  # the artifact, and a checkpoint beside it
     if free < needed:
         raise RotationZooError(
             f"the disk of {job.output} has {free / 1e6:,.0f} MB free and {needed / 1e6:,.0f} MB are needed",
             hint="make room, or choose another place with --output",
         )
+
+
+def _ancestor(path: Path) -> Path:
+    """The nearest folder above that is there already."""
+    return next(folder for folder in path.absolute().parents if folder.exists())
 
 
 def _statistics_bytes(geometry: Geometry) -> int:
@@ -156,5 +162,5 @@ def _activation_bytes(job: Job, config: PretrainedConfig, geometry: Geometry) ->
     widest = max((layer.query_heads * (layer.key_dim + layer.value_dim) for layer in geometry), default=0)
     hidden, inner = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     projections = tokens * item * max(3 * widest, 3 * (inner if isinstance(inner, int) else max(inner)))
-    libraries = 600_000_000
+    libraries = 400_000_000 if job.torch_device == "cpu" else 0
     return 4 * tokens * hidden * item + projections + 2 * 8 * length * widest + libraries

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import accelerate
+import architectures
 import pytest
 import torch
 import transformers
@@ -152,7 +153,7 @@ def test_a_checkpoint_of_another_job_is_refused_until_restart(tiny, tmp_path):
 
 def test_another_recipes_work_is_kept_until_restart(tiny, tmp_path):
     first = calibrate(job(tiny, tmp_path))
-    other = override(RECIPE, seed=1)
+    other = override(RECIPE, seed=2)
     with pytest.raises(RotationZooError, match="holds the work of another recipe"):
         calibrate(job(tiny, tmp_path, other))
     assert verify(first).ok
@@ -196,6 +197,23 @@ def test_weights_in_main_memory_give_the_same_statistics(tiny):
     assert fetched.device.type == "meta"
     for name, tensor in to_tensors(collect(fetched, geometry, ids, RECIPE)).items():
         assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize("name", ["gemma3-vlm", "qwen3_5-vlm", "gemma4", "gpt_oss", "mimo_v2_flash", "lfm2"])
+def test_other_families_from_disk_to_a_sound_artifact(name, tiny, tmp_path):
+    """Saved as their makers save them and loaded by name: vision towers, shared caches, sinks, unequal head dimensions."""
+    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
+    if name == "gemma4":
+        changes["vocab_size_per_layer_input"] = 2048
+    if name.endswith("vlm"):
+        text = architectures.config(name).text_config.to_dict()
+        changes = {"text_config": text | changes}
+    architectures.build(name, **changes).save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, tmp_path / "model")
+    artifact = calibrate(job(tmp_path / "model", tmp_path))
+    assert [layer.layer for layer in summarize(artifact)] == list(architectures.EXPECTED[name].layers)
+    assert verify(artifact, str(tmp_path / "model")).ok
 
 
 # ---- what is known before

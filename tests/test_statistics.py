@@ -1,12 +1,14 @@
 """The captured statistics against a direct computation from the layers' own weights."""
 
+import dataclasses
+
 import architectures
 import pytest
 import torch
 from check_statistics import largest_difference
 
 from rotationzoo.collect import collect
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.fit import fit, target_moment
 from rotationzoo.geometry import geometry_of
 from rotationzoo.hadamard import hadamard
@@ -76,6 +78,16 @@ def test_not_finite_activations_name_the_layer():
         model.model.layers[2].self_attn.v_proj.weight[3] = float("nan")
     with pytest.raises(RotationZooError, match="layer 2 has value activations that are not finite"):
         collect(model, geometry_of(model), BATCHES, Recipe(sink=4))
+
+
+def test_a_layer_that_the_hooks_miss_is_an_error():
+    model = architectures.build("qwen3")
+    geometry = geometry_of(model)
+    phantom = dataclasses.replace(geometry[0], index=9, owner=9)
+    with pytest.raises(UnsupportedModel, match="never saw a query of layer 9"):
+        collect(model, [*geometry, phantom], BATCHES, Recipe(sink=4))
+    with pytest.raises(UnsupportedModel, match="layer 3 calls attention although"):
+        collect(model, geometry[:3], BATCHES, Recipe(sink=4))
 
 
 def test_rows_within_the_sink_are_refused():
