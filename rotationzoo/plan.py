@@ -87,7 +87,8 @@ def plan(job: Job) -> Plan:
         _check_length(job.recipe, config)
     weights = models.weights_bytes(source, model)
     statistics = _statistics_bytes(geometry or [])
-    peak = weights + 2 * statistics + _activation_bytes(job, config, geometry or [])
+    loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
+    peak = loaded + 2 * statistics + _activation_bytes(job, config, geometry or [])
     return Plan(source, config, geometry, refusal, weights, statistics + _rotation_bytes(geometry or []), peak)
 
 

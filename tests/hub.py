@@ -1,4 +1,4 @@
-"""A read-only Hugging Face hub on the loopback interface, enough for the real client to download a model."""
+"""A read-only Hugging Face hub on the loopback interface, enough for the real clients to download models and data sets."""
 
 import hashlib
 import json
@@ -14,7 +14,10 @@ COMMIT = "c0ffee" * 6 + "c0ff"
 
 @contextmanager
 def serve(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
-    """Serve each folder under its repository id at one commit; yields the endpoint and the list of requests so far."""
+    """Serve each folder under its repository id (`datasets/...` for a data set) at one commit.
+
+    Yields the endpoint and the list of requests so far.
+    """
     requests: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -31,25 +34,27 @@ def serve(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
 
         def do_GET(self) -> None:
             requests.append(f"{self.command} {self.path}")
-            api = re.match(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/?]+))?", self.path)
-            file = re.match(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self.path)
-            name, revision = (api[1], api[3]) if api else (file[1], file[2]) if file else (None, None)
+            path = self.path.split("?")[0]
+            api = re.match(r"/api/(?:models/|(datasets/))([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
+            file = re.match(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+            found = api or file
+            name = (found[1] or "") + found[2] if found else None
             if name not in repositories:
                 return self.reply(404, X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
-            if revision not in (None, "main", COMMIT):
+            if (api[4] if api else file[3]) not in (None, "main", COMMIT):
                 return self.reply(404, X_Error_Code="RevisionNotFound", X_Error_Message="Revision not found")
             folder = repositories[name]
             if api:
-                files = sorted(p for p in folder.iterdir() if p.is_file())
-                if api[2] == "tree":
-                    listing = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": "0" * 40} for p in files]
+                files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+                if api[3] == "tree":
+                    listing = [{"type": "file", "path": n, "size": size, "oid": "0" * 40} for n, size in files.items()]
                     return self.reply(200, json.dumps(listing).encode(), Content_Type="application/json")
-                info = {"id": name, "modelId": name, "sha": COMMIT, "siblings": [{"rfilename": p.name} for p in files]}
+                info = {"id": name, "modelId": name, "sha": COMMIT, "siblings": [{"rfilename": n} for n in files]}
                 return self.reply(200, json.dumps(info).encode(), Content_Type="application/json")
-            path = folder / file[3]
-            if not path.is_file():
+            wanted = folder / file[4]
+            if not wanted.is_file():
                 return self.reply(404, X_Error_Code="EntryNotFound", X_Error_Message="Entry not found", X_Repo_Commit=COMMIT)
-            body = path.read_bytes()
+            body = wanted.read_bytes()
             self.reply(200, body, ETag=f'"{hashlib.sha256(body).hexdigest()}"', X_Repo_Commit=COMMIT)
 
         do_HEAD = do_GET

@@ -71,15 +71,15 @@ def test_the_journey_calibrate_inspect_verify(command):
     assert "rotationzoo calibrate demo --restart" in broken.stderr
 
 
-def test_dry_run_reads_the_config_and_writes_nothing(command):
-    shown = json.loads(command("calibrate", "demo", "--dry-run", "--json").stdout)
+def test_dry_run_reads_the_config_and_writes_nothing(inside):
+    shown = json.loads(inside("calibrate", "demo", "--dry-run", "--json").stdout)
     assert (shown["layers"], shown["kv_heads"], shown["head_dim"], shown["refusal"]) == (4, 2, 64, None)
     assert all(shown[key] > 0 for key in ("weights_bytes", "peak_memory_bytes", "artifact_bytes"))
-    architectures.config("deepseek_v3").save_pretrained(command.folder.parent / "mla")
-    mla = command("calibrate", command.folder.parent / "mla", "--dry-run", "--json", "--length", "64", "--tokens", "64")
+    architectures.config("deepseek_v3").save_pretrained(inside.folder.parent / "mla")
+    mla = inside("calibrate", inside.folder.parent / "mla", "--dry-run", "--json", "--length", "64", "--tokens", "64")
     assert mla.returncode == 0
     assert "compressed latent" in json.loads(mla.stdout)["refusal"]
-    assert left_behind(command) == []
+    assert left_behind(inside) == []
 
 
 def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
@@ -95,6 +95,26 @@ def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
         assert "there is no model someone/tinny" in missing
     offline = command("calibrate", "someone/tiny", *SMALL, "--output", "again", "--json", env={"HF_HUB_OFFLINE": "1"})
     assert offline.returncode == 0, offline.stderr
+
+
+def test_chats_of_a_data_set_on_the_hub(command, tiny):
+    model, chats = command.folder.parent / "model", command.folder.parent / "chats"
+    shutil.copytree(tiny, model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    (chats / "all").mkdir(parents=True)
+    configuration = "configs:\n- config_name: all\n  data_files:\n  - split: train\n    path: all/train.jsonl\n"
+    (chats / "README.md").write_text(f"---\n{configuration}---\n")
+    lines = [
+        {"messages": [{"role": "user", "content": f"def function_{i}(self): return {i}"}], "source": "x"} for i in range(300)
+    ]
+    (chats / "all" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["calibrate", model, *SMALL, "--data", "someone/chats", "--subset", "all", "--output", "out", "--json"]
+    with hub.serve({"datasets/someone/chats": chats}) as (endpoint, _):
+        made = command(*words, env={"HF_ENDPOINT": endpoint})
+        assert made.returncode == 0, made.stderr
+        wrong = only_error(command(*words, "--column", "text", "--restart", env={"HF_ENDPOINT": endpoint}))
+    assert "someone/chats has no column text: it has messages, source" in wrong
+    assert json.loads(made.stdout)["tokens"] == 2048
 
 
 def test_help_is_quick_to_import():
@@ -118,7 +138,7 @@ def start(command, *words) -> subprocess.Popen:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_stopped_half_way_and_run_again(command, how):
-    words = ["--tokens", "65536", "--batch", "2", "--output", "out"]
+    words = ["--tokens", "32768", "--batch", "1", "--output", "out"]
     running = start(command, *words)
     checkpoint = command.folder / "out.checkpoint.safetensors"
     deadline = time.monotonic() + 120
@@ -177,7 +197,6 @@ def test_memory_does_not_grow_with_the_number_of_tokens(command):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["Qwen/Qwen3-8B"], "the hub cannot be reached and Qwen/Qwen3-8B is not in the local cache"),
         (["./nowhere"], "there is no folder ./nowhere"),
         (["empty"], "empty is no model: the folder has no config.json"),
         (["demo", "--length", "4096"], "rows of 4096 tokens are longer than the 2048 positions of the model"),
@@ -193,23 +212,29 @@ def test_memory_does_not_grow_with_the_number_of_tokens(command):
         (["demo", "--packing", "tight"], "packing = 'tight'"),
     ],
 )
-def test_mistakes_get_one_sentence(command, words, says):
-    (command.folder / "empty").mkdir()
-    (command.folder / "taken").mkdir()
-    (command.folder / "taken" / "file").write_text("mine")
-    (command.folder / "typo.yaml").write_text("key_clp: 0.9\n")
-    (command.folder / "short.txt").write_text("hello")
-    (command.folder / "empty.jsonl").write_text("")
-    (command.folder / "other.jsonl").write_text('{"body": "x"}\n')
-    before = left_behind(command)
-    assert says in only_error(command("calibrate", *words))
-    assert left_behind(command) == before
+def test_mistakes_get_one_sentence(inside, words, says):
+    (inside.folder / "empty").mkdir()
+    (inside.folder / "taken").mkdir()
+    (inside.folder / "taken" / "file").write_text("mine")
+    (inside.folder / "typo.yaml").write_text("key_clp: 0.9\n")
+    (inside.folder / "short.txt").write_text("hello")
+    (inside.folder / "empty.jsonl").write_text("")
+    (inside.folder / "other.jsonl").write_text('{"body": "x"}\n')
+    before = left_behind(inside)
+    assert says in only_error(inside("calibrate", *words))
+    assert left_behind(inside) == before
 
 
-def test_models_that_cannot_be_calibrated(command):
+def test_without_a_network(command):
+    says = only_error(command("calibrate", "Qwen/Qwen3-8B"))
+    assert "the hub cannot be reached and Qwen/Qwen3-8B is not in the local cache" in says
+    assert left_behind(command) == []
+
+
+def test_models_that_cannot_be_calibrated(inside):
     import transformers
 
-    models = command.folder.parent
+    models = inside.folder.parent
     bert = transformers.BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=4096, architectures=["BertForMaskedLM"],
@@ -223,25 +248,25 @@ def test_models_that_cannot_be_calibrated(command):
     }
     for number, (says, config) in enumerate(configs.items()):
         config.save_pretrained(models / str(number))
-        assert says in only_error(command("calibrate", models / str(number)))
-    assert left_behind(command) == []
+        assert says in only_error(inside("calibrate", models / str(number)))
+    assert left_behind(inside) == []
 
 
-def test_activations_that_are_not_finite_name_the_layer(command, tmp_path):
+def test_activations_that_are_not_finite_name_the_layer(inside, tmp_path):
     model = save_tiny(tmp_path / "broken", max_position_embeddings=2048)
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("inf")
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    assert "layer 1 has key activations that are not finite" in only_error(command("calibrate", model, *SMALL))
-    assert left_behind(command) == []
+    assert "layer 1 has key activations that are not finite" in only_error(inside("calibrate", model, *SMALL))
+    assert left_behind(inside) == []
 
 
-def test_another_recipes_work_is_kept(command, tiny):
-    assert command("calibrate", tiny, *SMALL, "--output", "out").returncode == 0
-    before = (command.folder / "out" / "manifest.json").read_bytes()
-    says = only_error(command("calibrate", tiny, *SMALL, "--output", "out", "--recipe", "oscar-v1"))
+def test_another_recipes_work_is_kept(inside, tiny):
+    assert inside("calibrate", tiny, *SMALL, "--output", "out").returncode == 0
+    before = (inside.folder / "out" / "manifest.json").read_bytes()
+    says = only_error(inside("calibrate", tiny, *SMALL, "--output", "out", "--recipe", "oscar-v1"))
     assert "out holds the work of another recipe (oscar for" in says
-    assert (command.folder / "out" / "manifest.json").read_bytes() == before
+    assert (inside.folder / "out" / "manifest.json").read_bytes() == before
 
 
 def test_a_disk_that_fills_up(command):
@@ -270,12 +295,12 @@ def test_a_small_or_read_only_disk(command, options):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_wrong_usage_exits_with_2(command):
-    assert command("calibrate").returncode == 2
-    assert command("calibrate", "demo", "--batch", "0").returncode == 2
-    assert command("calibrate", "demo", "--dtype", "int4").returncode == 2
-    assert "--device-map auto" in only_error(command("calibrate", "demo", "--max-memory", "cpu=1GiB"), 2)
-    assert "has no amount" in only_error(command("calibrate", "demo", "--device-map", "auto", "--max-memory", "cpu"), 2)
+def test_wrong_usage_exits_with_2(inside):
+    assert inside("calibrate").returncode == 2
+    assert inside("calibrate", "demo", "--batch", "0").returncode == 2
+    assert inside("calibrate", "demo", "--dtype", "int4").returncode == 2
+    assert "--device-map auto" in only_error(inside("calibrate", "demo", "--max-memory", "cpu=1GiB"), 2)
+    assert "has no amount" in only_error(inside("calibrate", "demo", "--device-map", "auto", "--max-memory", "cpu"), 2)
 
 
 def test_tracebacks_only_when_asked_for(command):
