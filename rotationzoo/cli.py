@@ -196,23 +196,25 @@ def _show_artifact(out: Output, artifact: "Artifact") -> None:
 
     def human() -> None:
         _layer_table(artifact, layers)
-        print(f"\n{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
+        print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
         print(f"Artifact: {artifact.folder}")
 
     out.result(data, str(artifact.folder), human)
 
 
 def _layer_table(artifact: "Artifact", layers: "list[LayerSummary]") -> None:
-    """Keys and values side by side: head dimension, effective rank, and the trace share of the strongest directions."""
-    columns = ["layer", "heads"]
-    columns += [f"{side} {what}" for side in "KV" for what in ("dim", "rank", "top 1", "top 8")] + ["|RR'-I|"]
+    """Keys and values side by side, no wider than a terminal."""
+    columns = ["layer", "heads", *(f"{side} {what}" for side in "KV" for what in ("dim", "rank", "top1", "top8"))]
     rows = []
     for layer in layers:
         row = [str(layer.layer), str(layer.kv_heads)]
         for side in (layer.key, layer.value):
             row += [str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"]
-        rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
+        rows.append(row)
+    error = max(side.orthogonality_error for layer in layers for side in (layer.key, layer.value))
     table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
+    print("rank: effective rank of the statistic; top1, top8: share of its strongest directions")
+    print(f"Largest |R R^T - I|: {error:.1e}")
 
 
 def _show_plan(out: Output, job: "Job", plan: "Plan") -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from rotationzoo.errors import RotationZooError
@@ -49,12 +49,15 @@ class Output:
             return
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=stderr, transient=True) as bar:
-            task = bar.add_task("starting", total=None)
+            tasks: dict[str, TaskID] = {}
 
             def update(stage: str, done: int, total: int) -> None:
-                if total and done <= 1:
-                    bar.reset(task)  # a new stage has a speed of its own
-                bar.update(task, description=stage, completed=done, total=total or None)
+                if stage not in tasks:
+                    for task in tasks.values():
+                        bar.remove_task(task)  # a new stage has a bar and a speed of its own
+                    tasks.clear()
+                    tasks[stage] = bar.add_task(stage, total=total or None)
+                bar.update(tasks[stage], completed=done)
 
             yield update
 
@@ -66,7 +69,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         grid.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         grid.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(grid)
+    Console().print(grid)
 
 
 def report(error: RotationZooError) -> None:

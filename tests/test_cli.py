@@ -54,7 +54,9 @@ def test_the_journey_calibrate_inspect_verify(command):
             assert 0 < side["top_1_share"] < side["top_8_share"] < 1
     table = command("inspect", folder).stdout
     assert "K rank" in table
-    assert len(table.strip().splitlines()) == 6
+    assert len(table.strip().splitlines()) == 2 + 4 + 2
+    assert max(map(len, table.splitlines())) <= 120
+    assert "…" not in command("inspect", folder, env={"COLUMNS": "80"}).stdout
 
     sound = command("verify", folder, "--model", "demo", "--json")
     assert json.loads(sound.stdout) == {"ok": True, "problems": [], "orthogonality_error": result["orthogonality_error"]}
