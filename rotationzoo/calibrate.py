@@ -5,6 +5,8 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -52,12 +54,13 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
     if (finished := _finished(job, identity)) is not None:
         return finished
 
-    geometry, statistics = known.geometry, None
+    geometry, statistics, dtype = known.geometry, None, None
     checkpoint = Checkpoint(job.checkpoint, identity)
     if job.restart:
         checkpoint.remove()
     if text is not None or geometry is None:
-        geometry, statistics = _run_model(job, known, text, checkpoint, progress)
+        with _failures(job):
+            geometry, statistics, dtype = _run_model(job, known, text, checkpoint, progress)
     progress("composing rotations", 0, 0)
     rotations = fit(statistics, recipe, geometry)
     manifest = {
@@ -77,7 +80,7 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
         | {"python": platform.python_version()},
         "run": {
             "device": _device_name(job),
-            "dtype": str(job.torch_dtype).removeprefix("torch."),
+            "dtype": dtype,
             "batch": job.batch,
             "seconds": round(time.monotonic() - started, 3),
             "peak_memory_bytes": peak_memory_bytes(),
@@ -107,23 +110,42 @@ def peak_memory_bytes() -> int:
 
 def _run_model(
     job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
-) -> tuple[Geometry, Statistics | None]:
-    """Load the model, look at it where `meta` could not, check the capture and collect the statistics."""
+) -> tuple[Geometry, Statistics | None, str]:
+    """Load the model, look at it where `meta` could not, check the capture, collect the statistics; also the model's type."""
     geometry = known.geometry
     with models.placement(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = models.load(known.source, known.config, job.torch_device, job.torch_dtype, placement)
+        dtype = str(model.dtype).removeprefix("torch.")
         row = text.rows[0] if text is not None else torch.zeros(_CHECKED_TOKENS, dtype=torch.long)
         ids = row[None, :_CHECKED_TOKENS].to(models.input_device(model))
         if geometry is None:
             geometry = geometry_of(model, ids)
             check_recipe(job.recipe, geometry)
         if text is None:
-            return geometry, None
+            return geometry, None, dtype
         progress("checking the capture", 0, 0)
         with torch.no_grad():
             check_transparent(model, ids)
-        return geometry, collect(model, geometry, text.batches(job.batch), job.recipe, checkpoint, progress)
+        return geometry, collect(model, geometry, text.batches(job.batch), job.recipe, checkpoint, progress), dtype
+
+
+@contextmanager
+def _failures(job: Job) -> Iterator[None]:
+    """What goes wrong inside the model's own forward, as one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        smaller = f"--batch {job.batch // 2}" if job.batch > 1 else "--device-map auto, or a shorter --length"
+        raise RotationZooError(
+            f"a batch of {job.batch} rows of {job.recipe.data.length} tokens does not fit the device's memory",
+            hint=f"add: {smaller}",
+        ) from error
+    except (ImportError, RuntimeError, NotImplementedError, IndexError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ModelUnavailable(
+            f"{job.model} fails when it runs: {reason}", hint="run again with ROTATIONZOO_DEBUG=1 for the traceback"
+        ) from error
 
 
 def _read(source: Source, recipe: Recipe) -> Corpus:

@@ -48,16 +48,28 @@ def _model_class(config: PretrainedConfig, name: str) -> Any:
 def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
     """The model as its config describes it, on `meta`: shapes without weights."""
     with torch.device("meta"):
-        return _model_class(config, name).from_config(config).eval()
+        return _model_class(config, name).from_config(config, **_attention(config)).eval()
+
+
+def _attention(config: PretrainedConfig) -> dict[str, str]:
+    """The attention implementation, where the library's choice would be wrong: sdpa drops a soft cap without a word, and
+    some versions (5.17, for Gemma 2) choose it all the same."""
+    capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def load(
     source: Source, config: PretrainedConfig, device: str, dtype: torch.dtype | str, placement: "Placement | None" = None
 ) -> PreTrainedModel:
-    """The model with its weights, in eval mode, on one device or spread by accelerate. Raises `ModelUnavailable`."""
-    options: dict[str, Any] = {"device_map": device}
+    """The model with its weights, in eval mode, on one device or spread by accelerate. Raises `ModelUnavailable`.
+
+    Quantized weights come in the type that their makers chose, whatever `dtype` says.
+    """
+    options: dict[str, Any] = _attention(config) | {"device_map": device}
+    if getattr(config, "quantization_config", None):
+        dtype = "auto"
     if placement is not None:
-        options = {
+        options |= {
             "device_map": placement.device_map,
             "max_memory": placement.max_memory,
             "offload_folder": placement.offload_folder,
@@ -67,7 +79,8 @@ def load(
     except torch.OutOfMemoryError as error:
         raise ModelUnavailable(f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto") from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelUnavailable(f"{source.name} could not be loaded: {_sentence(error)}") from error
+        reason = "its weights do not have the shapes of its config" if "mismatched_sizes" in str(error) else _sentence(error)
+        raise ModelUnavailable(f"{source.name} could not be loaded: {reason}", hint="fetch or save the model again") from error
     return model.eval()
 
 

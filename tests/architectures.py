@@ -36,7 +36,8 @@ _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", "Qwen3", dict(head_dim=16)),
     "phi3": ("Phi3", "Phi3", dict(sliding_window=WINDOW)),
     "mistral": ("Mistral", "Mistral", dict(sliding_window=WINDOW)),
-    "gemma2": ("Gemma2", "Gemma2", dict(head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=1.0)),
+    "gemma2": ("Gemma2", "Gemma2", dict(
+        head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=1.0, attn_implementation="eager")),
     "gemma3": ("Gemma3", "Gemma3Text", dict(head_dim=16, sliding_window=WINDOW, layer_types=MOSTLY_SLIDING)),
     "gemma4": ("Gemma4", "Gemma4Text", dict(
         head_dim=16, global_head_dim=32, sliding_window=WINDOW, num_kv_shared_layers=2, hidden_size_per_layer_input=8,

@@ -47,6 +47,7 @@ def command(tmp_path):
         "HF_HOME": str(tmp_path / "hf"),
         "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there
         "COLUMNS": "120",
+        "CUDA_VISIBLE_DEVICES": "",  # the same everywhere; test_gpu.py is for GPUs
     }
     environment.pop("HF_HUB_OFFLINE")
     work = tmp_path / "work"

@@ -216,6 +216,58 @@ def test_other_families_from_disk_to_a_sound_artifact(name, tiny, tmp_path):
     assert verify(artifact, str(tmp_path / "model")).ok
 
 
+def quantize_to_fp8(folder: Path) -> None:
+    """Store the projections in blocks of FP8 with their scales, as released FP8 checkpoints do."""
+    stored = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "_proj" not in name:
+            stored[name] = weight.bfloat16()
+            continue
+        scale = weight.abs().max() / 448  # 128 x 128 at most: one block
+        stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale.view(1, 1)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": blocks}))
+
+
+def test_fp8_weights(tmp_path):
+    """Only activations are read, so quantized weights need nothing of us."""
+    model = save_tiny(tmp_path / "model", hidden_size=128, intermediate_size=128, head_dim=32)
+    plain = calibrate(job(model, tmp_path / "plain"))
+    quantize_to_fp8(model)
+    for dtype in ("auto", "float32"):
+        quantized = calibrate(job(model, tmp_path / dtype, dtype=dtype))
+        assert quantized.manifest["run"]["dtype"] == "bfloat16"
+        assert verify(quantized, str(model)).ok
+        for name, tensor in quantized.statistics().items():
+            exact = plain.statistics()[name].double()
+            if name.endswith("second_moment"):
+                assert 1e-6 < (tensor - exact).norm() / exact.norm() < 0.2  # measured .01 to .10
+
+
+def test_a_soft_cap_is_never_dropped(tmp_path):
+    """sdpa, which transformers 5.17 chooses for Gemma 2, would ignore it without a word."""
+    architectures.build("gemma2", attn_implementation=None).save_pretrained(tmp_path)
+    source = find(str(tmp_path))
+    config = models.load_config(source)
+    for model in (models.on_meta(config, "gemma2"), models.load(source, config, "cpu", torch.float32)):
+        assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_that_fails_when_it_runs_gets_a_sentence(tiny, tmp_path):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:100].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with pytest.raises(RotationZooError, match="fails when it runs: index out of range"):
+        calibrate(job(folder, tmp_path))
+
+
 # ---- what is known before
 
 

@@ -146,7 +146,7 @@ def test_stopped_half_way_and_run_again(command, how):
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.5)
+    time.sleep(0.1)
     running.send_signal(how)
     _, errors = running.communicate(timeout=60)
     assert "out" not in left_behind(command), "stopped before it was done"
