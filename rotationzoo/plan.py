@@ -31,6 +31,10 @@ class Job:
     max_memory: str | None = None
     restart: bool = False
 
+    def __post_init__(self) -> None:
+        if self.output.name in ("", ".."):
+            raise UsageError(f"{self.output} cannot be replaced by an artifact", hint="name a new folder with --output")
+
     @property
     def checkpoint(self) -> Path:
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
@@ -130,10 +134,8 @@ def check_output(job: Job) -> None:
 
 
 def check_room(job: Job, known: Plan) -> None:
-    free, needed = (
-        shutil.disk_usage(_ancestor(job.output)).free,
-        2 * known.artifact_bytes,
-    )  # the artifact, and a checkpoint beside it
+    # The artifact, and a checkpoint beside it.
+    free, needed = shutil.disk_usage(_ancestor(job.output)).free, 2 * known.artifact_bytes
     if free < needed:
         raise RotationZooError(
             f"the disk of {job.output} has {free / 1e6:,.0f} MB free and {needed / 1e6:,.0f} MB are needed",
