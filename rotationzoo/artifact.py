@@ -18,6 +18,10 @@ from rotationzoo.errors import RotationZooError
 
 SCHEMA = 1
 ROTATIONS, STATISTICS, MANIFEST, CARD = "rotations.safetensors", "statistics.safetensors", "manifest.json", "README.md"
+_REQUIRED = {
+    "model": dict, "geometry": list, "recipe": dict, "recipe_sha256": str, "identity": dict, "files": dict, "run": dict,
+    "metrics": dict, "versions": dict,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,15 @@ class Artifact:
             raise RotationZooError(
                 f"{folder} has schema {schema}; this rotationzoo reads schema {SCHEMA}", hint="upgrade rotationzoo"
             )
+        for key, kind in _REQUIRED.items():
+            if not isinstance(manifest.get(key), kind):
+                raise RotationZooError(f"{path} is damaged: it has no {key}", hint="fetch or make the artifact again")
         return cls(folder, manifest)
+
+    def foreign_files(self) -> list[str]:
+        """Names in the folder that the artifact does not know."""
+        known = {*self.manifest["files"], MANIFEST, CARD}
+        return sorted(path.name for path in self.folder.iterdir() if path.name not in known)
 
     @property
     def identity(self) -> str:
@@ -105,12 +117,12 @@ def write(
 
 
 @contextmanager
-def temporary_sibling(folder: Path, ending: str = "partial") -> Iterator[Path]:
+def temporary_sibling(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder`, on the same file system so that a rename is atomic; gone at the end if still there.
 
     Its name is fixed, so that the next run clears away what a killed one left.
     """
-    work = folder.with_name(f".{folder.name}.{ending}")
+    work = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
@@ -120,12 +132,27 @@ def temporary_sibling(folder: Path, ending: str = "partial") -> Iterator[Path]:
 
 
 def _replace(work: Path, folder: Path) -> None:
-    if not folder.exists():
+    """Put `work` in the place of `folder`; what was there is given up only afterwards."""
+    old = _set_aside(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    try:
         work.rename(folder)
-        return
-    with temporary_sibling(folder, "old") as old:
-        folder.rename(old / folder.name)
-        work.rename(folder)
+    except OSError:
+        recover(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Put back what a run that was killed while replacing it had set aside."""
+    if _set_aside(folder).exists() and not folder.exists():
+        _set_aside(folder).rename(folder)
+
+
+def _set_aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -19,14 +19,14 @@ from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import Corpus
-from rotationzoo.errors import ModelUnavailable, RotationZooError
+from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.fit import check_recipe, fit
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotation import orthogonality_error
-from rotationzoo.source import Source, config_hash, fetch, has_weights, weights_fingerprint
+from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
 
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
 
@@ -37,6 +37,17 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
     An artifact of the same job that is there already is returned as it is. Raises `RotationZooError` with one sentence for
     everything that a user can mend, and before the passes wherever it can be known before.
     """
+    missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
+    try:
+        return _calibrate(job, progress)
+    except BaseException:
+        for folder in missing:  # made on the way, and of no use without an artifact or a checkpoint
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _calibrate(job: Job, progress: Progress) -> Artifact:
     started = time.monotonic()
     progress("looking at the model", 0, 0)
     known = plan(job)
@@ -44,25 +55,28 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
         raise known.refusal
     source, recipe = known.source, job.recipe
     check_output(job)
-    fetch(source, weights=False)
-    text = _read(source, recipe) if recipe.needs_statistics else None
+    text = None
+    if recipe.needs_statistics:
+        fetch(source, weights=False)
+        text = _read(source, recipe)
     check_room(job, known)
-    if recipe.needs_statistics or known.geometry is None:
+    if text is not None or known.geometry is None:
         progress("fetching the weights", 0, 0)
         fetch(source)
     identity = _identity(job, source, text)
+    checkpoint = Checkpoint(job.checkpoint, identity)
+    if job.restart:
+        checkpoint.remove()
     if (finished := _finished(job, identity)) is not None:
         return finished
 
     geometry, statistics, dtype = known.geometry, None, None
-    checkpoint = Checkpoint(job.checkpoint, identity)
-    if job.restart:
-        checkpoint.remove()
     if text is not None or geometry is None:
         with _failures(job):
             geometry, statistics, dtype = _run_model(job, known, text, checkpoint, progress)
     progress("composing rotations", 0, 0)
     rotations = fit(statistics, recipe, geometry)
+    assert known.config is not None
     manifest = {
         "model": {
             "id": source.name,
@@ -113,6 +127,7 @@ def _run_model(
 ) -> tuple[Geometry, Statistics | None, str]:
     """Load the model, look at it where `meta` could not, check the capture, collect the statistics; also the model's type."""
     geometry = known.geometry
+    assert known.config is not None
     with models.placement(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = models.load(known.source, known.config, job.torch_device, job.torch_dtype, placement)
@@ -134,17 +149,15 @@ def _run_model(
 def _failures(job: Job) -> Iterator[None]:
     """What goes wrong inside the model's own forward, as one sentence."""
     try:
-        yield
-    except torch.OutOfMemoryError as error:
+        with as_unavailable(f"{job.model} fails when it runs"):
+            yield
+    except ModelUnavailable as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
         smaller = f"--batch {job.batch // 2}" if job.batch > 1 else "--device-map auto, or a shorter --length"
         raise RotationZooError(
             f"a batch of {job.batch} rows of {job.recipe.data.length} tokens does not fit the device's memory",
             hint=f"add: {smaller}",
-        ) from error
-    except (ImportError, RuntimeError, NotImplementedError, IndexError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ModelUnavailable(
-            f"{job.model} fails when it runs: {reason}", hint="run again with ROTATIONZOO_DEBUG=1 for the traceback"
         ) from error
 
 
@@ -154,7 +167,7 @@ def _read(source: Source, recipe: Recipe) -> Corpus:
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # each tokenizer class reads its files in its own way
         raise missing from error
     if not tokenizer("a word").input_ids:  # without its files, transformers makes an empty one
         raise missing
@@ -162,21 +175,23 @@ def _read(source: Source, recipe: Recipe) -> Corpus:
 
 
 def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
-    """Everything that decides the bytes of the result: what a checkpoint or a finished artifact must agree with."""
-    return {
-        "recipe": job.recipe.hash,
-        "weights": weights_fingerprint(source) if has_weights(source) else "",
-        "text": text.fingerprint if text else "",
+    """What decides the bytes of the result: a checkpoint or a finished artifact must agree with all of it."""
+    shared = {"recipe": job.recipe.hash, "config": config_hash(source), "weights": "", "text": ""}
+    if text is None:
+        return shared
+    return shared | {
+        "weights": weights_fingerprint(source),
+        "text": text.fingerprint,
         "batch": str(job.batch),
-        "device": job.torch_device + (f", device map {job.device_map}" if job.device_map else ""),
+        "device": _device_name(job) + (f", {job.device_map} {job.max_memory or ''}" if job.device_map else ""),
         "dtype": str(job.torch_dtype),
         "versions": f"torch {torch.__version__}, transformers {version('transformers')}",
     }
 
 
 def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
-    """The artifact of this very job, if it is there and whole."""
-    if job.restart or not (job.output / artifact.MANIFEST).is_file():
+    """The artifact of this very job, if it is there and whole and not about to be replaced."""
+    if job.restart or job.checkpoint.exists() or not (job.output / artifact.MANIFEST).is_file():
         return None
     there = Artifact.open(job.output)
     if changed := [key for key, value in identity.items() if there.manifest["identity"].get(key) != value]:

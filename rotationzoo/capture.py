@@ -41,9 +41,10 @@ Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The text decoder without its language-model head and, in a vision model, without the other towers."""
     inner = model.get_decoder()
-    if inner is model and model.base_model is not model:
-        inner = model.base_model
-    return inner
+    # Some models name another part "decoder"; some have none and are their own.
+    base = model.base_model
+    assert isinstance(base, PreTrainedModel)
+    return inner if isinstance(inner, PreTrainedModel) and inner is not model else base
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -99,7 +100,7 @@ def calibrate(
     job = Job(
         model=model,
         recipe=chosen,
-        output=output or Path("rotations") / f"{Path(model).name}-{chosen.name}",
+        output=output.resolve() if output and output.is_symlink() else output or _default_output(model, chosen.name),
         revision=revision,
         batch=batch or (16 if device_map else 4),
         device=device,
@@ -113,12 +114,14 @@ def calibrate(
     if dry_run:
         _show_plan(out, job, look(job))
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill is an interruption too
     try:
         with out.progress() as progress:
             artifact = run(job, progress)
     except KeyboardInterrupt:
         saved = job.checkpoint.is_file()
-        command = shlex.join(["rotationzoo", *(word for word in sys.argv[1:] if word != "--restart")])
+        words = [word for word in sys.argv[1:] if not saved or word != "--restart"]  # which would drop what was saved
+        command = shlex.join(["rotationzoo", *words])
         raise Interrupted(
             "interrupted; the statistics so far are saved" if saved else "interrupted before anything was saved",
             hint=f"go on with: {command}" if saved else f"start again with: {command}",
@@ -161,7 +164,7 @@ def verify(
         for problem in found.problems:
             print(f"Problem: {problem}")
         if found.ok:
-            print(f"{artifact} is sound (orthogonality error {found.orthogonality_error:.1e})")
+            print(f"{artifact} is sound (largest |R R^T - I| {found.orthogonality_error:.1e})")
         print(f"Checked: {', '.join(found.checked)}")
 
     data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
@@ -169,8 +172,14 @@ def verify(
     if not found.ok:
         raise RotationZooError(
             f"{artifact} is not to be used: {len(found.problems)} problem{'s' * (len(found.problems) > 1)} found",
-            hint=f"make it again with: rotationzoo calibrate {opened.manifest['model']['id']} --restart --output {artifact}",
+            hint="fetch it again, or make it again with rotationzoo calibrate; its card says from what model, recipe and text",
         )
+
+
+def _default_output(model: str, recipe: str) -> Path:
+    """`rotations/MODEL-RECIPE`, by the folder's own name where the model is a path such as `.`."""
+    path = Path(model)
+    return Path("rotations") / f"{(path.resolve() if path.is_dir() else path).name}-{recipe}"
 
 
 def _show_artifact(out: Output, artifact: "Artifact") -> None:
@@ -204,17 +213,15 @@ def _show_artifact(out: Output, artifact: "Artifact") -> None:
 
 def _layer_table(artifact: "Artifact", layers: "list[LayerSummary]") -> None:
     """Keys and values side by side, no wider than a terminal."""
-    columns = ["layer", "heads", *(f"{side} {what}" for side in "KV" for what in ("dim", "rank", "top1", "top8"))]
+    columns = ["layer", "heads", *(word for side in "KV" for word in (f"{side} dim", "rank", "top1", "top8")), "error"]
     rows = []
     for layer in layers:
         row = [str(layer.layer), str(layer.kv_heads)]
         for side in (layer.key, layer.value):
             row += [str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"]
-        rows.append(row)
-    error = max(side.orthogonality_error for layer in layers for side in (layer.key, layer.value))
+        rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
     table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
-    print("rank: effective rank of the statistic; top1, top8: share of its strongest directions")
-    print(f"Largest |R R^T - I|: {error:.1e}")
+    print("rank: effective rank of the statistic; top1, top8: share of its strongest directions; error: |R R^T - I|")
 
 
 def _show_plan(out: Output, job: "Job", plan: "Plan") -> None:

@@ -56,11 +56,7 @@ def collect(
         if checkpoint is not None:
             checkpoint.save(statistics, step + 1)
         progress("calibrating", step + 1, total)
-    if any((kinds["key"].weight == 0).any() for kinds in statistics.values()):
-        raise RotationZooError(
-            f"no row is longer than the {skip} sink tokens that are left out of the key and value sums",
-            hint="give longer rows with --length, or longer documents",
-        )
+    _check_counts(statistics, geometry, batches, skip)
     return statistics
 
 
@@ -126,7 +122,7 @@ def _zeros(geometry: Geometry, two_passes: bool) -> Statistics:
 
 
 def _check(statistics: Statistics, kinds: tuple[str, ...]) -> None:
-    """Every layer was seen, and everything seen was finite: one reading of the device a batch, before it is saved."""
+    """Everything seen was finite: one reading of the device a batch, before it is saved."""
     for layer, moments in statistics.items():
         for kind in kinds:
             if not torch.isfinite(moments[kind].first).all():
@@ -134,5 +130,20 @@ def _check(statistics: Statistics, kinds: tuple[str, ...]) -> None:
                     f"layer {layer} has {kind.replace('_', ' ')} activations that are not finite",
                     hint="run again with --dtype float32; if that does not help, the weights are damaged",
                 )
-        if not (moments["query"].weight > 0).all():
-            raise UnsupportedModel(f"the hooks never saw a query of layer {layer}")
+
+
+def _check_counts(statistics: Statistics, geometry: Geometry, batches: list[torch.Tensor], skip: int) -> None:
+    """Every layer was handed every token, once."""
+    tokens = sum(ids.numel() for ids in batches)
+    past_sink = sum(ids.shape[0] * max(ids.shape[1] - skip, 0) for ids in batches)
+    if not past_sink:
+        raise RotationZooError(
+            f"no row is longer than the {skip} sink tokens that are left out of the key and value sums",
+            hint="give longer rows with --length, or longer documents",
+        )
+    for owner, kinds in statistics.items():
+        queries = tokens * sum(layer.group for layer in geometry if layer.owner == owner)
+        for kind, expected in {"query": queries, "output": queries, "key": past_sink, "value": past_sink}.items():
+            if not (kinds[kind].weight == expected).all():
+                seen = int(kinds[kind].weight[0])
+                raise UnsupportedModel(f"the hooks saw {seen} {kind} rows of layer {owner} instead of {expected}")

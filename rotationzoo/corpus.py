@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.recipe import Data
 
 BUNDLED = Path(__file__).parent / "data" / "demo" / "calibration.jsonl"
-_SHUFFLE_BUFFER = 10_000  # documents held in memory at a time
+_CHARACTERS_A_TOKEN = 40  # documents are mixed among about ten times the text that is used
+_PIECE = 1 << 16  # characters
 _FILES = (".jsonl", ".txt", ".parquet")
 
 Document = str | list[dict[str, Any]]
@@ -37,9 +39,9 @@ class Corpus:
         return sum(row.numel() for row in self.rows)
 
     def batches(self, size: int) -> list[torch.Tensor]:
-        """Batches `[B, T]` of up to `size` consecutive rows of equal length, in order."""
+        """Batches `[B, T]` of up to `size` rows of equal length, short rows first and otherwise in order."""
         batches: list[list[torch.Tensor]] = []
-        for row in self.rows:
+        for row in sorted(self.rows, key=len):
             if not batches or len(batches[-1]) == size or batches[-1][0].shape != row.shape:
                 batches.append([])
             batches[-1].append(row)
@@ -49,7 +51,7 @@ class Corpus:
 def read(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a wrong column, or too
     little text for one row."""
-    documents = _shuffled(_documents(data), data.seed)
+    documents = _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
     token_lists = (_tokenize(document, tokenizer, data) for document in documents)
     make = _packed_rows if data.packing == "packed" else _document_rows
     rows = make(filter(None, token_lists), data, tokenizer)
@@ -61,7 +63,8 @@ def read(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         )
     note = None
     if found < data.tokens:
-        reason = "the rest is no whole row" if data.tokens - found < data.length else f"all that {data.source} gives"
+        whole = data.packing == "packed" and len(rows) == data.tokens // data.length
+        reason = f"whole rows of {data.length}" if whole else f"all that {data.source} gives"
         note = f"{found:,} tokens instead of {data.tokens:,}: {reason}"
     digest = hashlib.sha256()
     for row in rows:
@@ -70,20 +73,13 @@ def read(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 
 
 def _packed_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
-    """Rows of exactly `length`: documents joined by the end token. Where the tokenizer starts every text with a token,
-    each row starts with it too, as each request does."""
+    """Rows of exactly `length`, documents one after the other. Where the tokenizer starts every text with some tokens, each
+    row starts with them too, as each request does."""
     start = _start_tokens(tokenizer)
-    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     body = data.length - len(start)
-    wanted = data.tokens // data.length
-    if wanted == 0:
-        raise RotationZooError(
-            f"{data.tokens} tokens are less than one row of {data.length}",
-            hint=f"ask for at least --tokens {data.length}, or for shorter rows with --length",
-        )
-    stream = (token for document in documents for token in [*document, *end])
+    stream = (token for document in documents for token in document)
     rows: list[torch.Tensor] = []
-    while len(rows) < wanted and len(chunk := list(islice(stream, body))) == body:
+    while len(rows) < data.tokens // data.length and len(chunk := list(islice(stream, body))) == body:
         rows.append(torch.tensor(start + chunk))
     return rows
 
@@ -103,42 +99,57 @@ def _document_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTra
 
 
 def _start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    first = tokenizer("a").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    """What the tokenizer puts before every text."""
+    plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+    return full[: full.index(plain[0])] if plain and plain[0] in full else []
 
 
 def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
-    if not isinstance(document, str):
+    """The ids of one document, closed by the end token as in training; a chat template closes its own turns."""
+    end = []
+    if isinstance(document, str):
+        end = [tokenizer.eos_token_id] if data.packing == "packed" and isinstance(tokenizer.eos_token_id, int) else []
+    else:
         if tokenizer.chat_template is None:
             raise RotationZooError(
                 f"{data.source} holds chat messages and the model's tokenizer has no chat template",
                 hint="name a column of plain text with --column",
             )
-        document = str(tokenizer.apply_chat_template(document, tokenize=False))
-        bos = tokenizer.bos_token if isinstance(tokenizer.bos_token, str) else ""
-        document = document.removeprefix(bos)  # rows get their start token when they are cut
+        with _reading(f"a chat of {data.source} does not fit the model's chat template"):
+            document = str(tokenizer.apply_chat_template(document, tokenize=False))
+        # Rows get their start tokens when they are cut.
+        document = document.removeprefix(str(tokenizer.decode(_start_tokens(tokenizer))))
     # Rows are cut to length later, so the tokenizer's warning about long texts does not apply.
-    return tokenizer(document, add_special_tokens=False, verbose=False).input_ids
+    with _reading(f"a text of {data.source} cannot be tokenized"):
+        return [*tokenizer(document, add_special_tokens=False, verbose=False).input_ids, *end]
 
 
 def _documents(data: Data) -> Iterator[Document]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     if path.suffix in _FILES and not path.is_file():
         raise RotationZooError(f"there is no file {data.source}", hint="check the path given with --data")
-    if path.suffix == ".txt":
-        records: Iterable[dict[str, Any]] = [{"text": _text(path)}]
-    elif path.suffix == ".jsonl":
-        records = _json_lines(path)
-    else:
-        records = _data_set(data, path)
+    read_file = {".txt": _pieces, ".jsonl": _json_lines}.get(path.suffix)
+    records = read_file(path) if read_file else _data_set(data, path)
     empty = True
     for record in records:
         document = record.get(_column(record, data))
-        if document:
-            empty = False
-            yield document
+        if not document:
+            continue
+        if not _is_document(document):
+            raise RotationZooError(
+                f"{data.source} has a {type(document).__name__} where a text or a list of chat messages should be",
+                hint="name another column with --column; messages have a role and a content",
+            )
+        empty = False
+        yield document
     if empty:
         raise RotationZooError(f"{data.source} holds no text", hint="give another source with --data, or bundled")
+
+
+def _is_document(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
+    return isinstance(value, str)
 
 
 def _column(record: dict[str, Any], data: Data) -> str:
@@ -152,11 +163,12 @@ def _column(record: dict[str, Any], data: Data) -> str:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RotationZooError(f"{path} is not readable as UTF-8 text: {error}") from error
+def _pieces(path: Path) -> Iterator[dict[str, Any]]:
+    """A text file in pieces of some 64 KB, cut at line ends, so that no file is too large."""
+    with _reading(f"{path} is not readable as UTF-8 text"), path.open(encoding="utf-8") as file:
+        while lines := file.readlines(_PIECE):
+            for start in range(0, len(text := "".join(lines)), 2 * _PIECE):  # more than one only where lines are endless
+                yield {"text": text[start : start + 2 * _PIECE]}
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -172,23 +184,42 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _data_set(data: Data, path: Path) -> Iterator[dict[str, Any]]:
-    """Streamed, so that nothing is written to disk and no more is fetched than is read."""
+    """Streamed, so that nothing is written to disk and little more is fetched than is used."""
     import datasets
 
-    try:
+    with _reading(f"the data set {data.source} could not be read"):
         if path.suffix == ".parquet":
-            return iter(datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True))
-        return iter(datasets.load_dataset(data.source, data.subset, split=data.split, streaming=True))
-    except Exception as error:  # the library raises what its readers and the hub client raise
+            yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        else:
+            yield from datasets.load_dataset(data.source, data.subset, split=data.split, streaming=True)
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Whatever a reader, a template or a hub client raises, as one sentence."""
+    try:
+        yield
+    except RotationZooError:
+        raise
+    except Exception as error:
         raise RotationZooError(
-            f"the data set {data.source} could not be opened: {str(error).splitlines()[0].rstrip('.')}",
-            hint="check --data, --subset and --split and the network, or use a local file or bundled",
+            f"{what}: {first_sentence(error)}",
+            hint="check --data, --subset, --split and --column, and the network; or use a local file, or bundled",
         ) from error
 
 
-def _shuffled(documents: Iterator[Document], seed: int) -> Iterator[Document]:
-    """The documents in an order fixed by the seed, mixed within blocks that fit in memory."""
+def _shuffled(documents: Iterator[Document], seed: int, budget: int) -> Iterator[Document]:
+    """The documents in an order fixed by the seed, mixed within blocks of `budget` characters: more than will be used, and
+    never so much that a large data set is read to its end."""
     generator = random.Random(seed)
-    while block := list(islice(documents, _SHUFFLE_BUFFER)):
-        generator.shuffle(block)
-        yield from block
+    block: list[Document] = []
+    size = 0
+    for document in documents:
+        block.append(document)
+        size += len(document) if isinstance(document, str) else sum(len(str(m["content"])) for m in document)
+        if size >= budget:
+            generator.shuffle(block)
+            yield from block
+            block, size = [], 0
+    generator.shuffle(block)
+    yield from block

@@ -1,5 +1,8 @@
 """What rotationzoo raises when it knows what went wrong."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RotationZooError(Exception):
     """A known failure: one sentence saying what was wrong and, as `hint`, what to do next.
@@ -32,3 +35,19 @@ class Interrupted(RotationZooError):
     """Stopped by the user; the hint is the command that goes on from where it stopped."""
 
     exit_code = 130
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first line of another library's message, or the error's type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+@contextmanager
+def as_unavailable(what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback") -> Iterator[None]:
+    """Whatever a library raises inside the block, as one `ModelUnavailable`: `what`, and the first line of its message."""
+    try:
+        yield
+    except RotationZooError:
+        raise
+    except Exception as error:
+        raise ModelUnavailable(f"{what}: {first_sentence(error)}", hint=hint) from error

@@ -1,7 +1,7 @@
 """The attention of a model: which layers store keys and values, with what heads and dimensions.
 
-Nothing is looked up by name. The model runs on a few tokens, usually on `meta` without weights, and what attention was
-handed is held against what the cache stores.
+There is no list of models. The model runs on a few tokens, usually on `meta` without weights, and what attention was handed is
+held against what the cache stores.
 """
 
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.capture import capture, decoder
-from rotationzoo.errors import UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 
 _PROBE_TOKENS = 8
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
@@ -47,6 +47,14 @@ def geometry_json(geometry: Geometry) -> list[dict[str, int]]:
     return [asdict(layer) for layer in geometry]
 
 
+def geometry_from_json(content: list[dict[str, int]]) -> Geometry:
+    """Inverse of `geometry_json`. Raises `RotationZooError` for anything else."""
+    try:
+        return [Layer(**layer) for layer in content]
+    except TypeError as error:
+        raise RotationZooError("the geometry in the manifest is damaged") from error
+
+
 def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
     """The attention geometry of a model on `meta`, or None where its forward needs values (then look at real weights)."""
     tower = decoder(model)
@@ -66,14 +74,21 @@ def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geom
     `ids` `[B, T]` defaults to a few zeros on the model's device. Raises `UnsupportedModel` with the reason.
     """
     name = type(model).__name__
+    # Older versions of transformers cache the expanded keys and values of MLA, where servers store the latent.
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
     tower = decoder(model)
     if ids is None:
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device)
     calls: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    with capture(model, lambda layer, query, key, value, output: calls.update({layer: (query, key, value)})):
-        cache = tower(input_ids=ids, use_cache=True).past_key_values
+
+    def note(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+        if layer in calls:
+            raise UnsupportedModel(f"{name} computes attention more than once in a layer, on other values than it caches")
+        calls[layer] = query, key, value
+
+    with capture(model, note):
+        cache = getattr(tower(input_ids=ids, use_cache=True), "past_key_values", None)
     if not calls:
         raise UnsupportedModel(
             f"{name} computes attention in code of its own, where no hook can read it",

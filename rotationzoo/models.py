@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -15,23 +16,25 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError
+from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.geometry import CAUSAL_HINT
 from rotationzoo.source import Source, read_json, weight_files
+
+_FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
 def load_config(source: Source) -> PretrainedConfig:
     """The model's config. Raises `ModelUnavailable` if unreadable, `UnsupportedModel` for what is no causal decoder."""
-    try:
-        config = AutoConfig.from_pretrained(source.folder)
-    except (OSError, ValueError, KeyError) as error:
-        kind = read_json(source.folder / "config.json").get("model_type")
+    kind = read_json(source.folder / "config.json").get("model_type")
+    if not kind:
+        raise ModelUnavailable(f"{source.name} has no readable config.json with a model_type", hint=_FETCH_HINT)
+    if kind not in CONFIG_MAPPING:
         raise ModelUnavailable(
-            f"transformers does not know the model type {kind!r} of {source.name}"
-            if kind
-            else f"{source.name} has no readable config.json with a model_type",
+            f"transformers does not know the model type {kind!r} of {source.name}",
             hint="upgrade transformers; models that bring their own code are not supported",
-        ) from error
+        )
+    with as_unavailable(f"the config of {source.name} is not valid", hint=_FETCH_HINT):
+        config = AutoConfig.from_pretrained(source.folder)
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT)
     _model_class(config, source.name)
@@ -47,7 +50,7 @@ def _model_class(config: PretrainedConfig, name: str) -> Any:
 
 def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
     """The model as its config describes it, on `meta`: shapes without weights."""
-    with torch.device("meta"):
+    with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         return _model_class(config, name).from_config(config, **_attention(config)).eval()
 
 
@@ -74,13 +77,23 @@ def load(
             "max_memory": placement.max_memory,
             "offload_folder": placement.offload_folder,
         }
+    cannot = f"{source.name} could not be loaded"
     try:
-        model = _model_class(config, source.name).from_pretrained(source.folder, dtype=dtype, **options)
-    except torch.OutOfMemoryError as error:
-        raise ModelUnavailable(f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto") from error
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        reason = "its weights do not have the shapes of its config" if "mismatched_sizes" in str(error) else _sentence(error)
-        raise ModelUnavailable(f"{source.name} could not be loaded: {reason}", hint="fetch or save the model again") from error
+        with as_unavailable(cannot, hint=_FETCH_HINT):
+            model, found = _model_class(config, source.name).from_pretrained(
+                source.folder, dtype=dtype, output_loading_info=True, **options
+            )
+    except ModelUnavailable as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise ModelUnavailable(
+                f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
+            ) from error
+        if "mismatched_sizes" in str(error):
+            raise ModelUnavailable(f"{cannot}: its weights do not have the shapes of its config", hint=_FETCH_HINT) from error
+        raise
+    # transformers fills missing weights with random ones and says so in a warning.
+    if missing := sorted(name for name in found["missing_keys"] if "lm_head" not in name):
+        raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT)
     return model.eval()
 
 
@@ -123,7 +136,3 @@ def weights_bytes(source: Source, model: PreTrainedModel) -> int:
         return sum(path.stat().st_size for path in files)
     dtype = getattr(model.config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
     return sum(p.numel() for p in model.parameters()) * dtype.itemsize
-
-
-def _sentence(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

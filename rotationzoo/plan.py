@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo import artifact, models
 from rotationzoo.artifact import Artifact
-from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.fit import check_recipe
 from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta
 from rotationzoo.recipe import Recipe
@@ -33,7 +33,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.output.name in ("", ".."):
-            raise UsageError(f"{self.output} cannot be replaced by an artifact", hint="name a new folder with --output")
+            raise UsageError(f"{self.output} is no folder that an artifact can replace", hint="name a new folder with --output")
 
     @property
     def checkpoint(self) -> Path:
@@ -60,16 +60,17 @@ class Job:
 class Plan:
     """What is known of a job before a weight is read.
 
-    `geometry` is None if the model is refused, or if only its weights can tell. Sizes in bytes, estimated.
+    `config` and `geometry` are None if the model is refused; `geometry` also if only the weights can tell. Sizes in bytes,
+    estimated.
     """
 
     source: Source
-    config: PretrainedConfig
+    config: PretrainedConfig | None
     geometry: Geometry | None
     refusal: UnsupportedModel | None
-    weights_bytes: int
-    artifact_bytes: int
-    peak_memory_bytes: int
+    weights_bytes: int = 0
+    artifact_bytes: int = 0
+    peak_memory_bytes: int = 0
 
 
 def plan(job: Job) -> Plan:
@@ -79,21 +80,22 @@ def plan(job: Job) -> Plan:
     cannot be calibrated is no error here: it is the plan's `refusal`.
     """
     source = find(job.model, job.revision)
-    config = models.load_config(source)
-    model = models.on_meta(config, source.name)
-    geometry, refusal = None, None
     try:
-        geometry = geometry_on_meta(model)
-    except UnsupportedModel as error:
-        refusal = error
-    if refusal is None:
-        check_recipe(job.recipe, geometry or [])
-        _check_length(job.recipe, config)
+        config = models.load_config(source)
+        model = models.on_meta(config, source.name)
+        with as_unavailable(f"{source.name} fails when it runs"):
+            geometry = geometry_on_meta(model)
+    except UnsupportedModel as refusal:
+        return Plan(source, None, None, refusal)
+    check_recipe(job.recipe, geometry or [])
+    _check_length(job.recipe, config)
     weights = models.weights_bytes(source, model)
-    statistics = _statistics_bytes(geometry or [])
-    loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
-    peak = loaded + 2 * statistics + _activation_bytes(job, config, geometry or [])
-    return Plan(source, config, geometry, refusal, weights, statistics + _rotation_bytes(geometry or []), peak)
+    rotations, statistics = _rotation_bytes(job.recipe, geometry or []), _statistics_bytes(job.recipe, geometry or [])
+    peak = rotations
+    if job.recipe.needs_statistics:
+        loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
+        peak += loaded + 2 * statistics + _activation_bytes(job, model, geometry or [])
+    return Plan(source, config, geometry, None, weights, rotations + statistics, peak)
 
 
 def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
@@ -119,18 +121,28 @@ def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
 
 def check_output(job: Job) -> None:
     """The output can be written, and what is there may be replaced."""
-    is_artifact = (job.output / artifact.MANIFEST).is_file()
-    if is_artifact and not job.restart:
-        theirs = Artifact.open(job.output).manifest
-        if theirs["recipe_sha256"] != job.recipe.hash:
-            raise RotationZooError(
-                f"{job.output} holds the work of another recipe ({theirs['recipe']['name']} for {theirs['model']['id']})",
-                hint="choose another place with --output, or replace it with --restart",
-            )
-    elif not is_artifact and job.output.exists() and not (job.output.is_dir() and not any(job.output.iterdir())):
-        raise RotationZooError(f"{job.output} exists and is no artifact", hint="choose another place with --output")
-    with artifact.disk_errors(job.output), artifact.temporary_sibling(_ancestor(job.output) / job.output.name):
-        pass
+    with artifact.disk_errors(job.output):
+        artifact.recover(job.output)
+        if (job.output / artifact.MANIFEST).is_file():
+            _check_replaceable(job, Artifact.open(job.output))
+        elif job.output.exists() and not (job.output.is_dir() and not any(job.output.iterdir())):
+            raise RotationZooError(f"{job.output} exists and is no artifact", hint="choose another place with --output")
+        with artifact.temporary_sibling(_ancestor(job.output) / job.output.name):
+            pass
+
+
+def _check_replaceable(job: Job, there: Artifact) -> None:
+    """Work of another recipe is replaced only when asked to, or when a run that was asked to goes on."""
+    if foreign := there.foreign_files():
+        raise RotationZooError(
+            f"{job.output} also holds {foreign[0]}, which is no part of an artifact", hint="choose another place with --output"
+        )
+    if there.manifest["recipe_sha256"] != job.recipe.hash and not job.restart and not job.checkpoint.exists():
+        theirs = f"{there.manifest['recipe'].get('name')} for {there.manifest['model'].get('id')}"
+        raise RotationZooError(
+            f"{job.output} holds the work of another recipe ({theirs})",
+            hint="choose another place with --output, or replace it with --restart",
+        )
 
 
 def check_room(job: Job, known: Plan) -> None:
@@ -148,22 +160,31 @@ def _ancestor(path: Path) -> Path:
     return next(folder for folder in path.absolute().parents if folder.exists())
 
 
-def _statistics_bytes(geometry: Geometry) -> int:
-    return sum(8 * 2 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2) for layer in cached_layers(geometry))
+def _statistics_bytes(recipe: Recipe, geometry: Geometry) -> int:
+    """Four second moments a layer, five with key energy, in float64."""
+    if not recipe.needs_statistics:
+        return 0
+    energy = 1 if recipe.value_statistic == "key_energy" else 0
+    layers = cached_layers(geometry)
+    return sum(8 * layer.kv_heads * (2 * layer.key_dim**2 + (2 + energy) * layer.value_dim**2) for layer in layers)
 
 
-def _rotation_bytes(geometry: Geometry) -> int:
-    return sum(4 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2) for layer in cached_layers(geometry))
+def _rotation_bytes(recipe: Recipe, geometry: Geometry) -> int:
+    layers = cached_layers(geometry)
+    heads = (1 if recipe.pooling == "layer" else layer.kv_heads for layer in layers)
+    return sum(4 * h * (layer.key_dim**2 + layer.value_dim**2) for h, layer in zip(heads, layers, strict=True))
 
 
-def _activation_bytes(job: Job, config: PretrainedConfig, geometry: Geometry) -> int:
+def _activation_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> int:
     """What one batch holds at its widest: the residual stream, one layer's projections, the float64 copy of one row and,
-    under eager attention, its scores; plus the libraries themselves."""
-    text = config.get_text_config(decoder=True)
+    under eager attention, the scores; plus the libraries themselves, whose memory counts on a CPU."""
+    text = model.config.get_text_config(decoder=True)
     length, tokens = job.recipe.data.length, job.recipe.data.length * job.batch
     item = 4 if job.torch_dtype == torch.float32 else 2
     widest = max((layer.query_heads * (layer.key_dim + layer.value_dim) for layer in geometry), default=0)
-    hidden, inner = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    projections = tokens * item * max(3 * widest, 3 * (inner if isinstance(inner, int) else max(inner)))
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    projections = 3 * tokens * item * max(widest, inner if isinstance(inner, int) else max(inner))
+    heads = max((layer.query_heads for layer in geometry), default=0)
+    scores = 3 * 4 * tokens * length * heads if text._attn_implementation == "eager" else 0
     libraries = 400_000_000 if job.torch_device == "cpu" else 0
-    return 4 * tokens * hidden * item + projections + 2 * 8 * length * widest + libraries
+    return 4 * tokens * text.hidden_size * item + projections + 2 * 8 * length * widest + scores + libraries

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.rotation import COMPOSITIONS, needs_statistics
 
 
@@ -39,7 +39,8 @@ class Data(_Frozen):
 class Recipe(_Frozen):
     """How statistics become rotations, and the cache that they are made for."""
 
-    name: str = "oscar"
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "oscar"
+    """Part of the default output folder."""
     model: str | None = None
     """The model a released configuration is meant for; `calibrate` says so when used with another."""
     key_statistic: Literal["query"] = "query"
@@ -122,13 +123,13 @@ def load(recipe: str) -> Recipe:
 
 def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     """A recipe from parsed YAML or JSON; `origin` is named in errors."""
-    content = dict(content)
-    base = content.pop("extends", "oscar")
+    content = {str(key): value for key, value in content.items()}
+    base = str(content.pop("extends", "oscar"))
     if base not in PRESETS:
-        raise RotationZooError(f"{origin} extends an unknown recipe {base!r}{_nearest(str(base), PRESETS)}")
+        raise RotationZooError(f"{origin} extends an unknown recipe {base!r}{_nearest(base, PRESETS)}")
     preset = PRESETS[base].model_dump()
     data = content.pop("data", None) or {}
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
     try:
         return Recipe(**{**preset, **content, "data": {**preset["data"], **data}})
@@ -137,9 +138,16 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with the `data` settings that are not None put in; flags come this way. Raises `RotationZooError`."""
+    """The recipe with the `data` settings that are not None put in; flags come this way. A data-free recipe has no other use
+    for `seed` than its own. Raises `UsageError`."""
     changes = {key: value for key, value in data.items() if value is not None}
-    return from_dict({**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}, "the options")
+    content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
+    if "seed" in changes and not recipe.needs_statistics:
+        content["seed"] = changes["seed"]
+    try:
+        return from_dict(content, "the options")
+    except RotationZooError as error:
+        raise UsageError(str(error), error.hint) from error
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors as hub
 
-from rotationzoo.errors import ModelUnavailable
+from rotationzoo.errors import ModelUnavailable, first_sentence
 
 DEMO = Path(__file__).parent / "data" / "demo" / "model"
 # Root files only: subfolders hold other formats of the same weights.
@@ -86,17 +86,23 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
             f"{model} has no revision {revision}", hint="give a branch, a tag or a commit of the repository"
         ) from error
     except hub.LocalEntryNotFoundError as error:
+        answer = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        what = "cannot be reached" if answer is None else f"answered {answer}"
         raise ModelUnavailable(
-            f"the hub cannot be reached and {model} is not in the local cache",
+            f"the hub {what} and {model} is not in the local cache",
             hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local folder; demo needs no network",
         ) from error
     except hub.EntryNotFoundError as error:
         raise ModelUnavailable(
             f"{model} is no transformers model: it has no config.json", hint="give the repository of the original weights"
         ) from error
-    except (hub.HfHubHTTPError, ConnectionError, TimeoutError) as error:
+    except Exception as error:  # what the client's own transport, its cache folder or a full disk raise
+        denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
         raise ModelUnavailable(
-            f"the hub did not deliver {model}: {str(error).splitlines()[0]}", hint="run the same command again"
+            f"{model} could not be fetched: {first_sentence(error)}",
+            hint="run: hf auth login"
+            if denied
+            else "check the network and the disk of HF_HOME, then run the same command again",
         ) from error
 
 
@@ -117,6 +123,8 @@ def weights_fingerprint(source: Source) -> str:
     for path in weight_files(source.folder):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ModelUnavailable(f"{path} is no safetensors file", hint="fetch the weights again")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             for name, entry in header.items():

@@ -8,19 +8,25 @@ import torch
 from rotationzoo import rotation
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import Recipe
+from rotationzoo.fit import fit
+from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
+from rotationzoo.recipe import Recipe, from_dict
 from rotationzoo.source import config_hash, find, has_weights, weights_fingerprint
 
-ORTHOGONAL = 1e-6  # of the stored float32 matrices; measured 1e-7 to 4e-7 for D up to 576
-DIAGONAL = 1e-4  # off-diagonal share left by a stored rotation in its own statistic; measured 5e-7, and 0.1 to 1 in another's
+ORTHOGONAL = 1e-6  # of the stored float32 matrices; measured 8e-8 for D up to 512
+# Relative error with which a stored rotation may diagonalise its own statistic; measured 6e-8, and 0.85 and more in that of
+# another side or layer.
+DIAGONAL = 1e-4
+SIDES = ("key", "value")
 
 
 @dataclass(frozen=True)
 class Verification:
-    """`problems` is empty when everything holds; `checked` says in words what was looked at."""
+    """`problems` is empty when everything holds; `checked` says in words what was looked at. `orthogonality_error` is None
+    where no rotation could be read."""
 
     problems: list[str]
-    orthogonality_error: float
+    orthogonality_error: float | None
     checked: list[str]
 
     @property
@@ -33,21 +39,25 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
 
     Raises `RotationZooError` only where the check itself cannot be made, such as a model that cannot be found.
     """
-    problems = artifact.damaged_files()
-    checked = ["checksums"]
-    error = float("nan")
+    problems, checked = artifact.damaged_files(), ["checksums"]
+    error = None
     try:
-        recipe = Recipe.model_validate(artifact.manifest["recipe"])
-        rotations = artifact.rotations()
-        problems += _shape_problems(artifact, rotations)
-        checked += ["geometry", "finiteness", "orthogonality"]
-        error = max((rotation.orthogonality_error(t) for n, t in rotations.items() if n.endswith(".rotation")), default=error)
-        statistics = artifact.statistics()
-        if not problems and statistics is not None and recipe.needs_statistics:
-            problems += _statistics_problems(rotations, statistics, recipe)
-            checked.append("agreement with the statistics")
-    except (RotationZooError, KeyError, ValueError) as damage:
-        problems.append(str(damage) if isinstance(damage, RotationZooError) else f"the manifest is damaged: {damage}")
+        recipe = from_dict(artifact.manifest["recipe"], "the manifest's recipe")
+        if recipe.hash != artifact.manifest["recipe_sha256"]:
+            problems.append("the recipe in the manifest is not the one that was used: its sha256 differs")
+        geometry = geometry_from_json(artifact.manifest["geometry"])
+        rotations, statistics = artifact.rotations(), artifact.statistics()
+        shapes = _tensor_problems(rotations, rotation_shapes(recipe, geometry))
+        if statistics is not None:
+            shapes += _tensor_problems(statistics, _statistics_shapes(recipe, geometry))
+        checked += ["geometry", "finiteness"]
+        problems += shapes
+        if not shapes:
+            error, found = _orthogonality(rotations)
+            problems += found + _clip_problems(rotations, recipe) + _origin_problems(rotations, statistics, recipe, geometry)
+            checked += ["orthogonality", "clip ratios", "agreement with the statistics" if statistics else "the recipe"]
+    except RotationZooError as damage:
+        problems.append(str(damage))
     if model is not None:
         found, what = _model_problems(artifact, model, revision)
         problems += found
@@ -55,36 +65,91 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
     return Verification(problems, error, checked)
 
 
-def _shape_problems(artifact: Artifact, rotations: dict[str, torch.Tensor]) -> list[str]:
-    pooled = artifact.manifest["recipe"]["pooling"] == "layer"
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
+    """Name -> type and shape of every tensor in `rotations.safetensors`."""
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        for side, dim in zip(SIDES, (layer.key_dim, layer.value_dim), strict=True):
+            heads = 1 if recipe.pooling == "layer" else layer.kv_heads
+            name = f"layers.{layer.index}.{side}"
+            shapes[f"{name}.rotation"] = torch.float32, (heads, dim, dim)
+            shapes[f"{name}.eigenvalues"] = torch.float32, (heads, dim)
+            shapes[f"{name}.clip"] = torch.float64, (layer.kv_heads,)
+    return shapes
+
+
+def _statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        dims = {"query": layer.key_dim, "key": layer.key_dim, "output": layer.value_dim, "value": layer.value_dim}
+        for kind, dim in dims.items():
+            name = f"layers.{layer.index}.{kind}"
+            shapes[f"{name}.second_moment"] = torch.float64, (layer.kv_heads, dim, dim)
+            shapes[f"{name}.mean"] = torch.float64, (layer.kv_heads, dim)
+            shapes[f"{name}.count"] = torch.int64, ()
+        if recipe.value_statistic == "key_energy":
+            name = f"layers.{layer.index}.value"
+            shapes[f"{name}.key_energy_moment"] = torch.float64, (layer.kv_heads, layer.value_dim, layer.value_dim)
+            shapes[f"{name}.key_energy"] = torch.float64, (layer.kv_heads,)
+    return shapes
+
+
+def _tensor_problems(tensors: dict[str, torch.Tensor], expected: Shapes) -> list[str]:
+    """Missing, misshapen, non-finite and superfluous tensors, one sentence for each kind of trouble."""
     layers: dict[str, list[int]] = defaultdict(list)
-    expected = set()
-    for layer in artifact.manifest["geometry"]:
-        if layer["owner"] != layer["index"]:
-            continue
-        for side in ("key", "value"):
-            heads, dim = 1 if pooled else layer["kv_heads"], layer[f"{side}_dim"]
-            name = f"layers.{layer['index']}.{side}"
-            shapes = {
-                "rotation": (torch.float32, (heads, dim, dim)),
-                "eigenvalues": (torch.float32, (heads, dim)),
-                "clip": (torch.float64, (layer["kv_heads"],)),
-            }
-            for kind, shape in shapes.items():
-                expected.add(f"{name}.{kind}")
-                tensor = rotations.get(f"{name}.{kind}")
-                if tensor is None:
-                    layers[f"{side} {kind} missing"].append(layer["index"])
-                elif (tensor.dtype, tuple(tensor.shape)) != shape:
-                    layers[f"{side} {kind} of another shape or type than the model's"].append(layer["index"])
-                elif not torch.isfinite(tensor).all():
-                    layers[f"{side} {kind} not finite"].append(layer["index"])
-                elif kind == "rotation" and not rotation.orthogonality_error(tensor) <= ORTHOGONAL:
-                    layers[f"{side} rotation not orthogonal"].append(layer["index"])
-    problems = [f"{what}: {_list(where)}" for what, where in layers.items()]
-    if extra := sorted(rotations.keys() - expected):
+    for name, shape in expected.items():
+        _, index, side, kind = name.split(".")
+        tensor, what = tensors.get(name), f"{side} {kind.replace('_', ' ')}"
+        if tensor is None:
+            layers[f"{what} missing"].append(int(index))
+        elif (tensor.dtype, tuple(tensor.shape)) != shape:
+            layers[f"{what} of another shape or type than the model's"].append(int(index))
+        elif not torch.isfinite(tensor).all():
+            layers[f"{what} not finite"].append(int(index))
+        elif kind == "count" and tensor.item() <= 0:
+            layers[f"{what} not positive"].append(int(index))
+    problems = _sentences(layers)
+    if extra := sorted(tensors.keys() - expected.keys()):
         problems.append(f"tensors that belong to no layer: {', '.join(extra[:4])}")
     return problems
+
+
+def _orthogonality(rotations: dict[str, torch.Tensor]) -> tuple[float, list[str]]:
+    layers: dict[str, list[int]] = defaultdict(list)
+    worst = 0.0
+    for name, tensor in rotations.items():
+        if name.endswith(".rotation"):
+            error = rotation.orthogonality_error(tensor)
+            worst = max(worst, error)
+            if not error <= ORTHOGONAL:
+                layers[f"{name.split('.')[2]} rotation not orthogonal"].append(int(name.split(".")[1]))
+    return worst, _sentences(layers)
+
+
+def _clip_problems(rotations: dict[str, torch.Tensor], recipe: Recipe) -> list[str]:
+    layers: dict[str, list[int]] = defaultdict(list)
+    for name, tensor in rotations.items():
+        if name.endswith(".clip"):
+            _, index, side, _ = name.split(".")
+            if not (tensor == (recipe.key_clip if side == "key" else recipe.value_clip)).all():
+                layers[f"{side} clip ratio not that of the recipe"].append(int(index))
+    return _sentences(layers)
+
+
+def _origin_problems(
+    rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor] | None, recipe: Recipe, geometry: Geometry
+) -> list[str]:
+    """Whether the rotations are those that the recipe makes of the statistics, or of nothing."""
+    if recipe.needs_statistics:
+        return _statistics_problems(rotations, statistics, recipe) if statistics is not None else []
+    layers: dict[str, list[int]] = defaultdict(list)
+    for name, tensor in fit(None, recipe, geometry).items():
+        if name.endswith(".rotation") and not torch.allclose(tensor, rotations[name], atol=ORTHOGONAL):
+            layers[f"{name.split('.')[2]} rotation not the one that {recipe.name} makes"].append(int(name.split(".")[1]))
+    return _sentences(layers)
 
 
 def _statistics_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor], recipe: Recipe) -> list[str]:
@@ -106,7 +171,7 @@ def _statistics_problems(rotations: dict[str, torch.Tensor], statistics: dict[st
         swapped = fits["key", "value"] and fits["value", "key"]
         what = "key and value swapped" if swapped else "rotations that do not come from the statistics beside them"
         layers[what].append(int(layer))
-    return [f"{what}: {_list(where)}" for what, where in layers.items()]
+    return _sentences(layers)
 
 
 def _diagonalises(tensors: dict[str, torch.Tensor], moment: torch.Tensor, name: str, recipe: Recipe) -> bool:
@@ -121,20 +186,22 @@ def _diagonalises(tensors: dict[str, torch.Tensor], moment: torch.Tensor, name: 
 
 
 def _model_problems(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
-    """Compare config and, where the weights are on this machine, their fingerprint."""
+    """Compare the config and, where the weights are on this machine, their fingerprint; a sentence says which."""
     theirs = artifact.manifest["model"]
     source = find(model, revision)
-    if has_weights(source) and theirs["weights_fingerprint"]:
-        if weights_fingerprint(source) == theirs["weights_fingerprint"]:
+    if config_hash(source) != theirs["config_sha256"]:
+        return [f"made for another model or config than that of {model}: {theirs['id']}"], f"the config of {model}"
+    fingerprint = theirs["weights_fingerprint"]
+    if fingerprint and has_weights(source):
+        if weights_fingerprint(source) == fingerprint:
             return [], f"the weights of {model}"
         return [f"made for other weights than those of {model}: {theirs['id']}"], f"the weights of {model}"
-    what = f"the config of {model}, whose weights are not on this machine"
-    if config_hash(source) != theirs["config_sha256"]:
-        return [f"made for another model than {model}: {theirs['id']}"], what
-    if theirs["revision"] and source.revision != theirs["revision"]:
+    what = f"the config of {model}" + (", whose weights are not on this machine" if fingerprint else "")
+    if theirs["revision"] and source.revision and source.revision != theirs["revision"]:
         return [f"made for revision {theirs['revision']}, and {model} is at {source.revision}"], what
     return [], what
 
 
-def _list(layers: list[int]) -> str:
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+def _sentences(layers: dict[str, list[int]]) -> list[str]:
+    """`{"what": [0, 1]}` as `["what: layers 0, 1"]`."""
+    return [f"{what}: layer{'s' * (len(n) > 1)} {', '.join(map(str, n))}" for what, n in layers.items()]
