@@ -8,6 +8,7 @@ module names of Llama, Mistral, Qwen2, Qwen3, Gemma 2 and gpt-oss; the capture u
 """
 
 import argparse
+import sys
 from typing import Any
 
 import torch
@@ -132,12 +133,17 @@ def main() -> None:
     source = find(args.model)
     fetch(source)
     config = models.load_config(source)
-    model = models.load(source, config, "cpu", getattr(torch, args.dtype))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = models.load(source, config, device, getattr(torch, args.dtype))
     data = Data(source=args.data, tokens=args.tokens, length=args.length)
     text = corpus.read(data, AutoTokenizer.from_pretrained(source.folder))
-    print(f"{text.tokens} tokens, {args.dtype}, {model.config._attn_implementation}")
-    for kind, error in largest_difference(model, text.batches(1), sink=64).items():
+    print(f"{text.tokens} tokens, {args.dtype}, {device}, {model.config._attn_implementation}")
+    errors = largest_difference(model, [ids.to(device) for ids in text.batches(1)], sink=64)
+    for kind, error in errors.items():
         print(f"{kind:22s} {error:.1e}")
+    tolerance = {"float64": 1e-9, "float32": 1e-5}.get(args.dtype, 1e-2)
+    if not max(errors.values()) < tolerance:
+        sys.exit(f"more than the {tolerance:.0e} that {args.dtype} allows")
 
 
 if __name__ == "__main__":

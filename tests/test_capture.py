@@ -3,6 +3,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
+import transformers
 from architectures import EXPECTED, NAMES
 
 from rotationzoo import models
@@ -151,10 +152,25 @@ def test_a_capture_that_changes_the_model_is_refused():
         check_transparent(model, IDS)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5"])
-def test_encoders_are_refused(name):
-    import transformers
+def test_two_attentions_in_a_layer_are_refused():
+    """Differential attention reads its values in two halves, neither of which is what the cache stores."""
+    config = transformers.DiffLlamaConfig(**{**architectures.BASE, "num_key_value_heads": 2})
+    with pytest.raises(UnsupportedModel, match="more than once in a layer"):
+        geometry_on_meta(models.on_meta(config, "difflama"))
 
+
+def test_models_without_attention_or_with_a_part_called_decoder():
+    with pytest.raises(UnsupportedModel, match="code of its own"):
+        geometry_on_meta(models.on_meta(transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64), "mamba"))
+    odd = transformers.ModernBertDecoderConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    assert len(geometry_on_meta(models.on_meta(odd, "modernbert"))) == 2
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_encoders_are_refused(name):
     if name == "bert":
         config = transformers.BertConfig(
             vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, is_decoder=False

@@ -190,7 +190,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens(command):
         result = json.loads(made.stdout)
         assert result["tokens"] == tokens
         peak[tokens] = result["peak_memory_bytes"]
-    assert peak[131072] < 1.05 * peak[32768]  # measured 1.01, and 0.99 for a model of 32 M parameters
+    assert peak[131072] < 1.05 * peak[32768]  # measured 1.005, and 0.985 for a model of 32 M parameters
 
 
 # ---- what can be wrong

@@ -7,6 +7,7 @@ import torch
 import transformers
 from conftest import DATA
 
+from rotationzoo import corpus
 from rotationzoo.corpus import read
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
@@ -31,10 +32,10 @@ def small(source, **changes):
 
 
 def test_packed_rows_are_of_equal_length_and_hold_the_documents_in_order(jsonl, tokenizer):
-    corpus = read(small(jsonl), tokenizer)
-    assert [row.numel() for row in corpus.rows] == [64] * 8
-    assert corpus.note is None
-    text = tokenizer.decode(torch.cat(corpus.rows), skip_special_tokens=False)
+    found = read(small(jsonl), tokenizer)
+    assert [row.numel() for row in found.rows] == [64] * 8
+    assert found.note is None
+    text = tokenizer.decode(torch.cat(found.rows), skip_special_tokens=False)
     documents = text.split("<|end|>")
     assert all(document in TEXTS for document in documents[:-1])
     assert TEXTS[TEXTS.index(documents[0]) :][:2] != documents[:2], "shuffled"
@@ -50,12 +51,12 @@ def test_the_fingerprint_covers_the_row_boundaries(jsonl, tokenizer):
 
 
 def test_one_document_a_row(jsonl, tokenizer):
-    corpus = read(small(jsonl, packing="document", length=48, tokens=2000), tokenizer)
-    texts = [tokenizer.decode(row) for row in corpus.rows]
+    found = read(small(jsonl, packing="document", length=48, tokens=2000), tokenizer)
+    texts = [tokenizer.decode(row) for row in found.rows]
     assert all(any(document.startswith(text) for document in TEXTS) for text in texts)
-    assert max(row.numel() for row in corpus.rows) <= 48
-    assert corpus.tokens <= 2000
-    assert sum(batch.numel() for batch in corpus.batches(4)) == corpus.tokens
+    assert max(row.numel() for row in found.rows) <= 48
+    assert found.tokens <= 2000
+    assert sum(batch.numel() for batch in found.batches(4)) == found.tokens
 
 
 def test_text_and_parquet_and_another_column(jsonl, tokenizer, tmp_path):
@@ -87,14 +88,14 @@ def test_rows_start_as_requests_do(jsonl):
     from tokenizers.processors import TemplateProcessing
 
     starting._tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
-    corpus = read(small(jsonl), starting)
-    assert all(row[0] == 0 and row[1] != 0 for row in corpus.rows)
+    found = read(small(jsonl), starting)
+    assert all(row[0] == 0 and row[1] != 0 for row in found.rows)
 
 
 @pytest.mark.parametrize("packing", ["packed", "document"])
 def test_fewer_tokens_than_asked_for_is_said(jsonl, tokenizer, packing):
-    corpus = read(small(jsonl, tokens=10**6, packing=packing), tokenizer)
-    assert f"{corpus.tokens:,} tokens instead of 1,000,000" in corpus.note
+    found = read(small(jsonl, tokens=10**6, packing=packing), tokenizer)
+    assert f"{found.tokens:,} tokens instead of 1,000,000" in found.note
 
 
 def test_bad_sources(tmp_path, tokenizer):
@@ -113,11 +114,55 @@ def test_bad_sources(tmp_path, tokenizer):
     assert "no column text or messages: it has body" in mistake("other.jsonl", '{"body": "x"}\n')
     with pytest.raises(RotationZooError, match="there is no file"):
         read(small(tmp_path / "absent.jsonl"), tokenizer)
-    with pytest.raises(RotationZooError, match="could not be opened"):
+    with pytest.raises(RotationZooError, match="nobody/nothing could not be read"):
         read(small("nobody/nothing"), tokenizer)
 
 
+@pytest.mark.parametrize("content", [5, ["a", "b"], {"a": 1}, [{"from": "human", "value": "hi"}]])
+def test_content_that_is_no_text(content, tmp_path, tokenizer):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps({"text": content}) + "\n")
+    with pytest.raises(RotationZooError, match="where a text or a list of chat messages should be"):
+        read(small(path), tokenizer)
+
+
+def test_text_that_cannot_be_read_or_tokenized(tmp_path, tokenizer):
+    (tmp_path / "latin.txt").write_bytes("na\xefve".encode("latin-1"))
+    with pytest.raises(RotationZooError, match="not readable as UTF-8"):
+        read(small(tmp_path / "latin.txt"), tokenizer)
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
+    with pytest.raises(RotationZooError, match="cannot be tokenized"):
+        read(small(tmp_path / "half.jsonl"), tokenizer)
+    strict = transformers.AutoTokenizer.from_pretrained(DATA / "model")
+    strict.chat_template = "{{ raise_exception('no system role') }}"
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "system", "content": "x"}]}) + "\n")
+    with pytest.raises(RotationZooError, match="does not fit the model's chat template: no system role"):
+        read(small(tmp_path / "chat.jsonl"), strict)
+
+
+def test_only_as_much_is_read_as_may_be_used(tmp_path, tokenizer, monkeypatch):
+    """A text file comes in pieces, also where it has no line ends, and a long one is not read to its end."""
+    path = tmp_path / "long.txt"
+    path.write_text("word " * 400_000)
+    pieces = [record["text"] for record in corpus._pieces(path)]
+    assert "".join(pieces) == path.read_text()
+    assert max(map(len, pieces)) <= 2 * corpus._PIECE
+    read_so_far = []
+    monkeypatch.setattr(corpus, "_pieces", lambda path: (read_so_far.append(p) or {"text": p} for p in pieces))
+    assert read(small(path), tokenizer).tokens == 512
+    assert len(read_so_far) < len(pieces)
+
+
+def test_a_start_of_several_tokens_is_kept_whole(jsonl):
+    from tokenizers.processors import TemplateProcessing
+
+    starting = transformers.AutoTokenizer.from_pretrained(DATA / "model")
+    special = [("!", 1), ("<|end|>", 0)]
+    starting._tokenizer.post_processor = TemplateProcessing(single="! <|end|> $A", special_tokens=special)
+    assert all(row[:2].tolist() == [1, 0] for row in read(small(jsonl), starting).rows)
+
+
 def test_batches_hold_rows_of_equal_length(jsonl, tokenizer):
-    corpus = read(small(jsonl), tokenizer)
-    assert [tuple(batch.shape) for batch in corpus.batches(3)] == [(3, 64), (3, 64), (2, 64)]
-    assert torch.equal(torch.cat(corpus.batches(3)), torch.stack(corpus.rows))
+    found = read(small(jsonl), tokenizer)
+    assert [tuple(batch.shape) for batch in found.batches(3)] == [(3, 64), (3, 64), (2, 64)]
+    assert torch.equal(torch.cat(found.batches(3)), torch.stack(found.rows))
