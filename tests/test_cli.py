@@ -15,6 +15,10 @@ import pytest
 from conftest import DATA, save_tiny
 from safetensors.torch import load_file, save_file
 
+from rotationzoo import recipe as recipes
+from rotationzoo.calibrate import calibrate
+from rotationzoo.plan import Job
+
 SMALL = ["--tokens", "2048", "--length", "256"]
 
 
@@ -70,7 +74,7 @@ def test_the_journey_calibrate_inspect_verify(command):
     broken = command("verify", folder, "--json")
     assert broken.returncode == 1
     assert not json.loads(broken.stdout)["ok"]
-    assert "1 problem found" in broken.stderr
+    assert "is not to be used" in broken.stderr
 
 
 def test_dry_run_reads_the_config_and_writes_nothing(inside):
@@ -138,8 +142,15 @@ def start(command, *words) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    recipe = recipes.override(recipes.load("oscar"), tokens=32768)
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    return calibrate(Job(model="demo", recipe=recipe, output=folder, batch=1, device="cpu")).folder
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "kill", "kill -9"])
-def test_stopped_half_way_and_run_again(command, how):
+def test_stopped_half_way_and_run_again(command, uninterrupted, how):
     words = ["--tokens", "32768", "--batch", "1", "--output", "out"]
     running = start(command, *words)
     checkpoint = command.folder / "out.checkpoint.safetensors"
@@ -162,10 +173,8 @@ def test_stopped_half_way_and_run_again(command, how):
     )
     resumed = command("calibrate", "demo", *words)
     assert resumed.returncode == 0, resumed.stderr
-    whole = command("calibrate", "demo", *words[:-1], "whole")
-    assert whole.returncode == 0, whole.stderr
     for name in ("rotations.safetensors", "statistics.safetensors"):
-        assert (command.folder / "out" / name).read_bytes() == (command.folder / "whole" / name).read_bytes()
+        assert (command.folder / "out" / name).read_bytes() == (uninterrupted / name).read_bytes()
     assert not [name for name in left_behind(command) if "checkpoint" in name]
 
 
