@@ -113,20 +113,27 @@ class Placement:
 
 @contextmanager
 def placement(device_map: str | None, max_memory: str | None) -> Iterator[Placement | None]:
-    """`--device-map` and `--max-memory 0=20GiB,cpu=60GiB` as a `Placement`; its scratch folder is gone afterwards."""
+    """Where the weights go, or None for one device; the scratch folder is gone afterwards."""
     if device_map is None:
-        if max_memory is not None:
-            raise UsageError("--max-memory needs a device map", hint="add: --device-map auto")
         yield None
         return
+    with tempfile.TemporaryDirectory(prefix="rotationzoo-offload-") as folder:
+        yield Placement(device_map, memory_limits(device_map, max_memory), folder)
+
+
+def memory_limits(device_map: str | None, max_memory: str | None) -> dict[int | str, str] | None:
+    """`0=20GiB,cpu=60GiB` as accelerate takes it. Raises `UsageError`."""
+    if max_memory is None:
+        return None
+    if device_map is None:
+        raise UsageError("--max-memory needs a device map", hint="add: --device-map auto")
     limits: dict[int | str, str] = {}
-    for part in filter(None, (max_memory or "").split(",")):
+    for part in filter(None, max_memory.split(",")):
         device, _, amount = part.partition("=")
         if not device or not amount:
             raise UsageError(f"--max-memory has no amount in {part!r}", hint="write it as: --max-memory 0=20GiB,cpu=60GiB")
         limits[int(device) if device.isdigit() else device] = amount
-    with tempfile.TemporaryDirectory(prefix="rotationzoo-offload-") as folder:
-        yield Placement(device_map, limits or None, folder)
+    return limits
 
 
 def weights_bytes(source: Source, model: PreTrainedModel) -> int:

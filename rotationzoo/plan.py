@@ -79,6 +79,7 @@ def plan(job: Job) -> Plan:
     Raises `ModelUnavailable` where there is no such model and `RotationZooError` where the job cannot be honoured. A model that
     cannot be calibrated is no error here: it is the plan's `refusal`.
     """
+    models.memory_limits(job.device_map, job.max_memory)
     source = find(job.model, job.revision)
     try:
         config = models.load_config(source)

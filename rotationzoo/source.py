@@ -12,7 +12,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors as hub
 
-from rotationzoo.errors import ModelUnavailable, first_sentence
+from rotationzoo.errors import ModelUnavailable, as_unavailable, first_sentence
 
 DEMO = Path(__file__).parent / "data" / "demo" / "model"
 # Root files only: subfolders hold other formats of the same weights.
@@ -121,23 +121,31 @@ def weights_fingerprint(source: Source) -> str:
     """
     tensors: dict[str, bytes] = {}
     for path in weight_files(source.folder):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise ModelUnavailable(f"{path} is no safetensors file", hint="fetch the weights again")
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                begin, end = (8 + length + offset for offset in entry["data_offsets"])
-                sample = b""
-                for position in (begin, max(begin, end - 256)):
-                    file.seek(position)
-                    sample += file.read(min(256, end - position))
-                tensors[name] = f"{name} {entry['dtype']} {entry['shape']} ".encode() + sample
+        with as_unavailable(f"{path} is no safetensors file", hint="fetch the weights again"):
+            tensors |= _tensor_ends(path)
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name])
     return digest.hexdigest()
+
+
+def _tensor_ends(path: Path) -> dict[str, bytes]:
+    """Name -> name, type, shape and both ends of the data of each tensor in a safetensors file."""
+    ends = {}
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > path.stat().st_size:
+            raise ValueError("its header is longer than the file")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            sample = b""
+            for position in (begin, max(begin, end - 256)):
+                file.seek(position)
+                sample += file.read(min(256, end - position))
+            ends[name] = f"{name} {entry['dtype']} {entry['shape']} ".encode() + sample
+    return ends
 
 
 def weight_files(folder: Path) -> list[Path]:

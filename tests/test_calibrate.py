@@ -247,6 +247,7 @@ def test_weights_that_are_not_complete(tiny, tmp_path):
     assert "no safetensors file" in spoil(
         "pointer", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n")
     )
+    assert "no safetensors file" in spoil("empty", lambda path: path.write_bytes(b""))
     assert "no complete safetensors weights" in spoil("gone", lambda path: path.unlink())
 
 
