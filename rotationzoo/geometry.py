@@ -91,7 +91,7 @@ def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geom
         cache = getattr(tower(input_ids=ids, use_cache=True), "past_key_values", None)
     if not calls:
         raise UnsupportedModel(
-            f"{name} computes attention in code of its own, where no hook can read it",
+            f"{name} computes attention in code of its own, or none at all: no hook can read it",
             hint="only models that use transformers' attention interface can be calibrated",
         )
     acausal = [m for m in tower.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", True) is False]

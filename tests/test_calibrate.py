@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from rotationzoo import artifact as artifacts
 from rotationzoo import calibrate as jobs
 from rotationzoo import models
+from rotationzoo import plan as plans
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.collect import collect
@@ -374,6 +375,18 @@ def test_the_plan_reads_only_the_config(tiny, tmp_path):
     assert found.weights_bytes > 0
     with pytest.raises(RotationZooError, match="tokenizer"):
         calibrate(job(tmp_path / "model", tmp_path))
+
+
+@pytest.mark.parametrize("recipe", ["oscar", "hadamard"])
+def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(recipe, tiny, tmp_path, monkeypatch):
+    recipe = PRESETS[recipe].model_copy(update={"data": SMALL})
+    expected = calibrate(job(tiny, tmp_path / "expected", recipe))
+    monkeypatch.setattr(plans, "geometry_on_meta", lambda model: None)
+    found = plan(job(tiny, tmp_path, recipe))
+    assert (found.geometry, found.refusal) == (None, None)
+    artifact = calibrate(job(tiny, tmp_path, recipe))
+    assert artifact.manifest["geometry"] == expected.manifest["geometry"]
+    assert rotation_bytes(artifact) == rotation_bytes(expected)
 
 
 def test_the_planned_sizes_are_those_that_come_out(made, tiny, tmp_path):
