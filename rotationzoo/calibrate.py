@@ -166,7 +166,7 @@ def _read(source: Source, recipe: Recipe) -> Corpus:
         f"{source.name} has no readable tokenizer", hint="save the model's tokenizer into the same folder"
     )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except Exception as error:  # each tokenizer class reads its files in its own way
         raise missing from error
     if not tokenizer("a word").input_ids:  # without its files, transformers makes an empty one

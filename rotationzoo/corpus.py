@@ -126,9 +126,14 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data
 
 def _documents(data: Data) -> Iterator[Document]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
-    if path.suffix in _FILES and not path.is_file():
+    suffix = path.suffix.lower()
+    if suffix in _FILES and not path.is_file():
         raise RotationZooError(f"there is no file {data.source}", hint="check the path given with --data")
-    read_file = {".txt": _pieces, ".jsonl": _json_lines}.get(path.suffix)
+    if path.exists() and suffix not in _FILES:
+        raise RotationZooError(
+            f"{data.source} is neither of {', '.join(_FILES)}", hint="rename it, or give a data set id of the hub with --data"
+        )
+    read_file = {".txt": _pieces, ".jsonl": _json_lines}.get(suffix)
     records = read_file(path) if read_file else _data_set(data, path)
     empty = True
     for record in records:
@@ -188,7 +193,7 @@ def _data_set(data: Data, path: Path) -> Iterator[dict[str, Any]]:
     import datasets
 
     with _reading(f"the data set {data.source} could not be read"):
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         else:
             yield from datasets.load_dataset(data.source, data.subset, split=data.split, streaming=True)

@@ -34,7 +34,7 @@ def load_config(source: Source) -> PretrainedConfig:
             hint="upgrade transformers; models that bring their own code are not supported",
         )
     with as_unavailable(f"the config of {source.name} is not valid", hint=_FETCH_HINT):
-        config = AutoConfig.from_pretrained(source.folder)
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT)
     _model_class(config, source.name)
@@ -51,7 +51,7 @@ def _model_class(config: PretrainedConfig, name: str) -> Any:
 def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
     """The model as its config describes it, on `meta`: shapes without weights."""
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
-        return _model_class(config, name).from_config(config, **_attention(config)).eval()
+        return _model_class(config, name).from_config(config, trust_remote_code=False, **_attention(config)).eval()
 
 
 def _attention(config: PretrainedConfig) -> dict[str, str]:
@@ -68,7 +68,8 @@ def load(
 
     Quantized weights come in the type that their makers chose, whatever `dtype` says.
     """
-    options: dict[str, Any] = _attention(config) | {"device_map": device}
+    # False, not absent: absent, transformers would ask on the terminal whether to run the repository's own code.
+    options: dict[str, Any] = _attention(config) | {"device_map": device, "trust_remote_code": False}
     if getattr(config, "quantization_config", None):
         dtype = "auto"
     if placement is not None:

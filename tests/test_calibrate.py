@@ -1,5 +1,6 @@
 """The whole job through the library: artifact, resuming, offload, refusals."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -263,6 +264,25 @@ def test_damaged_configs_get_a_sentence(key, value, tiny, tmp_path):
         calibrate(job(model, tmp_path))
     assert caught.value.hint
     assert "\n" not in str(caught.value)
+
+
+def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
+    """Nor asked about: the question could be answered by whatever stands on stdin."""
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
+    for name, key in {"config.json": "AutoConfig", "tokenizer_config.json": "AutoTokenizer"}.items():
+        content = json.loads((model / name).read_text())
+        auto_map = {key: ["code.C", None] if key == "AutoTokenizer" else "code.C", "AutoModelForCausalLM": "code.C"}
+        (model / name).write_text(json.dumps({**content, "auto_map": auto_map}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    calibrate(job(model, tmp_path))
+    assert not (tmp_path / "ran").exists()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "brand-new"}))
+    with pytest.raises(RotationZooError, match="does not know the model type 'brand-new'"):
+        calibrate(job(model, tmp_path, restart=True))
+    assert not (tmp_path / "ran").exists()
 
 
 # ---- models that do not fit one device

@@ -110,6 +110,7 @@ def test_bad_sources(tmp_path, tokenizer):
     assert "holds no text" in mistake("blank.jsonl", '{"text": ""}\n')
     assert "holds no text" in mistake("empty.txt", "")
     assert "too short for a row of 64" in mistake("short.txt", "a few words")
+    assert "is neither of .jsonl, .txt, .parquet" in mistake("table.csv", "text\nhello\n")
     assert "line 2 of" in mistake("broken.jsonl", '{"text": "fine"}\n{"text": \n')
     assert "no column text or messages: it has body" in mistake("other.jsonl", '{"body": "x"}\n')
     with pytest.raises(RotationZooError, match="there is no file"):
