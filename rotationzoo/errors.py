@@ -38,8 +38,9 @@ class Interrupted(RotationZooError):
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first line of another library's message, or the error's type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """The first line of another library's message, with the next where it only introduces it; its type where it is empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
 
 
 @contextmanager
