@@ -30,4 +30,4 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) rotations
+	rm -rf $(VENV)
