@@ -114,8 +114,8 @@ def compiled(
     options = ProgramOptions(arch=f"sm_{device.arch}", std="c++17", define_macro=macros)
     with FileStreamProgramCache() as programs:
         code = Program(SOURCE.read_text(), "c++", options).compile("cubin", cache=programs)
-    share = dim // 16 if rotates else -(-dim // 32)
-    lanes = max(2, 1 << (share - 1).bit_length())
+    run = 4 if rotates or dtype == torch.float32 or dim // 4 % 8 or group % 8 else 8
+    lanes = max(2, 1 << (dim // 4 // run - 1).bit_length())
     return Kernel(code.get_kernel(name), _THREADS // lanes * (4 if rotates else 1))
 
 

@@ -3,29 +3,28 @@
 // The definition is rotationzoo/int2.py; codes, scales and dequantized values are the same bit by bit. Every operation is
 // float32 and rounded on its own, which is what the _rn intrinsics say: they are never fused.
 //
-// A row is D channels of one token and KV head, in D/16 columns. Column c is the four chunks of four channels that start at
-// k*D/4 + 4c, k = 0..3: whichever way codes are packed, its sixteen codes fill four whole bytes. A few lanes share a row, each
-// with one or two of its columns.
+// A row is D channels of one token and KV head, shared by a few lanes. Each lane holds four runs of RUN neighbouring channels,
+// one from each quarter of the row: whichever way codes are packed, the codes of a byte are then in one lane.
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
 // CLIP (0: off), ROTATE, and the format: GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), MINIMUM, STRIDED.
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
-constexpr int QUARTER = D / 4, COLUMNS = D / 16, GROUPS = D / GROUP;
-constexpr int WARPS = 4;
-// A rotation keeps many sums a row, so lanes take less of a row then, and several rows for each read of the matrix.
-constexpr int LANE_COLUMNS = ROTATE ? 1 : 2, LANE_ROWS = ROTATE ? 4 : 1;
-constexpr int SHARE = (COLUMNS + LANE_COLUMNS - 1) / LANE_COLUMNS;  // lanes needed for a row, and rounded up to what shuffles take
+constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
+// Eight 16-bit channels are the widest access there is. A rotation keeps many sums a row: it takes shorter runs, and several
+// rows for each read of the matrix.
+constexpr int RUN = ROTATE || !TYPE || QUARTER % 8 || GROUP % 8 ? 4 : 8, LANE_ROWS = ROTATE ? 4 : 1;
+constexpr int SHARE = QUARTER / RUN;  // lanes that have something of a row, and rounded up to what shuffles take
 constexpr int LANES = SHARE <= 2 ? 2 : SHARE <= 4 ? 4 : SHARE <= 8 ? 8 : SHARE <= 16 ? 16 : 32;
-constexpr int CHUNKS = 4 * LANE_COLUMNS;
 constexpr int WARP_ROWS = 32 / LANES * LANE_ROWS;
+constexpr bool NARROW = TYPE && !ROTATE && !MINIMUM;  // only numbers of a 16-bit type are divided
 constexpr float LARGEST = 1e18f, INFINITE = 1.0f / 0.0f;
 constexpr unsigned ALL = 0xffffffffu;
 
 #if TYPE == 0
-typedef float4 Chunk;  // four channels
+typedef float Element;
 #else
-typedef uint2 Chunk;
+typedef unsigned short Element;
 #if TYPE == 1
 #define PAIR "f16x2"
 #else
@@ -86,20 +85,37 @@ __device__ void unpack_pair(unsigned pair, float* x) {
 #endif
 }
 
-__device__ void load(const Chunk* from, float* x) {
-  Chunk chunk = *from;
+template <int BYTES> struct Word;
+template <> struct Word<1> { typedef unsigned char type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<16> { typedef uint4 type; };
+
+// Copy BYTES, at most 16, from and to addresses that divide by their number.
+template <int BYTES>
+__device__ void copy(void* to, const void* from) {
+  typedef typename Word<BYTES>::type Access;
+  *static_cast<Access*>(to) = *static_cast<const Access*>(from);
+}
+
+__device__ void load(const Element* from, float (&x)[RUN]) {
 #if TYPE == 0
-  x[0] = chunk.x, x[1] = chunk.y, x[2] = chunk.z, x[3] = chunk.w;
+  copy<4 * RUN>(x, from);
 #else
-  unpack_pair(chunk.x, x), unpack_pair(chunk.y, x + 2);
+  alignas(16) unsigned pairs[RUN / 2];
+  copy<2 * RUN>(pairs, from);
+  for (int i = 0; i < RUN / 2; i++) unpack_pair(pairs[i], x + 2 * i);
 #endif
 }
 
-__device__ void save(Chunk* to, const float* x) {
+__device__ void save(Element* to, const float (&x)[RUN]) {
 #if TYPE == 0
-  *to = make_float4(x[0], x[1], x[2], x[3]);
+  copy<4 * RUN>(to, x);
 #else
-  *to = make_uint2(pack_pair(x[0], x[1]), pack_pair(x[2], x[3]));
+  alignas(16) unsigned pairs[RUN / 2];
+  for (int i = 0; i < RUN / 2; i++) pairs[i] = pack_pair(x[2 * i], x[2 * i + 1]);
+  copy<2 * RUN>(to, pairs);
 #endif
 }
 
@@ -117,39 +133,39 @@ __device__ float max_nan(float a, float b) {
   return x;
 }
 
-// Many divisions by one number, each correctly rounded. high + low is 1/s to twice the precision, so the first quotient is off
-// by less than an ulp; one correction with high, the correctly rounded reciprocal, then rounds correctly (Markstein 1990).
+// Many divisions by one number, each correctly rounded: a first quotient, its exact remainder, and a correction with `high`, the
+// correctly rounded reciprocal, which rounds correctly if the first is off by less than an ulp (Markstein 1990). high + low is
+// 1/s to twice the precision, so that it is. For x of a 16-bit type `high` alone does: tests/test_gpu.py tries every mantissa.
+template <bool NARROW>
 struct Divisor {
   float s, high, low;
 
-  __device__ explicit Divisor(float s) : s(s) {
-    high = __frcp_rn(s);
-    low = __fmul_rn(__fmaf_rn(-s, high, 1.0f), high);
-  }
+  __device__ explicit Divisor(float s) : s(s), high(__frcp_rn(s)), low(__fmul_rn(__fmaf_rn(-s, high, 1.0f), high)) {}
 
   __device__ float divide(float x) const {
-    float q = __fmaf_rn(x, high, __fmul_rn(x, low));
+    float q = NARROW ? __fmul_rn(x, high) : __fmaf_rn(x, high, __fmul_rn(x, low));
     return __fmaf_rn(__fmaf_rn(-q, s, x), high, q);
   }
 };
 
-// trunc(y) clamped to 0..3, plus 0x4b000000: the bits of 2^23 + the integer. Floats that are not negative sort like integers.
-__device__ unsigned code_bits(float y) {
-  float clamped = __int_as_float(max(min(__float_as_int(y), 0x40400000), 0));
-  return __float_as_uint(__fadd_rd(clamped, 8388608.0f));
+// trunc(y) clamped to 0..3, plus 0x4b000000: the bits of 2^23 + the integer. `bottom` and `top` are the limits for y, or tighter
+// ones, as integers: floats that are not negative sort alike.
+__device__ unsigned code_bits(float y, int bottom, int top) {
+  return __float_as_uint(__fadd_rd(__int_as_float(max(min(__float_as_int(y), top), bottom)), 8388608.0f));
 }
+
+// Where the code of the i-th channel of the k-th run is among the lane's, two bits each.
+__device__ constexpr int position(int k, int i) { return STRIDED ? 8 * i + 2 * k : 2 * RUN * k + 2 * i; }
 
 // ---- one row, spread over LANES lanes --------------------------------------------------------------------------------------
 
-// A lane's chunks: chunk n belongs to its column n / 4 and is the (n % 4)-th of that column.
 struct Lane {
   int index = threadIdx.x % LANES;
+  bool active = SHARE == LANES || index < SHARE;  // the others only take part in the shuffles
 
-  __device__ int column(int n) const { return index + n / 4 * LANES; }
-  __device__ bool has(int n) const { return COLUMNS % LANES == 0 || column(n) < COLUMNS; }
-  __device__ int channel(int n) const { return n % 4 * QUARTER + 4 * column(n); }
-  __device__ int group(int n) const {  // known to the compiler where it can be
-    return GROUP % QUARTER == 0 ? n % 4 * QUARTER / GROUP : channel(n) / GROUP;
+  __device__ int channel(int k) const { return k * QUARTER + RUN * index; }  // the first of the k-th run
+  __device__ int group(int k) const {  // of the k-th run; known to the compiler where it can be
+    return GROUP % QUARTER == 0 ? k * QUARTER / GROUP : min(channel(k), D - 1) / GROUP;
   }
 };
 
@@ -172,16 +188,16 @@ struct HalfSum {  // of two float16 at once
 };
 
 // The smallest and the largest value of a group.
-__device__ void extremes(const float (&x)[CHUNKS][4], Lane lane, int group, float& low, float& high) {
+__device__ void extremes(const float (&x)[4][RUN], Lane lane, int group, float& low, float& high) {
 #if TYPE && !ROTATE  // two at a time
   float lows[2], highs[2];
   unsigned lowest = same_pair(INFINITE, INFINITE), highest = same_pair(-INFINITE, -INFINITE);
 #pragma unroll
-  for (int n = 0; n < CHUNKS; n++)
-    if (lane.has(n) && lane.group(n) == group)
+  for (int k = 0; k < 4; k++)
+    if (lane.active && lane.group(k) == group)
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        unsigned pair = same_pair(x[n][i], x[n][i + 1]);
+      for (int i = 0; i < RUN; i += 2) {
+        unsigned pair = same_pair(x[k][i], x[k][i + 1]);
         asm("min.NaN." PAIR " %0, %0, %1;" : "+r"(lowest) : "r"(pair));
         asm("max.NaN." PAIR " %0, %0, %1;" : "+r"(highest) : "r"(pair));
       }
@@ -190,10 +206,10 @@ __device__ void extremes(const float (&x)[CHUNKS][4], Lane lane, int group, floa
 #else
   low = INFINITE, high = -INFINITE;
 #pragma unroll
-  for (int n = 0; n < CHUNKS; n++)
-    if (lane.has(n) && lane.group(n) == group)
+  for (int k = 0; k < 4; k++)
+    if (lane.active && lane.group(k) == group)
 #pragma unroll
-      for (int i = 0; i < 4; i++) low = min_nan(low, x[n][i]), high = max_nan(high, x[n][i]);
+      for (int i = 0; i < RUN; i++) low = min_nan(low, x[k][i]), high = max_nan(high, x[k][i]);
 #endif
   low = reduce<Lower>(low), high = reduce<Higher>(high);
 }
@@ -205,19 +221,20 @@ struct Keys {
   // Two in a register, compared and counted as float16: bfloat16 sorts the same way read as float16, and what would then be
   // NaN is beyond LARGEST.
   static constexpr unsigned OCTAVE = TYPE == 1 ? 1 << 10 : 1 << 7;
-  unsigned pair[2 * CHUNKS];
+  unsigned pair[2 * RUN];
 
   __device__ static unsigned key(float x) { return TYPE == 1 ? to_half(x) : __float_as_uint(x) >> 16; }
   __device__ static float value(unsigned key) { return TYPE == 1 ? from_half(key) : __uint_as_float(key << 16); }
   __device__ unsigned get(int i) const { return pair[i / 2] >> 16 * (i % 2) & 0xffff; }
-  __device__ void set(int n, const float* x, bool counts) {
-    for (int i = 0; i < 2; i++) pair[2 * n + i] = counts ? same_pair(x[2 * i], x[2 * i + 1]) & 0x7fff7fff : 0;
+  __device__ void set(int k, const float (&x)[RUN], bool counts) {
+    for (int i = 0; i < RUN / 2; i++)
+      pair[k * RUN / 2 + i] = counts ? same_pair(x[2 * i], x[2 * i + 1]) & 0x7fff7fff : 0;
   }
 
   __device__ bool at_least(unsigned key, int count) const {
     unsigned keys = key * 0x10001u, sum = 0, one;
 #pragma unroll
-    for (int i = 0; i < 2 * CHUNKS; i++) {
+    for (int i = 0; i < 2 * RUN; i++) {
       asm("set.ge.f16x2.f16x2 %0, %1, %2;" : "=r"(one) : "r"(pair[i]), "r"(keys));
       sum = HalfSum()(sum, one);
     }
@@ -226,19 +243,19 @@ struct Keys {
   }
 #else
   static constexpr unsigned OCTAVE = 1 << 23;
-  unsigned magnitude[4 * CHUNKS];
+  unsigned magnitude[4 * RUN];
 
   __device__ static unsigned key(float x) { return __float_as_uint(x); }
   __device__ static float value(unsigned key) { return __uint_as_float(key); }
   __device__ unsigned get(int i) const { return magnitude[i]; }
-  __device__ void set(int n, const float* x, bool counts) {
-    for (int i = 0; i < 4; i++) magnitude[4 * n + i] = counts ? __float_as_uint(x[i]) & 0x7fffffff : 0;
+  __device__ void set(int k, const float (&x)[RUN], bool counts) {
+    for (int i = 0; i < RUN; i++) magnitude[k * RUN + i] = counts ? __float_as_uint(x[i]) & 0x7fffffff : 0;
   }
 
   __device__ bool at_least(unsigned key, int count) const {
     unsigned sum = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * CHUNKS; i++) sum += magnitude[i] >= key;
+    for (int i = 0; i < 4 * RUN; i++) sum += magnitude[i] >= key;
     return reduce<Sum>(sum) >= count;
   }
 #endif
@@ -263,7 +280,7 @@ struct Keys {
 #if INTERPOLATED
     bool repeated = !at_least(found + 1, channels - rank - 1) || rank == channels - 1;
     unsigned next = key(INFINITE);
-    for (int i = 0; i < 4 * CHUNKS; i++)
+    for (int i = 0; i < 4 * RUN; i++)
       if (get(i) > found) next = min(next, get(i));
     next = reduce<Least>(next);
     float below = value(found), above = repeated ? below : value(next);
@@ -275,11 +292,21 @@ struct Keys {
 };
 #endif
 
-__device__ float clip(float x, float limit) { return CLIP ? fminf(fmaxf(x, -limit), limit) : x; }
+__device__ float clip(float x, float limit) { return fminf(fmaxf(x, -limit), limit); }
+
+// How a group is rounded: y = x in steps, plus a half; its integer part is the code.
+struct Steps {
+  Divisor<NARROW> by;
+  float offset;
+
+  __device__ float operator()(float x) const {
+    return __fadd_rn(MINIMUM ? by.divide(__fsub_rn(x, offset)) : __fadd_rn(by.divide(x), offset), 0.5f);
+  }
+};
 
 // Clip, scale, round and store one row. Returns whether its values are in the domain.
 __device__ bool quantize_row(
-    const float (&x)[CHUNKS][4], Lane lane, bool exists, int rank, float weight, unsigned char* codes, Metadata* metadata) {
+    const float (&x)[4][RUN], Lane lane, bool exists, int rank, float weight, unsigned char* codes, Metadata* metadata) {
   float low[GROUPS], high[GROUPS], top = 0.0f, limit = INFINITE;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
@@ -290,73 +317,73 @@ __device__ bool quantize_row(
   Keys keys;
 #if !GROUP_CLIP
 #pragma unroll
-  for (int n = 0; n < CHUNKS; n++) keys.set(n, x[n], lane.has(n));
+  for (int k = 0; k < 4; k++) keys.set(k, x[k], lane.active);
   limit = keys.threshold(top, D, rank, weight);
 #endif
 #endif
-  unsigned words[LANE_COLUMNS];
-  for (int j = 0; j < LANE_COLUMNS; j++) words[j] = 0x19000000;  // makes up for the 0x4b000000 in sixteen shifted code_bits
+  alignas(8) unsigned words[RUN / 4];
+  for (int j = 0; j < RUN / 4; j++) words[j] = 0x19000000;  // makes up for the 0x4b000000 in sixteen shifted code_bits
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
 #if CLIP && GROUP_CLIP
 #pragma unroll
-    for (int n = 0; n < CHUNKS; n++) keys.set(n, x[n], lane.has(n) && lane.group(n) == g);
+    for (int k = 0; k < 4; k++) keys.set(k, x[k], lane.active && lane.group(k) == g);
     limit = keys.threshold(max_nan(-low[g], high[g]), GROUP, rank, weight);
 #endif
-    float lowest = clip(low[g], limit), range = __fsub_rn(clip(high[g], limit), lowest);
-    float scale = __fdiv_rn(fmaxf(range, 1e-8f), 3.0f);
+    float lowest = CLIP ? clip(low[g], limit) : low[g], highest = CLIP ? clip(high[g], limit) : high[g];
+    float scale = Divisor<false>(3.0f).divide(fmaxf(__fsub_rn(highest, lowest), 1e-8f));
     if (HALF && !MINIMUM) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
     scale = stored_scale(scale);
-    Divisor by(scale);
+    Divisor<NARROW> by(scale);
     // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
     float offset = stored_offset(MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, by.divide(lowest)));
+    Steps steps{by, offset};
+    int bottom = 0, ceiling = 0x40400000;
+#if CLIP  // steps never falls where x rises, so clamping x is clamping y between the steps of the limits: one clamp for both
+    bottom = max(min(ceiling, __float_as_int(steps(-limit))), 0);
+    ceiling = max(min(ceiling, __float_as_int(steps(limit))), bottom);
+#endif
 #pragma unroll
-    for (int n = 0; n < CHUNKS; n++)
-      if (lane.group(n) == g)
+    for (int k = 0; k < 4; k++)
+      if (lane.group(k) == g)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float value = clip(x[n][i], limit);
-          float steps = MINIMUM ? by.divide(__fsub_rn(value, offset)) : __fadd_rn(by.divide(value), offset);
-          words[n / 4] += code_bits(__fadd_rn(steps, 0.5f)) << (STRIDED ? 8 * i + 2 * (n % 4) : 8 * (n % 4) + 2 * i);
-        }
+        for (int i = 0; i < RUN; i++)
+          words[position(k, i) / 32] += code_bits(steps(x[k][i]), bottom, ceiling) << position(k, i) % 32;
     if (exists && lane.index == 0) metadata[2 * g] = write(scale), metadata[2 * g + 1] = write(offset);
   }
-  for (int j = 0; j < LANE_COLUMNS; j++)
-    if (exists && lane.has(4 * j)) {
-      int column = lane.column(4 * j);
-#if STRIDED  // byte 4*column + i has the i-th codes of the column's chunks
-      reinterpret_cast<unsigned*>(codes)[column] = words[j];
-#else  // byte column + k*D/16 has the codes of its k-th chunk
-      for (int k = 0; k < 4; k++) codes[column + k * COLUMNS] = words[j] >> 8 * k;
+  if (exists && lane.active) {
+#if STRIDED
+    copy<RUN>(codes + RUN * lane.index, words);
+#else
+    for (int k = 0; k < 4; k++)
+      copy<RUN / 4>(codes + lane.channel(k) / 4, reinterpret_cast<unsigned char*>(words) + k * RUN / 4);
 #endif
-    }
+  }
   return top <= LARGEST;  // false for NaN
 }
 
 // ---- LANE_ROWS rows at once ------------------------------------------------------------------------------------------------
 
 // Rows times a `[D, D]` matrix; `tile` is the warp's own shared memory for WARP_ROWS rows.
-__device__ void rotate(float (&x)[LANE_ROWS][CHUNKS][4], Lane lane, const float* matrix, float* tile) {
+__device__ void rotate(float (&x)[LANE_ROWS][4][RUN], Lane lane, const float* matrix, float* tile) {
   tile += threadIdx.x % 32 / LANES * LANE_ROWS * D;
   for (int r = 0; r < LANE_ROWS; r++)
-    for (int n = 0; n < CHUNKS; n++)
-      for (int i = 0; i < 4; i++) {
-        if (lane.has(n)) tile[r * D + lane.channel(n) + i] = x[r][n][i];
-        x[r][n][i] = 0.0f;
+    for (int k = 0; k < 4; k++)
+      for (int i = 0; i < RUN; i++) {
+        if (lane.active) tile[r * D + lane.channel(k) + i] = x[r][k][i];
+        x[r][k][i] = 0.0f;
       }
   __syncwarp();
   for (int j = 0; j < D; j++) {
-    float row[CHUNKS][4];
-    for (int n = 0; n < CHUNKS; n++) {
-      float4 chunk = reinterpret_cast<const float4*>(matrix + j * D)[lane.has(n) ? lane.channel(n) / 4 : 0];
-      row[n][0] = chunk.x, row[n][1] = chunk.y, row[n][2] = chunk.z, row[n][3] = chunk.w;
-    }
+    alignas(16) float row[4][RUN];
 #pragma unroll
-    for (int r = 0; r < LANE_ROWS; r++) {
-      float value = tile[r * D + j];
-      for (int n = 0; n < CHUNKS; n++)
-        for (int i = 0; i < 4; i++) x[r][n][i] = __fmaf_rn(value, row[n][i], x[r][n][i]);
-    }
+    for (int k = 0; k < 4; k++) copy<16>(row[k], matrix + j * D + (lane.active ? lane.channel(k) : 0));
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++)
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < RUN; i++) x[r][k][i] = __fmaf_rn(tile[r * D + j], row[k][i], x[r][k][i]);
   }
 }
 
@@ -370,22 +397,17 @@ __device__ long long first_row() {
 // `weights` `[heads]` place the clip threshold; `rotated`, if not null, receives the rotated rows in float32. Sets `refused` if
 // a row, after the rotation, is not finite or exceeds 1e18.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize(
-    const Chunk* rows, long long count, const float* rotation, const int* ranks, const float* weights, unsigned char* codes,
+    const Element* rows, long long count, const float* rotation, const int* ranks, const float* weights, unsigned char* codes,
     Metadata* metadata, float* rotated, int* refused) {
   Lane lane;
   int head = blockIdx.y;
   long long first = first_row();
-  float x[LANE_ROWS][CHUNKS][4];
+  alignas(16) float x[LANE_ROWS][4][RUN] = {};
 #pragma unroll
-  for (int r = 0; r < LANE_ROWS; r++) {
-    long long row = head * count + min(first + r, count - 1);
+  for (int r = 0; r < LANE_ROWS; r++)
 #pragma unroll
-    for (int n = 0; n < CHUNKS; n++)
-      if (lane.has(n))
-        load(rows + (row * D + lane.channel(n)) / 4, x[r][n]);
-      else
-        for (int i = 0; i < 4; i++) x[r][n][i] = 0.0f;
-  }
+    for (int k = 0; k < 4; k++)
+      if (lane.active) load(rows + (head * count + min(first + r, count - 1)) * D + lane.channel(k), x[r][k]);
 #if ROTATE
   __shared__ float tiles[WARPS][WARP_ROWS * D];
   rotate(x, lane, rotation + (long long)head * D * D, tiles[threadIdx.x / 32]);
@@ -395,10 +417,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize(
   for (int r = 0; r < LANE_ROWS; r++) {
     long long row = head * count + first + r;
     bool exists = first + r < count;
-    if (ROTATE && rotated && exists)
-      for (int n = 0; n < CHUNKS; n++)
-        for (int i = 0; i < 4; i++)
-          if (lane.has(n)) rotated[row * D + lane.channel(n) + i] = x[r][n][i];
+    if (ROTATE && rotated && exists && lane.active)
+      for (int k = 0; k < 4; k++) copy<16>(rotated + row * D + lane.channel(k), x[r][k]);
     fine &= quantize_row(
         x[r], lane, exists, CLIP ? ranks[head] : 0, CLIP ? weights[head] : 0.0f, codes + row * (D / 4),
         metadata + row * 2 * GROUPS);
@@ -408,34 +428,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize(
 
 // The inverse: codes and metadata as above -> rows `[heads, count, D]`; `rotation` is the transposed matrices.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize(
-    const unsigned char* codes, const Metadata* metadata, long long count, const float* rotation, Chunk* rows) {
+    const unsigned char* codes, const Metadata* metadata, long long count, const float* rotation, Element* rows) {
   Lane lane;
   int head = blockIdx.y;
   long long first = first_row();
-  float x[LANE_ROWS][CHUNKS][4];
+  alignas(16) float x[LANE_ROWS][4][RUN] = {};
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++) {
     long long row = head * count + min(first + r, count - 1);
     const unsigned char* bytes = codes + row * (D / 4);
-    unsigned words[LANE_COLUMNS] = {};
-    for (int j = 0; j < LANE_COLUMNS; j++)
-      if (lane.has(4 * j)) {
-        int column = lane.column(4 * j);
+    alignas(8) unsigned words[RUN / 4] = {};
+    if (lane.active) {
 #if STRIDED
-        words[j] = reinterpret_cast<const unsigned*>(bytes)[column];
+      copy<RUN>(words, bytes + RUN * lane.index);
 #else
-        for (int k = 0; k < 4; k++) words[j] |= (unsigned)bytes[column + k * COLUMNS] << 8 * k;
+      for (int k = 0; k < 4; k++)
+        copy<RUN / 4>(reinterpret_cast<unsigned char*>(words) + k * RUN / 4, bytes + lane.channel(k) / 4);
 #endif
-      }
+    }
 #pragma unroll
-    for (int n = 0; n < CHUNKS; n++) {
-      const Metadata* group = metadata + (row * GROUPS + (lane.has(n) ? lane.group(n) : 0)) * 2;
+    for (int k = 0; k < 4; k++) {
+      const Metadata* group = metadata + (row * GROUPS + lane.group(k)) * 2;
       float scale = read(group[0]), offset = read(group[1]);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        unsigned code = words[n / 4] >> (STRIDED ? 8 * i + 2 * (n % 4) : 8 * (n % 4) + 2 * i) & 3;
+      for (int i = 0; i < RUN; i++) {
+        unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
         float value = __uint_as_float(0x4b000000 | code) - 8388608.0f;
-        x[r][n][i] = MINIMUM ? __fadd_rn(__fmul_rn(value, scale), offset) : __fmul_rn(__fsub_rn(value, offset), scale);
+        x[r][k][i] = MINIMUM ? __fadd_rn(__fmul_rn(value, scale), offset) : __fmul_rn(__fsub_rn(value, offset), scale);
       }
     }
   }
@@ -446,6 +465,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize(
 #pragma unroll
   for (int r = 0; r < LANE_ROWS; r++)
 #pragma unroll
-    for (int n = 0; n < CHUNKS; n++)
-      if (first + r < count && lane.has(n)) save(rows + ((head * count + first + r) * D + lane.channel(n)) / 4, x[r][n]);
+    for (int k = 0; k < 4; k++)
+      if (first + r < count && lane.active) save(rows + (head * count + first + r) * D + lane.channel(k), x[r][k]);
 }
