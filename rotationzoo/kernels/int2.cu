@@ -17,6 +17,8 @@ constexpr int RUN = ROTATE || !TYPE || QUARTER % 8 || GROUP % 8 ? 4 : 8, LANE_RO
 constexpr int SHARE = QUARTER / RUN;  // lanes that have something of a row, and rounded up to what shuffles take
 constexpr int LANES = SHARE <= 2 ? 2 : SHARE <= 4 ? 4 : SHARE <= 8 ? 8 : SHARE <= 16 ? 16 : 32;
 constexpr int WARP_ROWS = 32 / LANES * LANE_ROWS;
+// Blocks that a multiprocessor should hold: best of 8 to 12 on an H200, where the registers that leaves are enough.
+constexpr int BLOCKS = TYPE == 2 && !ROTATE && !HALF && GROUPS == 1 ? 9 : 1;
 constexpr bool NARROW = TYPE && !ROTATE && !MINIMUM;  // only numbers of a 16-bit type are divided
 constexpr float LARGEST = 1e18f, INFINITE = 1.0f / 0.0f;
 constexpr unsigned ALL = 0xffffffffu;
@@ -396,7 +398,7 @@ __device__ long long first_row() {
 // a grid of (count / (4 * WARP_ROWS) rounded up, heads) and 128 threads. `rotation` is `[heads, D, D]` float32; `ranks` and
 // `weights` `[heads]` place the clip threshold; `rotated`, if not null, receives the rotated rows in float32. Sets `refused` if
 // a row, after the rotation, is not finite or exceeds 1e18.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) quantize(
     const Element* rows, long long count, const float* rotation, const int* ranks, const float* weights, unsigned char* codes,
     Metadata* metadata, float* rotated, int* refused) {
   Lane lane;
@@ -427,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize(
 }
 
 // The inverse: codes and metadata as above -> rows `[heads, count, D]`; `rotation` is the transposed matrices.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
     const unsigned char* codes, const Metadata* metadata, long long count, const float* rotation, Element* rows) {
   Lane lane;
   int head = blockIdx.y;
