@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,13 @@ class Artifact:
         """Names in the folder that the artifact does not know."""
         known = {*self.manifest["files"], MANIFEST, CARD}
         return sorted(path.name for path in self.folder.iterdir() if path.name not in known)
+
+    def check_writable(self) -> None:
+        """Raise `RotationZooError` where nothing can be added to the folder."""
+        probe = self.folder / ".probe.partial"
+        with disk_errors(self.folder):
+            probe.write_bytes(b"")
+            probe.unlink()
 
     @property
     def identity(self) -> str:
@@ -114,6 +121,34 @@ def write(
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _replace(work, folder)
     return Artifact(folder, manifest)
+
+
+def add(
+    artifact: Artifact, files: dict[str, bytes], metrics: dict[str, Any], card: Callable[[dict[str, Any]], str]
+) -> Artifact:
+    """Add files, or replace earlier ones, and what they say in short to the manifest's `metrics`.
+
+    `card` makes the card from the new manifest. Each file is replaced whole, the manifest last: until then a reader finds the
+    artifact as it was. Raises `RotationZooError` where the disk refuses.
+    """
+    known = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+    manifest = artifact.manifest | {
+        "metrics": artifact.manifest["metrics"] | metrics,
+        "files": artifact.manifest["files"] | known,
+    }
+    text = {CARD: card(manifest), MANIFEST: json.dumps(manifest, indent=2) + "\n"}
+    written = files | {name: content.encode() for name, content in text.items()}
+    partial = {name: artifact.folder / f".{name}.partial" for name in written}
+    try:
+        with disk_errors(artifact.folder):
+            for name, data in written.items():  # all on the disk before any is replaced: a full disk changes nothing
+                partial[name].write_bytes(data)
+            for name in written:
+                os.replace(partial[name], artifact.folder / name)
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
+    return Artifact(artifact.folder, manifest)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from rotationzoo import artifact, card, corpus, models
 from rotationzoo.artifact import Artifact
@@ -58,7 +57,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     text = None
     if recipe.needs_statistics:
         fetch(source, weights=False)
-        text = _read(source, recipe)
+        text = corpus.read(recipe.data, models.load_tokenizer(source))
     check_room(job, known)
     if text is not None or known.geometry is None:
         progress("fetching the weights", 0, 0)
@@ -159,19 +158,6 @@ def _failures(job: Job) -> Iterator[None]:
             f"a batch of {job.batch} rows of {job.recipe.data.length} tokens does not fit the device's memory",
             hint=f"add: {smaller}",
         ) from error
-
-
-def _read(source: Source, recipe: Recipe) -> Corpus:
-    missing = ModelUnavailable(
-        f"{source.name} has no readable tokenizer", hint="save the model's tokenizer into the same folder"
-    )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except Exception as error:  # each tokenizer class reads its files in its own way
-        raise missing from error
-    if not tokenizer("a word").input_ids:  # without its files, transformers makes an empty one
-        raise missing
-    return corpus.read(recipe.data, tokenizer)
 
 
 def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:

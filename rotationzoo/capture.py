@@ -33,6 +33,23 @@ class Attention:
         output, _ = self.function(self.module, query, key, value, self.mask, **self.options)
         return output
 
+    def weights(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """The softmax `[B, H_q, T_q, T_k]` of this call in float32, with the model's own soft cap and sinks: what its eager
+        implementation returns. Needs an additive mask. Raises `UnsupportedModel` where there is none."""
+        try:
+            eager = eager_attention(self.module)
+        except AttributeError as error:
+            raise UnsupportedModel(
+                f"{type(self.module).__name__} has no eager attention to read weights from", hint="add: --queries 0"
+            ) from error
+        query, key = query.float(), key.float()
+        return eager(self.module, query, key, key[..., :1], self.mask, **self.options)[1]
+
+
+def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """The eager implementation: in no registry, each modeling file has its own, to which the registry lookup falls back."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
 
 Intercept = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -62,8 +79,7 @@ def intercept(model: PreTrainedModel, function: Intercept) -> Iterator[None]:
 
     def replacement(original: Callable[..., Any] | None) -> Callable[..., Any]:
         def call(module, query, key, value, attention_mask, **options):
-            # "eager" is in no registry: each modeling file has its own, which the registry lookup falls back to.
-            real = original or sys.modules[type(module).__module__].eager_attention_forward
+            real = original or eager_attention(module)
             if id(module) not in own:
                 return real(module, query, key, value, attention_mask, **options)
             attend = Attention(module, real, attention_mask, options)

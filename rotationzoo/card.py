@@ -4,7 +4,10 @@ from typing import Any
 
 import yaml
 
+from rotationzoo.int2 import FORMATS, bits_per_element
 from rotationzoo.recipe import Recipe
+
+CONTEXT = 131072  # tokens at which bits per element are stated
 
 
 def render(manifest: dict[str, Any]) -> str:
@@ -38,9 +41,65 @@ Row vectors, after RoPE: `q R_K`, `k R_K`, `v R_V`, and the attention output tim
 before quantization. In `rotations.safetensors`, `layers.N.key.rotation` and `layers.N.value.rotation` are float32
 `[KV heads, D, D]`, with a first dimension of 1 when the heads share one; N counts all layers of the model.
 
+## Size
+
+Bits per cached element with the first {recipe.sink} and the last {recipe.recent} of {CONTEXT:,} tokens in bfloat16:
+
+{_sizes(recipe, cached)}
+{_validation(manifest["metrics"].get("validation"))}{_evaluation(manifest["metrics"].get("evaluation"))}
 ## Recipe
 
 ```yaml
 {recipe.yaml().strip()}
 ```
 """
+
+
+def _sizes(recipe: Recipe, cached: list[dict[str, Any]]) -> str:
+    dims = sorted({layer[side] for layer in cached for side in ("key_dim", "value_dim")})
+    lines = [f"| format | {' | '.join(f'head dimension {dim}' for dim in dims)} |", "|---|" + "---|" * len(dims)]
+    for name, form in FORMATS.items():
+        bits = (
+            bits_per_element(dim, recipe.group_size, form, context=CONTEXT, sink=recipe.sink, recent=recipe.recent)
+            for dim in dims
+        )
+        lines.append(f"| {name} | {' | '.join(f'{b:.2f}' for b in bits)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _validation(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "\nThe CUDA reference has not been run on these matrices.\n"
+    if not found["on_gpu"]:
+        return "\nNot validated on a GPU: only the codec's definition was run on these matrices, on a CPU.\n"
+    equal = "bit-equal to" if found["codes_equal"] and found["dequantized_equal"] else "NOT equal to"
+    return f"""
+## Validation
+
+On {found["device"]}, `int2.cu` gave codes and values {equal} the definition for {found["rows"]:,} rows of all layers and heads
+(`validation.json`).
+"""
+
+
+def _evaluation(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    lines = [
+        f"| {name} | {arm['perplexity_increase']:+.2%} | {_number(arm['attention_kl'])} | {arm['output_error']:.3f} |"
+        for name, arm in found["arms"].items()
+    ]
+    return f"""
+## What it costs the model
+
+Perplexity of the exact model on {found["tokens"]:,} tokens past the windows of `{found["text"]}`: {found["perplexity"]:.3f}.
+With a 2-bit cache of the format {found["format"]} and windows {found["sink"]}/{found["recent"]} (standard errors are in
+`evaluation.json`):
+
+| rotation | perplexity | attention KL | error of the attention block |
+|---|---|---|---|
+{chr(10).join(lines)}
+"""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

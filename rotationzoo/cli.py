@@ -6,17 +6,12 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from rotationzoo.console import Output, hush_libraries, report, table
-from rotationzoo.errors import Interrupted, RotationZooError
-
-if TYPE_CHECKING:
-    from rotationzoo.artifact import Artifact
-    from rotationzoo.plan import Job, Plan
-    from rotationzoo.summary import LayerSummary
+from rotationzoo.console import Output, hush_libraries, report
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 
 class _Commands(typer.core.TyperGroup):
@@ -37,13 +32,17 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
-    help="Rotations for 2-bit KV caches: calibrate, inspect, verify.",
+    help="Rotations for 2-bit KV caches: calibrate, evaluate, validate, inspect, verify.",
 )  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
 ArtifactFolder = Annotated[Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ARTIFACT")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own, float32 on a CPU.")]
+DeviceMap = Annotated[str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")]
+MaxMemory = Annotated[str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
 
 @app.callback()
@@ -66,12 +65,10 @@ def calibrate(
     batch: Annotated[int | None, typer.Option(min=1, help="Rows a forward pass (4; 16 with a device map).")] = None,
     output: Annotated[Path | None, typer.Option(help="Artifact folder (rotations/MODEL-RECIPE).")] = None,
     revision: Revision = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")] = "auto",
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own, float32 on a CPU.")
-    ] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")] = None,
-    max_memory: Annotated[str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
     restart: Annotated[bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; read only the config.")] = False,
     json: Json = False,
@@ -96,6 +93,7 @@ def calibrate(
     from rotationzoo.calibrate import calibrate as run
     from rotationzoo.plan import Job
     from rotationzoo.plan import plan as look
+    from rotationzoo.tables import show_artifact, show_plan
 
     job = Job(
         model=model,
@@ -112,7 +110,7 @@ def calibrate(
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
     if dry_run:
-        _show_plan(out, job, look(job))
+        show_plan(out, job, look(job))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill is an interruption too
     try:
@@ -126,7 +124,105 @@ def calibrate(
             "interrupted; the statistics so far are saved" if saved else "interrupted before anything was saved",
             hint=f"go on with: {command}" if saved else f"start again with: {command}",
         ) from None
-    _show_artifact(out, artifact)
+    show_artifact(out, artifact)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    artifacts: Annotated[list[Path] | None, typer.Argument(help="Artifact folders.", metavar="[ARTIFACT]...")] = None,
+    data: Annotated[
+        str, typer.Option(help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text.")
+    ] = "bundled",
+    subset: Annotated[str | None, typer.Option(help="The data set's configuration.")] = None,
+    split: Annotated[str | None, typer.Option(help="The data set's split (train).")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a text.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
+    windows: Annotated[str | None, typer.Option(help="Sink/recent tokens kept exact, several with commas.")] = None,
+    format: Annotated[Literal["sglang", "vllm", "mlx"], typer.Option(help="The engine's 2-bit format.")] = "sglang",
+    layers: Annotated[str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")] = None,
+    keys_only: Annotated[bool, typer.Option("--keys-only", help="Leave the values exact.")] = False,
+    values_only: Annotated[bool, typer.Option("--values-only", help="Leave the keys exact.")] = False,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, which read the quantized history.")
+    ] = None,
+    queries: Annotated[int, typer.Option(min=0, help="Sampled queries a text for the attention KL; 0: none.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Texts a forward pass.")] = 1,
+    save: Annotated[bool, typer.Option("--save", help="Add evaluation.json to each artifact.")] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what rotations cost a model whose cache is stored in 2 bits.
+
+    rotationzoo evaluate demo rotations/demo-oscar
+
+    rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --data my-texts.jsonl --windows 64/256,128/1024 --save
+    """
+    out = Output(json, quiet)
+    if keys_only and values_only:
+        raise UsageError("--keys-only and --values-only leave nothing to store in 2 bits", hint="give one of them")
+    from rotationzoo import evaluate as evaluation
+    from rotationzoo import recipe as recipes
+    from rotationzoo.tables import show_evaluation
+
+    hush_libraries()
+    data_settings = recipes.override(
+        recipes.load("oscar"), source=data, subset=subset, split=split, column=column, tokens=tokens, length=length, seed=seed
+    ).data
+    job = evaluation.Evaluation(
+        model=model,
+        artifacts=artifacts or [],
+        data=data_settings,
+        windows=evaluation.parse_windows(windows),
+        format=format,
+        layers=evaluation.parse_layers(layers),
+        sides=("key",) if keys_only else ("value",) if values_only else ("key", "value"),
+        prefill_chunk=prefill_chunk,
+        queries=queries,
+        revision=revision,
+        batch=batch,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        save=save,
+    )
+    with out.progress() as progress:
+        report_ = evaluation.evaluate(job, progress)
+    show_evaluation(out, report_)
+
+
+@app.command()
+def validate(
+    artifact: ArtifactFolder,
+    model: Annotated[str | None, typer.Option(help="Also validate on keys and values captured from this model.")] = None,
+    rows: Annotated[int, typer.Option(min=64, help="Rows for each layer, KV head and side.")] = 1024,
+    device: Device = "auto",
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check on a GPU that the CUDA reference stores what the codec defines, bit by bit, and measure its speed.
+
+    rotationzoo validate rotations/demo-oscar
+    """
+    out = Output(json, quiet)
+    from rotationzoo import validate as validation
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.tables import show_validation
+
+    hush_libraries()
+    opened = Artifact.open(artifact)
+    with out.progress() as progress:
+        found = validation.validate(opened, model, revision, rows, device, progress)
+    show_validation(out, opened, found)
 
 
 @app.command()
@@ -134,6 +230,7 @@ def inspect(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) 
     """Show what each layer's statistics look like."""
     from rotationzoo.artifact import Artifact
     from rotationzoo.summary import summarize
+    from rotationzoo.tables import layer_table
 
     opened = Artifact.open(artifact)
     layers = summarize(opened)
@@ -141,7 +238,7 @@ def inspect(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) 
         "artifact": str(artifact), "identity": opened.identity, "model": opened.manifest["model"]["id"],
         "recipe": opened.manifest["recipe"]["name"], "layers": [asdict(layer) for layer in layers],
     }  # fmt: skip
-    Output(json, quiet).result(data, opened.identity, lambda: _layer_table(opened, layers))
+    Output(json, quiet).result(data, opened.identity, lambda: layer_table(opened, layers))
 
 
 @app.command()
@@ -180,91 +277,3 @@ def _default_output(model: str, recipe: str) -> Path:
     """`rotations/MODEL-RECIPE`, by the folder's own name where the model is a path such as `.`."""
     path = Path(model)
     return Path("rotations") / f"{(path.resolve() if path.is_dir() else path).name}-{recipe}"
-
-
-def _show_artifact(out: Output, artifact: "Artifact") -> None:
-    from rotationzoo.summary import summarize
-
-    manifest = artifact.manifest
-    layers = summarize(artifact)
-    calibration = manifest["calibration"] or {"tokens": 0, "note": None}
-    data = {
-        "artifact": str(artifact.folder),
-        "identity": artifact.identity,
-        "model": manifest["model"]["id"],
-        "revision": manifest["model"]["revision"],
-        "recipe": manifest["recipe"]["name"],
-        "layers": len(layers),
-        "tokens": calibration["tokens"],
-        "seconds": manifest["run"]["seconds"],
-        "peak_memory_bytes": manifest["run"]["peak_memory_bytes"],
-        "orthogonality_error": manifest["metrics"]["orthogonality_error"],
-    }
-    if calibration["note"]:
-        out.note(f"Note: {calibration['note']}")
-
-    def human() -> None:
-        _layer_table(artifact, layers)
-        print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
-        print(f"Artifact: {artifact.folder}")
-
-    out.result(data, str(artifact.folder), human)
-
-
-def _layer_table(artifact: "Artifact", layers: "list[LayerSummary]") -> None:
-    """Keys and values side by side, no wider than a terminal."""
-    columns = ["layer", "heads", *(word for side in "KV" for word in (f"{side} dim", "rank", "top1", "top8")), "error"]
-    rows = []
-    for layer in layers:
-        row = [str(layer.layer), str(layer.kv_heads)]
-        for side in (layer.key, layer.value):
-            row += [str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"]
-        rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
-    table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
-    print("rank: effective rank of the statistic; top1, top8: share of its strongest directions; error: |R R^T - I|")
-
-
-def _show_plan(out: Output, job: "Job", plan: "Plan") -> None:
-    from rotationzoo.geometry import cached_layers, geometry_json
-
-    cached = cached_layers(plan.geometry or [])
-
-    def common(values: list[Any]) -> Any:
-        """The one value that all layers share, or the list of them."""
-        return values[0] if len(set(values)) == 1 else values
-
-    data = {
-        "model": plan.source.name,
-        "revision": plan.source.revision,
-        "recipe": job.recipe.name,
-        "layers": len(cached),
-        "kv_heads": common([layer.kv_heads for layer in cached]),
-        "head_dim": common([layer.key_dim for layer in cached]),
-        "value_head_dim": common([layer.value_dim for layer in cached]),
-        "tokens": job.recipe.data.tokens if job.recipe.needs_statistics else 0,
-        "weights_bytes": plan.weights_bytes,
-        "peak_memory_bytes": plan.peak_memory_bytes,
-        "artifact_bytes": plan.artifact_bytes,
-        "refusal": str(plan.refusal) if plan.refusal else None,
-        "output": str(job.output),
-        "geometry": geometry_json(plan.geometry or []),
-    }
-
-    def human() -> None:
-        if plan.refusal:
-            print(f"{plan.source.name} cannot be calibrated: {plan.refusal}")
-            return
-        if plan.geometry is None:
-            print(f"{plan.source.name}: what its layers cache shows only with its weights")
-        else:
-            print(f"{plan.source.name}: {data['layers']} layers with a cache, KV heads {data['kv_heads']}, ", end="")
-            print(f"head dimension {data['head_dim']}")
-        print(f"Weights {_size(plan.weights_bytes)}, peak memory about {_size(plan.peak_memory_bytes)}, ", end="")
-        print(f"artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
-        print(f"Would write: {job.output}")
-
-    out.result(data, str(job.output), human)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

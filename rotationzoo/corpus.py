@@ -17,6 +17,7 @@ from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.recipe import Data
 
 BUNDLED = Path(__file__).parent / "data" / "demo" / "calibration.jsonl"
+HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 _CHARACTERS_A_TOKEN = 40  # documents are mixed among about ten times the text that is used
 _PIECE = 1 << 16  # characters
 _FILES = (".jsonl", ".txt", ".parquet")

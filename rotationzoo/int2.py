@@ -87,9 +87,7 @@ def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
     return rows.flatten(-2)
 
 
-def clip_position(
-    ratio: float | torch.Tensor, channels: int, interpolated: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def clip_position(ratio: float | torch.Tensor, channels: int, interpolated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the clip threshold is among the ascending sorted magnitudes of so many channels: entry int64, and the float32
     weight of the next one. Raises `RotationZooError` for a ratio outside (0, 1].
 

@@ -12,8 +12,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
@@ -96,6 +98,36 @@ def load(
     if missing := sorted(name for name in found["missing_keys"] if "lm_head" not in name):
         raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT)
     return model.eval()
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Raises `ModelUnavailable`."""
+    missing = ModelUnavailable(
+        f"{source.name} has no readable tokenizer", hint="save the model's tokenizer into the same folder"
+    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except Exception as error:  # each tokenizer class reads its files in its own way
+        raise missing from error
+    if not tokenizer("a word").input_ids:  # without its files, transformers makes an empty one
+        raise missing
+    return tokenizer
+
+
+def torch_device(device: str) -> str:
+    """`auto` is the accelerator where there is one. Raises `UsageError` for one that is not there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("this machine has no CUDA device, or this torch was built without CUDA", hint="--device cpu")
+    return device
+
+
+def torch_dtype(dtype: str, device: str, device_map: str | None) -> torch.dtype | str:
+    """`auto` is the checkpoint's own type on an accelerator or spread over devices, and float32 on a CPU alone."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    return torch.float32 if torch_device(device) == "cpu" and device_map is None else "auto"
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

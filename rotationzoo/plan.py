@@ -41,19 +41,11 @@ class Job:
 
     @property
     def torch_device(self) -> str:
-        """`auto` is the accelerator where there is one. Raises `UsageError` for one that is not there."""
-        if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("this machine has no CUDA device, or this torch was built without CUDA", hint="--device cpu")
-        return self.device
+        return models.torch_device(self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype | str:
-        """`auto` is the checkpoint's own type on an accelerator or spread over devices, and float32 on a CPU alone."""
-        if self.dtype != "auto":
-            return getattr(torch, self.dtype)
-        return torch.float32 if self.torch_device == "cpu" and self.device_map is None else "auto"
+        return models.torch_dtype(self.dtype, self.device, self.device_map)
 
 
 @dataclass(frozen=True)

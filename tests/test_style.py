@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rotationzoo"
 # Floors of docs/architecture.md: a module imports only from lower floors, or from those to its left on its own.
 FLOORS = [
-    ["errors", "hadamard", "moments", "rotation"],
-    ["source", "capture", "geometry", "models", "recipe", "corpus", "artifact", "checkpoint"],
-    ["collect", "fit", "card", "plan", "calibrate", "verify", "summary"],
-    ["console", "cli", "__main__"],
+    ["errors", "hadamard", "moments", "rotation", "int2"],
+    ["source", "capture", "geometry", "models", "recipe", "corpus", "artifact", "checkpoint", "kernels"],
+    ["collect", "fit", "card", "plan", "calibrate", "verify", "summary", "simulate", "tally", "evaluate", "validate"],
+    ["console", "tables", "cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}

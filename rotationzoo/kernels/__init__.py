@@ -94,9 +94,7 @@ class Kernel:
 
 
 @cache
-def compiled(
-    name: str, dim: int, group: int, dtype: torch.dtype, format: Format, clips: bool, rotates: bool
-) -> Kernel:
+def compiled(name: str, dim: int, group: int, dtype: torch.dtype, format: Format, clips: bool, rotates: bool) -> Kernel:
     """The kernel `quantize` or `dequantize` for these shapes, compiled for the current GPU or taken from the cache.
 
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the kernel does not take.
@@ -119,9 +117,7 @@ def compiled(
     return Kernel(code.get_kernel(name), _THREADS // lanes * (4 if rotates else 1))
 
 
-def definitions(
-    dim: int, group: int, dtype: torch.dtype, format: Format, clips: bool, rotates: bool
-) -> list[tuple[str, str]]:
+def definitions(dim: int, group: int, dtype: torch.dtype, format: Format, clips: bool, rotates: bool) -> list[tuple[str, str]]:
     """The macros that make `int2.cu` the kernel for these shapes."""
     check_shape(dim, group)
     if dim % 16 or dim > _LARGEST_DIM or group % 4 or dtype not in TYPES:

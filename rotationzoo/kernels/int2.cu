@@ -18,7 +18,7 @@ constexpr int SHARE = QUARTER / RUN;  // lanes that have something of a row, and
 constexpr int LANES = SHARE <= 2 ? 2 : SHARE <= 4 ? 4 : SHARE <= 8 ? 8 : SHARE <= 16 ? 16 : 32;
 constexpr int WARP_ROWS = 32 / LANES * LANE_ROWS;
 // Blocks that a multiprocessor should hold: best of 8 to 12 on an H200, where the registers that leaves are enough.
-constexpr int BLOCKS = TYPE == 2 && !ROTATE && !HALF && GROUPS == 1 ? 9 : 1;
+constexpr int BLOCKS = TYPE == 2 && !ROTATE && !HALF && GROUPS == 1 && SHARE == LANES ? 9 : 1;
 constexpr bool NARROW = TYPE && !ROTATE && !MINIMUM;  // only numbers of a 16-bit type are divided
 constexpr float LARGEST = 1e18f, INFINITE = 1.0f / 0.0f;
 constexpr unsigned ALL = 0xffffffffu;

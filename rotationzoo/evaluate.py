@@ -1,0 +1,293 @@
+"""What a rotation costs a model whose cache is stored in 2 bits: attention KL, output error and perplexity, arm by arm."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo import artifact, card, corpus, int2, models
+from rotationzoo.artifact import Artifact
+from rotationzoo.capture import Attention, intercept
+from rotationzoo.collect import Progress, silent
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.fit import fit
+from rotationzoo.geometry import Geometry, cached_layers, geometry_json, geometry_of, geometry_on_meta
+from rotationzoo.recipe import PRESETS, Data, Recipe
+from rotationzoo.simulate import Arm, Cache, Simulation
+from rotationzoo.source import Source, config_hash, fetch, find, weights_fingerprint
+from rotationzoo.tally import Tally, buckets_of
+
+EVALUATION = "evaluation.json"
+BASELINES = ("identity", "hadamard", "random")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation as the user asked for it. `windows` are pairs of sink and recent tokens; empty takes the recipe's."""
+
+    model: str
+    artifacts: list[Path]
+    data: Data
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    format: str = "sglang"
+    layers: set[int] | None = None
+    sides: tuple[str, ...] = ("key", "value")
+    prefill_chunk: int | None = None
+    queries: int = 32
+    """Sampled queries a row for the attention KL; 0 leaves it out."""
+    revision: str | None = None
+    batch: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    device_map: str | None = None
+    max_memory: str | None = None
+    save: bool = False
+    """Add the report to each artifact."""
+
+
+def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
+    """The report, as `evaluate --json` prints it. Raises `RotationZooError` for what does not fit together, before any weight
+    is fetched wherever the config can tell."""
+    if job.format not in int2.FORMATS:
+        raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {', '.join(int2.FORMATS)}")
+    models.memory_limits(job.device_map, job.max_memory)
+    artifacts = [Artifact.open(folder) for folder in job.artifacts]
+    if job.save:
+        for there in artifacts:
+            there.check_writable()
+    progress("looking at the model", 0, 0)
+    source = find(job.model, job.revision)
+    config = models.load_config(source)
+    geometry = geometry_on_meta(models.on_meta(config, source.name))
+    if geometry is not None:
+        _check(job, geometry, artifacts)
+    caches = _caches(job, artifacts)
+    start = max(cache.first_quantized for cache in caches)  # the same tokens count for every window
+    if job.data.length < start + 2:
+        raise RotationZooError(
+            f"rows of {job.data.length} tokens have none that read a quantized one: the first is at position {start}",
+            hint="give longer rows with --length, or smaller ones with --windows",
+        )
+    fetch(source, weights=False)
+    held_out = {"source": str(corpus.HELD_OUT)} if job.data.source == "bundled" else {}
+    text = corpus.read(job.data.model_copy(update=held_out), models.load_tokenizer(source))
+    progress("fetching the weights", 0, 0)
+    fetch(source)
+    with models.placement(job.device_map, job.max_memory) as placement:
+        progress("loading the model", 0, 0)
+        dtype = models.torch_dtype(job.dtype, job.device, job.device_map)
+        model = models.load(source, config, models.torch_device(job.device), dtype, placement)
+        if geometry is None:
+            geometry = geometry_of(model)
+            _check(job, geometry, artifacts)
+        arms = _arms(artifacts, geometry)
+        exact, tallies = _run(job, model, geometry, text.batches(job.batch), caches, arms, start, progress)
+    windows = []
+    for cache in caches:
+        found = {arm.name: tallies[cache, arm.name].report(exact) for arm in arms}
+        for arm in arms:
+            found[arm.name]["bits_per_element"] = _bits(arm, cache, geometry)
+        windows.append({"sink": cache.sink, "recent": cache.recent, "arms": found})
+    report = {
+        "model": source.name,
+        "revision": source.revision,
+        "weights_fingerprint": weights_fingerprint(source),
+        "text": {"source": job.data.source, "fingerprint": text.fingerprint, "rows": len(text.rows), "length": job.data.length},
+        "tokens": exact.tokens,
+        "first_position": start,
+        "format": job.format,
+        "sides": list(job.sides),
+        "layers": sorted(_layers(job, geometry)),
+        "prefill_chunk": job.prefill_chunk,
+        "notes": _notes(text, source, artifacts),
+        "exact": exact.exact_report(),
+        "arms": windows[0]["arms"],
+        "windows": windows,
+    }
+    if job.save:
+        _save(report, artifacts)
+    return report
+
+
+def _save(report: dict[str, Any], artifacts: list[Artifact]) -> None:
+    """Add `evaluation.json` to each artifact of a report: its own arm and the baselines."""
+    shared = {key: value for key, value in report.items() if key not in ("arms", "windows")}
+    for there, own in zip(artifacts, list(report["arms"]), strict=False):
+        windows = [
+            {**window, "arms": {name: window["arms"][name] for name in (own, *BASELINES)}} for window in report["windows"]
+        ]
+        first = windows[0]
+        summary = {
+            "text": report["text"]["source"], "tokens": report["tokens"], "perplexity": report["exact"]["perplexity"],
+            "format": report["format"], "sink": first["sink"], "recent": first["recent"],
+            "arms": {
+                name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error")}
+                for name, arm in first["arms"].items()
+            },
+        }  # fmt: skip
+        content = json.dumps({**shared, "own_arm": own, "windows": windows}, indent=2) + "\n"
+        artifact.add(there, {EVALUATION: content.encode()}, {"evaluation": summary}, card.render)
+
+
+@torch.no_grad()
+def _run(
+    job: Evaluation,
+    model: PreTrainedModel,
+    geometry: Geometry,
+    batches: list[torch.Tensor],
+    caches: list[Cache],
+    arms: list[Arm],
+    start: int,
+    progress: Progress,
+) -> tuple[Tally, dict[tuple[Cache, str], Tally]]:
+    """Every row through the exact model, and through each arm read through each cache."""
+    batches = [ids for ids in batches if ids.shape[1] > start + 1]
+    if not batches:
+        raise RotationZooError(f"no row is longer than {start + 1} tokens", hint="give longer documents, or smaller --windows")
+    layers = sorted(_layers(job, geometry))
+    longest = max(ids.shape[1] for ids in batches)
+    edges = buckets_of(start, longest)
+    exact = Tally(edges, layers, start)
+    tallies = {(cache, arm.name): Tally(edges, layers, start) for cache, arm in product(caches, arms)}
+    done, total = 0, len(batches) * (1 + len(tallies))
+    for number, batch in enumerate(batches):
+        ids = batch.to(models.input_device(model))
+        modules: dict[int, torch.nn.Module] = {}
+
+        def note(layer: int, query: Any, key: Any, value: Any, attend: Attention, seen: Any = modules) -> torch.Tensor:
+            seen[layer] = attend.module
+            return attend(query, key, value)
+
+        with intercept(model, note):
+            exact.add_losses(_losses(model, ids, start))
+        progress("evaluating", done := done + 1, total)
+        queries = _sample(start, ids.shape[1], job.queries, number)
+        for cache, arm in product(caches, arms):
+            tally = tallies[cache, arm.name]
+            simulation = Simulation(arm, cache, geometry, set(layers), job.sides, queries)
+            with simulation.running(model, modules, tally.see_output, tally.see_kl):
+                tally.add_losses(_losses(model, ids, start))
+            progress("evaluating", done := done + 1, total)
+    return exact, tallies
+
+
+def _losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
+    """Negative log likelihood `[B, P]` of the token after each position from `start` on, float32."""
+    kept = ids.shape[1] - start
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[:, -kept:-1]
+    rows = [
+        torch.nn.functional.cross_entropy(row.float(), target.to(row.device), reduction="none")
+        for row, target in zip(logits, ids[:, start + 1 :], strict=True)  # a row at a time bounds the float32 copy
+    ]
+    return torch.stack(rows)
+
+
+def _sample(start: int, length: int, count: int, seed: int) -> torch.Tensor | None:
+    """Positions of queries past the windows, the same for every arm."""
+    if not count:
+        return None
+    positions = range(start, length)
+    return torch.tensor(sorted(random.Random(seed).sample(positions, min(count, len(positions)))))
+
+
+def _layers(job: Evaluation, geometry: Geometry) -> set[int]:
+    return {layer.index for layer in geometry if job.layers is None or layer.index in job.layers}
+
+
+def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> None:
+    known = {layer.index for layer in geometry}
+    if job.layers is not None and (unknown := job.layers - known):
+        raise UsageError(f"{job.model} has no attention in layer {min(unknown)}: it has layers {_ranges(known)}")
+    for there in artifacts:
+        if there.manifest["geometry"] != geometry_json(geometry):
+            raise RotationZooError(
+                f"{there.folder} was made for a model of other layers, heads or dimensions than {job.model}: "
+                f"{there.manifest['model'].get('id')}",
+                hint=f"make one with: rotationzoo calibrate {job.model}",
+            )
+
+
+def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
+    recipe = _recipe(artifacts)
+    windows = job.windows or [(recipe.sink, recipe.recent)]
+    return [Cache(int2.FORMATS[job.format], sink, recent, job.prefill_chunk) for sink, recent in windows]
+
+
+def _recipe(artifacts: list[Artifact]) -> Recipe:
+    """Clip ratios, group size and windows for what has none of its own: the first artifact's, so that the arms differ in their
+    rotations alone."""
+    return Recipe.model_validate(artifacts[0].manifest["recipe"]) if artifacts else Recipe()
+
+
+def _arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
+    arms: list[Arm] = []
+    for there in artifacts:
+        taken = {*BASELINES, *(arm.name for arm in arms)}
+        name = there.folder.resolve().name
+        group_size = Recipe.model_validate(there.manifest["recipe"]).group_size
+        arms.append(Arm(str(there.folder) if name in taken else name, there.rotations(), group_size))
+    shared = _recipe(artifacts)
+    for name in BASELINES:
+        same = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
+        arms.append(Arm(name, fit(None, PRESETS[name].model_copy(update=same), geometry), shared.group_size))
+    return arms
+
+
+def _bits(arm: Arm, cache: Cache, geometry: Geometry) -> float:
+    """Bits per element at `card.CONTEXT` tokens, mean over all cached elements."""
+    sizes = [(dim, layer.kv_heads * dim) for layer in cached_layers(geometry) for dim in (layer.key_dim, layer.value_dim)]
+    stored = (
+        count * int2.bits_per_element(
+            dim, arm.group_size, cache.format, context=card.CONTEXT, sink=cache.sink, recent=cache.recent
+        )
+        for dim, count in sizes
+    )  # fmt: skip
+    return sum(stored) / sum(count for _, count in sizes)
+
+
+def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact]) -> list[str]:
+    """What the reader of the numbers should know."""
+    notes = [text.note] if text.note else []
+    for there in artifacts:
+        made_for = there.manifest["model"]
+        if made_for["config_sha256"] != config_hash(source) or (
+            made_for["weights_fingerprint"] and made_for["weights_fingerprint"] != weights_fingerprint(source)
+        ):
+            notes.append(f"{there.folder} was made for other weights than these: {made_for['id']}")
+        if (there.manifest["calibration"] or {}).get("fingerprint") == text.fingerprint:
+            notes.append(f"{there.folder} was calibrated on this very text")
+    return notes
+
+
+def _ranges(layers: set[int]) -> str:
+    return f"{min(layers)} to {max(layers)}" if layers == set(range(min(layers), max(layers) + 1)) else str(sorted(layers))
+
+
+def parse_layers(text: str | None) -> set[int] | None:
+    """`0,4-7` as `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
+    if text is None:
+        return None
+    layers: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            layers |= set(range(int(first), int(last or first) + 1))
+    except ValueError as error:
+        raise UsageError(f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7") from error
+    return layers
+
+
+def parse_windows(text: str | None) -> list[tuple[int, int]]:
+    """`64/256,128/1024` as pairs of sink and recent tokens. Raises `UsageError`."""
+    windows = []
+    for part in filter(None, (text or "").split(",")):
+        sink, _, recent = part.partition("/")
+        if not (sink.strip().isdigit() and recent.strip().isdigit()):
+            raise UsageError(f"--windows has no sink/recent in {part!r}", hint="write it as: --windows 64/256,128/1024")
+        windows.append((int(sink), int(recent)))
+    return windows

@@ -1,0 +1,179 @@
+"""A model that reads its keys and values from a 2-bit cache, simulated in one forward pass of whole rows.
+
+A server keeps the first `sink` and the last `recent` tokens of a request exact, so a position is read exact by some queries and
+quantized by later ones. The model's own attention function is therefore called once, on keys and values `[exact; quantized]`
+of twice the length, with a mask that shows each query one of the two copies of each position. Windows, soft cap and sinks
+stay the model's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo import int2
+from rotationzoo.capture import Attention, intercept
+from rotationzoo.errors import UnsupportedModel
+from rotationzoo.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a server stores exact and how it stores the rest."""
+
+    format: int2.Format = int2.SGLANG
+    sink: int = 64
+    recent: int = 256
+    prefill_chunk: int | None = None
+    """Queries of a chunk of so many tokens read the whole chunk exact, and the `recent` tokens before it; None is decoding,
+    where each query's `recent` tokens end with its own."""
+
+    def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Boolean `[T, T]`: whether query t reads position j from the exact copy."""
+        position = torch.arange(length, device=device)
+        chunk = self.prefill_chunk
+        end = position + 1 if chunk is None else position // chunk * chunk
+        return (position < self.sink) | (position >= end[:, None] - self.recent)
+
+    @property
+    def first_quantized(self) -> int:
+        """The first query that reads a quantized position."""
+        window = self.sink + self.recent
+        return window if self.prefill_chunk is None else -(-(window + 1) // self.prefill_chunk) * self.prefill_chunk
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The rotations under test: tensors as in `rotations.safetensors`, and the group size (None: the whole head)."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    group_size: int | None = None
+
+    def stored(self, rows: torch.Tensor, name: str, format: int2.Format) -> torch.Tensor:
+        """Rows `[B, H, T, D]` as they come back from the cache, in their own frame and type; `name` is `layers.N.key`."""
+        rotation = self.tensors[f"{name}.rotation"].to(rows.device)
+        clip = self.tensors[f"{name}.clip"].to(rows.device)[:, None]
+        rotated = rows.float() @ rotation
+        return (int2.round_trip(rotated, clip, self.group_size, format) @ rotation.mT).to(rows.dtype)
+
+
+Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""`(layer, output, exact)`: the attention block's output `[B, T, hidden]` after its projection, simulated and exact, both from
+the same input."""
+ObserveKL = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""`(layer, divergence, positions)`: KL `[B, Q]` of the attention of the queries at these positions, mean over heads."""
+
+
+@dataclass
+class Simulation:
+    """One arm read through one cache. `layers` and `sides` are what is stored in 2 bits; the rest stays exact."""
+
+    arm: Arm
+    cache: Cache
+    geometry: Geometry
+    layers: set[int]
+    sides: tuple[str, ...] = ("key", "value")
+    queries: torch.Tensor | None = None
+    """Positions whose attention is compared, `[Q]`; None for no comparison."""
+    _doubled: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    _exactly: bool = False
+
+    @contextmanager
+    def running(
+        self, model: PreTrainedModel, modules: Mapping[int, torch.nn.Module], observe: Observe, observe_kl: ObserveKL
+    ) -> Iterator[None]:
+        """Within the block the model reads its cache through the codec. `modules` are the attention modules by layer."""
+        owners = {layer.index: layer.owner for layer in self.geometry}
+
+        def attention(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+        ) -> torch.Tensor:
+            if self._exactly or layer not in self.layers:
+                return attend(query, key, value)
+            keys, values = (self._both_copies(t, owners[layer], side) for t, side in ((key, "key"), (value, "value")))
+            mask = self._mask(attend, query)
+            if self.queries is not None:
+                observe_kl(layer, self._divergence(attend, query, key, keys, mask), self.queries)
+            return replace(attend, mask=mask)(query, keys, values)
+
+        def compare(layer: int) -> Callable[..., None]:
+            def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                self._exactly = True
+                try:
+                    exact = module.forward(*args, **kwargs)
+                finally:
+                    self._exactly = False
+                observe(layer, *(result[0] if isinstance(result, tuple) else result for result in (output, exact)))
+
+            return hook
+
+        hooks = [modules[i].register_forward_hook(compare(i), with_kwargs=True) for i in sorted(self.layers)]
+        try:
+            with intercept(model, attention):
+                yield
+        finally:
+            self._doubled.clear()
+            for hook in hooks:
+                hook.remove()
+
+    def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
+        stored = self.arm.stored(rows, f"layers.{owner}.{side}", self.cache.format) if side in self.sides else rows
+        return torch.cat([rows, stored], dim=2)
+
+    def _mask(self, attend: Attention, query: torch.Tensor) -> torch.Tensor:
+        """The model's own mask for `[exact; quantized]`, `[B or 1, 1, T, 2T]`; layers that share a mask share the result."""
+        found = self._doubled.get(id(attend.mask))
+        if found is None:
+            found = self._doubled[id(attend.mask)] = attend.mask, doubled(attend, query, self.cache)
+        return found[1]
+
+    def _divergence(
+        self, attend: Attention, query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """KL of the sampled queries' attention to that over exact keys, mean over heads, `[B, Q]`. Where a model's sinks take
+        part of the attention, that part counts as one more position."""
+        assert self.queries is not None
+        at = self.queries.to(query.device)
+        length = key.shape[2]
+        mask = additive(mask[:, :, at], torch.float32)
+        exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
+        query = query[:, :, at]
+        p = replace(attend, mask=exact_mask).weights(query, key)
+        q = replace(attend, mask=mask).weights(query, keys)
+        p, q = _with_rest(p), _with_rest(q[..., :length] + q[..., length:])
+        return (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1).mean(1)
+
+
+def doubled(attend: Attention, query: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """The mask `[B or 1, 1, T, 2T]` that shows each query one copy of each position that the model shows it, boolean or
+    additive as the model's own. Raises `UnsupportedModel` for masks of another kind."""
+    length, mask = query.shape[2], attend.mask
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.ndim != 4 or mask.shape[-2:] != (length, length):
+        raise UnsupportedModel(
+            f"{type(attend.module).__name__} masks its attention in a way that cannot show it a second copy of its cache"
+        )
+    exact = cache.exact(length, query.device)
+    if mask.dtype == torch.bool:
+        return torch.cat([mask & exact, mask & ~exact], dim=-1)
+    hidden = torch.finfo(mask.dtype).min
+    return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask (True = attend) as numbers to add to the scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _with_rest(weights: torch.Tensor) -> torch.Tensor:
+    """With what the model's sinks took as one more position; what rounding leaves of a softmax is nothing."""
+    weights = weights.double()
+    rest = 1 - weights.sum(-1, keepdim=True)
+    return torch.cat([weights, rest.where(rest > 1e-6, 0)], dim=-1)

@@ -1,0 +1,152 @@
+"""What each command prints: tables for people, one object for machines."""
+
+from typing import Any
+
+from rotationzoo.artifact import Artifact
+from rotationzoo.console import Output, table
+from rotationzoo.geometry import cached_layers, geometry_json
+from rotationzoo.plan import Job, Plan
+from rotationzoo.summary import LayerSummary, summarize
+
+
+def show_artifact(out: Output, artifact: Artifact) -> None:
+    manifest = artifact.manifest
+    layers = summarize(artifact)
+    calibration = manifest["calibration"] or {"tokens": 0, "note": None}
+    data = {
+        "artifact": str(artifact.folder),
+        "identity": artifact.identity,
+        "model": manifest["model"]["id"],
+        "revision": manifest["model"]["revision"],
+        "recipe": manifest["recipe"]["name"],
+        "layers": len(layers),
+        "tokens": calibration["tokens"],
+        "seconds": manifest["run"]["seconds"],
+        "peak_memory_bytes": manifest["run"]["peak_memory_bytes"],
+        "orthogonality_error": manifest["metrics"]["orthogonality_error"],
+    }
+    if calibration["note"]:
+        out.note(f"Note: {calibration['note']}")
+
+    def human() -> None:
+        layer_table(artifact, layers)
+        print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
+        print(f"Artifact: {artifact.folder}")
+
+    out.result(data, str(artifact.folder), human)
+
+
+def layer_table(artifact: Artifact, layers: list[LayerSummary]) -> None:
+    """Keys and values side by side, no wider than a terminal."""
+    columns = ["layer", "heads", *(word for side in "KV" for word in (f"{side} dim", "rank", "top1", "top8")), "error"]
+    rows = []
+    for layer in layers:
+        row = [str(layer.layer), str(layer.kv_heads)]
+        for side in (layer.key, layer.value):
+            row += [str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"]
+        rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
+    table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
+    print("rank: effective rank of the statistic; top1, top8: share of its strongest directions; error: |R R^T - I|")
+
+
+def show_plan(out: Output, job: Job, plan: Plan) -> None:
+    cached = cached_layers(plan.geometry or [])
+
+    def common(values: list[Any]) -> Any:
+        """The one value that all layers share, or the list of them."""
+        return values[0] if len(set(values)) == 1 else values
+
+    data = {
+        "model": plan.source.name,
+        "revision": plan.source.revision,
+        "recipe": job.recipe.name,
+        "layers": len(cached),
+        "kv_heads": common([layer.kv_heads for layer in cached]),
+        "head_dim": common([layer.key_dim for layer in cached]),
+        "value_head_dim": common([layer.value_dim for layer in cached]),
+        "tokens": job.recipe.data.tokens if job.recipe.needs_statistics else 0,
+        "weights_bytes": plan.weights_bytes,
+        "peak_memory_bytes": plan.peak_memory_bytes,
+        "artifact_bytes": plan.artifact_bytes,
+        "refusal": str(plan.refusal) if plan.refusal else None,
+        "output": str(job.output),
+        "geometry": geometry_json(plan.geometry or []),
+    }
+
+    def human() -> None:
+        if plan.refusal:
+            print(f"{plan.source.name} cannot be calibrated: {plan.refusal}")
+            return
+        if plan.geometry is None:
+            print(f"{plan.source.name}: what its layers cache shows only with its weights")
+        else:
+            print(f"{plan.source.name}: {data['layers']} layers with a cache, KV heads {data['kv_heads']}, ", end="")
+            print(f"head dimension {data['head_dim']}")
+        print(f"Weights {_size(plan.weights_bytes)}, peak memory about {_size(plan.peak_memory_bytes)}, ", end="")
+        print(f"artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
+        print(f"Would write: {job.output}")
+
+    out.result(data, str(job.output), human)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def show_evaluation(out: Output, report: dict[str, Any]) -> None:
+    """One table of all arms for each window, and the increase by context length."""
+    for note in report["notes"]:
+        out.note(f"Note: {note}")
+
+    def human() -> None:
+        print(f"{report['model']}, {report['tokens']:,} tokens from position {report['first_position']} on in ", end="")
+        print(
+            f"{report['text']['rows']} texts, format {report['format']}; exact perplexity {report['exact']['perplexity']:.4f}"
+        )
+        for window in report["windows"]:
+            _arm_table(window)
+        print("±: standard error over texts, paired with the exact model; bits: of an element, at 131,072 tokens")
+
+    out.result(report, "\n".join(report["arms"]), human)
+
+
+def _arm_table(window: dict[str, Any]) -> None:
+    arms = window["arms"]
+    rows, by_length = [], []
+    for name, arm in arms.items():
+        error = arm["standard_error"]
+        measured = [
+            _with_error(arm["perplexity_increase"], error["perplexity_increase"], "+.2%", ".2%"),
+            _with_error(arm["attention_kl"], error["attention_kl"], ".4f", ".4f"),
+            _with_error(arm["output_error"], error["output_error"], ".4f", ".4f"),
+        ]
+        rows.append([name, *measured, f"{arm['bits_per_element']:.2f}"])
+        by_length.append([name, *(f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"])])
+    title = f"sink {window['sink']}, recent {window['recent']}"
+    table(title, ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
+    starts = [f"from {bucket['from']:,}" for bucket in next(iter(arms.values()))["by_length"]]
+    table("perplexity by context length", ["arm", *starts], by_length)
+
+
+def _with_error(value: float | None, error: float | None, form: str, error_form: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:{form}}" + ("" if error is None else f" ±{error:{error_form}}")
+
+
+def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> None:
+    def human() -> None:
+        print(f"{artifact.folder}: {found['rows']:,} rows, {found['elements']:,} elements, on {found['device']}")
+        if not found["on_gpu"]:
+            print("Not validated on a GPU: only the codec's definition was checked, and its rotations")
+            return
+        print("Codes and dequantized values are equal bit by bit to the definition in int2.py")
+        print(f"Rotation: error {found['rotation_error']:.2f} of the bound of a float32 product")
+        copy = found["copy_bytes_per_second"]
+        print(f"Device copy {copy / 1e12:.2f} TB/s; of that:")
+        for name, rate in found["throughput"].items():
+            print(f"  {name:24s} {rate / copy:.1%}")
+
+    out.result(found, artifact.identity, human)
+    if found["kept"]:
+        out.note(f"Note: {found['kept']}")
