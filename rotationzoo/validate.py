@@ -29,9 +29,10 @@ def validate(
     rows: int = 1024,
     device: str = "auto",
     progress: Progress = silent,
+    speed: bool = True,
 ) -> dict[str, Any]:
-    """Check `rows` drawn rows and some edge rows of every layer, KV head and side, and captured ones with `model`; add
-    `validation.json` and `int2.cu` to the artifact and return the report.
+    """Check `rows` drawn rows and some edge rows of every layer, KV head and side, and captured ones with `model`; measure
+    the `speed`; add `validation.json` and `int2.cu` to the artifact and return the report.
 
     Raises `RotationZooError` with layer, head, row and both values where the two differ. Without a GPU the definition alone is
     checked, which the report and the card say; it does not replace an earlier report of a GPU.
@@ -54,7 +55,7 @@ def validate(
             check(name, drawn, rotations[f"{name}.rotation"].expand(layer.kv_heads, -1, -1), rotations[f"{name}.clip"])
             progress("validating", done := done + 1, total)
     report = check.report() | {"identity": there.identity, "captured_from": model, "kept": None}
-    if on_gpu:
+    if on_gpu and speed:
         progress("measuring", 0, 0)
         report |= throughput.measure(layers[0].key_dim, recipe.group_size, recipe.key_clip)
     earlier = there.manifest["metrics"].get("validation")

@@ -1,0 +1,294 @@
+"""What a rotation costs a model: the simulated cache against one that is really read token by token, and the report."""
+
+import json
+import math
+
+import architectures
+import pytest
+import torch
+import transformers
+from architectures import EXPECTED, NAMES
+from conftest import save_tiny
+
+from rotationzoo import int2
+from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import calibrate
+from rotationzoo.capture import intercept
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluate import Evaluation, evaluate, parse_layers, parse_windows
+from rotationzoo.fit import fit
+from rotationzoo.geometry import cached_layers, geometry_of
+from rotationzoo.plan import Job
+from rotationzoo.recipe import PRESETS, Data, Recipe
+from rotationzoo.simulate import Arm, Cache, Simulation
+from rotationzoo.verify import verify
+
+IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
+SMALL = Data(tokens=1024, length=256)
+calibrated = [
+    pytest.param(name, marks=pytest.mark.skipif(not architectures.available(name), reason="not in this transformers"))
+    for name in NAMES
+    if not EXPECTED[name].refusal
+]
+
+
+def logits(model, ids=IDS, **options):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **options).logits
+
+
+def attention_modules(model, ids=IDS) -> dict:
+    modules = {}
+
+    def note(layer, query, key, value, attend):
+        modules[layer] = attend.module
+        return attend(query, key, value)
+
+    with intercept(model, note):
+        logits(model, ids)
+    return modules
+
+
+def simulate(model, arm, cache, ids=IDS, queries=None, **options):
+    """Logits, and by layer the outputs (simulated, exact) and the KL."""
+    geometry = geometry_of(model)
+    outputs, divergences = {}, {}
+    simulation = Simulation(arm, cache, geometry, {layer.index for layer in geometry}, queries=queries, **options)
+    with simulation.running(
+        model,
+        attention_modules(model, ids),
+        lambda layer, output, exact: outputs.update({layer: (output, exact)}),
+        lambda layer, kl, _: divergences.update({layer: kl}),
+    ):
+        return logits(model, ids), outputs, divergences
+
+
+def random_arm(model) -> Arm:
+    return Arm("random", fit(None, PRESETS["random"], geometry_of(model)))
+
+
+@pytest.mark.parametrize("name", calibrated)
+def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
+    """Windows, soft caps and sinks stay the model's although every position is there twice."""
+    model = architectures.build(name)
+    plain = logits(model)
+    found, outputs, divergences = simulate(model, random_arm(model), Cache(sink=24, recent=0), queries=torch.arange(24))
+    assert (found - plain).abs().max() <= 1e-5 * plain.abs().max()
+    assert len(outputs) == len(divergences) == len(geometry_of(model))
+    assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
+
+
+@pytest.mark.parametrize("name", calibrated)
+def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
+    model = architectures.build(name)
+    plain = logits(model)
+    found, outputs, divergences = simulate(model, random_arm(model), Cache(sink=0, recent=0), queries=torch.arange(24))
+    assert (found - plain).abs().max() > 1e-4 * plain.abs().max()
+    assert all((output - exact).norm() > 1e-3 * exact.norm() for output, exact in outputs.values())
+    assert max(kl.max().item() for kl in divergences.values()) > 1e-6
+    assert torch.equal(logits(model), plain), "not restored"
+
+
+def really_read(model, arm: Arm, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of a server: token by token (or chunk by chunk) with a cache whose older entries are stored in 2 bits."""
+    layers = [layer.index for layer in cached_layers(geometry_of(model))]
+    exact: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    found, step = [], cache.prefill_chunk or 1
+    for start in range(0, ids.shape[1], step):
+        stop = min(start + step, ids.shape[1])
+        end = start if cache.prefill_chunk else start + 1  # the recent tokens end with a query's own, or before its chunk
+        past = transformers.DynamicCache()
+        if exact:
+            position = torch.arange(start)
+            kept = (position < cache.sink) | (position >= end - cache.recent)
+            for layer in layers:
+                mixed = [
+                    torch.where(kept[:, None], rows, arm.stored(rows, f"layers.{layer}.{side}", cache.format))
+                    for rows, side in zip(exact[layer], ("key", "value"), strict=True)
+                ]
+                past.update(*mixed, layer)
+        with torch.no_grad():
+            result = model(input_ids=ids[:, start:stop], past_key_values=past, use_cache=True)
+        found.append(result.logits)
+        for layer in layers:
+            new = [t[:, :, start:] for t in (past.layers[layer].keys, past.layers[layer].values)]
+            exact[layer] = tuple(torch.cat(pair, 2) for pair in zip(exact[layer], new, strict=True)) if start else tuple(new)
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("cache", [Cache(sink=2, recent=5), Cache(sink=3, recent=4, prefill_chunk=7)], ids=["decode", "chunks"])
+@pytest.mark.parametrize("name", [n for n in ("llama", "qwen3", "mistral", "gemma2", "gpt_oss") if n in NAMES])
+def test_the_simulation_is_what_a_server_computes(name, cache):
+    model = architectures.build(name)
+    arm = random_arm(model)
+    served = really_read(model, arm, cache, IDS)
+    found, _, _ = simulate(model, arm, cache)
+    assert (found - served).abs().max() <= 2e-5 * served.abs().max()
+    plain = logits(model)
+    assert (served - plain).abs().max() > 1e-3 * plain.abs().max(), "the cache does change something here"
+
+
+def test_windows_and_chunks_decide_what_is_exact():
+    decode = Cache(sink=1, recent=2).exact(5).int().tolist()
+    assert [row[: t + 1] for t, row in enumerate(decode)] == [[1], [1, 1], [1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1, 1]]
+    chunks = Cache(sink=1, recent=1, prefill_chunk=3).exact(9).int().tolist()
+    assert chunks[2][:3] == [1, 1, 1]
+    assert chunks[5][:6] == [1, 0, 1, 1, 1, 1]
+    assert chunks[6][:7] == [1, 0, 0, 0, 0, 1, 1]
+    for cache in (
+        Cache(),
+        Cache(sink=1, recent=2),
+        Cache(sink=0, recent=3, prefill_chunk=4),
+        Cache(sink=5, recent=9, prefill_chunk=7),
+    ):
+        exact = cache.exact(400)
+        reads = [t for t in range(400) if not exact[t, : t + 1].all()]
+        assert reads[0] == cache.first_quantized
+
+
+@pytest.fixture(scope="module")
+def models_and_artifacts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    artifacts = [
+        calibrate(Job("demo", recipe.model_copy(update={"data": Data(tokens=2048, length=512)}), folder / recipe.name)).folder
+        for recipe in (PRESETS["oscar"], PRESETS["oscar-v1"])
+    ]
+    return folder, artifacts
+
+
+def test_the_report(models_and_artifacts):
+    _, artifacts = models_and_artifacts
+    job = Evaluation("demo", artifacts, Data(tokens=2048, length=512), windows=[(16, 64), (64, 256)], queries=16, save=True)
+    report = evaluate(job)
+    names = ["oscar", "oscar-v1", "identity", "hadamard", "random"]
+    assert list(report["arms"]) == names
+    assert report["first_position"] == 320, "the same tokens for every window"
+    assert report["tokens"] == 4 * (512 - 320 - 1)
+    small, large = (window["arms"] for window in report["windows"])
+    assert small == report["arms"]
+    for name in names:
+        for arm in (small[name], large[name]):
+            assert arm["perplexity"] == pytest.approx(report["exact"]["perplexity"] * (1 + arm["perplexity_increase"]))
+            assert arm["standard_error"]["perplexity_increase"] > 0
+            assert [bucket["from"] for bucket in arm["by_length"]] == [320]
+        assert small[name]["attention_kl"] > large[name]["attention_kl"] > 0
+        assert small[name]["output_error"] > large[name]["output_error"] > 0
+        assert small[name]["bits_per_element"] < large[name]["bits_per_element"]
+    assert small["oscar"]["attention_kl"] < small["identity"]["attention_kl"]
+    for folder in artifacts:
+        saved = Artifact.open(folder)
+        assert verify(saved, "demo").ok
+        content = json.loads((folder / "evaluation.json").read_text())
+        assert list(content["windows"][0]["arms"]) == [folder.name, "identity", "hadamard", "random"]
+        assert f"| {folder.name} |" in (folder / "README.md").read_text()
+    again = evaluate(Evaluation("demo", artifacts[:1], Data(tokens=2048, length=512), windows=[(16, 64)], queries=16))
+    assert again["first_position"] == 80
+    repeated = evaluate(job)
+    assert repeated["arms"] == report["arms"]
+
+
+def test_perplexity_is_that_of_the_model(models_and_artifacts):
+    report = evaluate(Evaluation("demo", [], Data(tokens=512, length=512), queries=0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(architectures_demo(), dtype=torch.float32)
+    from rotationzoo import corpus, models
+    from rotationzoo.source import find
+
+    text = corpus.read(Data(source=str(corpus.HELD_OUT), tokens=512, length=512), models.load_tokenizer(find("demo")))
+    ids = text.rows[0][None]
+    loss = torch.nn.functional.cross_entropy(logits(model, ids)[0, 320:-1], ids[0, 321:])
+    assert report["exact"]["perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-5)
+    assert all(arm["attention_kl"] is None for arm in report["arms"].values())
+
+
+def architectures_demo():
+    from rotationzoo.source import DEMO
+
+    return DEMO
+
+
+def test_one_cause_at_a_time(models_and_artifacts):
+    """Layers and sides that are not selected stay exact."""
+    one = dict(data=Data(tokens=512, length=512), windows=[(4, 16)], queries=8)
+    both = evaluate(Evaluation("demo", [], **one))["arms"]["random"]
+    keys = evaluate(Evaluation("demo", [], sides=("key",), **one))["arms"]["random"]
+    values = evaluate(Evaluation("demo", [], sides=("value",), **one))["arms"]["random"]
+    layer = evaluate(Evaluation("demo", [], layers={1}, **one))
+    assert values["attention_kl"] < 1e-6 < keys["attention_kl"]
+    assert max(keys["output_error"], values["output_error"]) < both["output_error"]
+    assert layer["layers"] == [1]
+    assert abs(layer["arms"]["random"]["perplexity_increase"]) < abs(both["perplexity_increase"])
+
+
+def test_chunked_prefill_reads_less_of_the_quantized_history():
+    one = dict(data=Data(tokens=1024, length=512), windows=[(4, 16)], queries=16)
+    decode = evaluate(Evaluation("demo", [], **one))["arms"]["identity"]
+    chunks = evaluate(Evaluation("demo", [], prefill_chunk=256, **one))["arms"]["identity"]
+    assert 0 < chunks["attention_kl"] < decode["attention_kl"]
+
+
+def test_notes_for_the_reader(models_and_artifacts, tmp_path):
+    folder, _ = models_and_artifacts
+    other = save_tiny(tmp_path / "other", num_hidden_layers=2)
+    made = calibrate(Job(str(other), Recipe(data=SMALL), tmp_path / "made")).folder
+    twin = save_tiny(tmp_path / "twin", num_hidden_layers=2)
+    state = transformers.AutoModelForCausalLM.from_pretrained(twin)
+    with torch.no_grad():
+        state.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    state.save_pretrained(twin)
+    notes = evaluate(Evaluation(str(twin), [made], Data(tokens=512, length=512), windows=[(4, 16)], queries=0))["notes"]
+    assert any("made for other weights" in note for note in notes)
+    from rotationzoo.corpus import BUNDLED
+
+    seen = Data(source=str(BUNDLED), tokens=2048, length=512)
+    notes = evaluate(Evaluation("demo", [folder / "oscar"], seen, queries=0))["notes"]
+    assert any("calibrated on this very text" in note for note in notes)
+
+
+def test_what_does_not_fit_is_refused_before_the_weights(models_and_artifacts, tmp_path, tiny):
+    folder, _ = models_and_artifacts
+    with pytest.raises(RotationZooError, match="made for a model of other layers"):
+        evaluate(Evaluation(str(tiny), [folder / "oscar"], SMALL))
+    with pytest.raises(RotationZooError, match="none that read a quantized one"):
+        evaluate(Evaluation("demo", [], SMALL))
+    with pytest.raises(UsageError, match="no attention in layer 9: it has layers 0 to 3"):
+        evaluate(Evaluation("demo", [], Data(tokens=512, length=512), layers={9}))
+    with pytest.raises(RotationZooError, match="is no artifact"):
+        evaluate(Evaluation("demo", [tmp_path], SMALL))
+    for text in ("64", "a/b", "64/256,"):
+        if text != "64/256,":
+            with pytest.raises(UsageError, match="--windows"):
+                parse_windows(text)
+    assert parse_windows("64/256,128/1024") == [(64, 256), (128, 1024)]
+    assert parse_layers("0,4-6") == {0, 4, 5, 6}
+    with pytest.raises(UsageError, match="--layers"):
+        parse_layers("0,x")
+
+
+def test_the_command_line(command):
+    made = command("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
+    folder = made.stdout.strip()
+    words = ["evaluate", "demo", folder, "--tokens", "1024", "--length", "512", "--windows", "16/64,64/256"]
+    shown = command(*words, "--save", "--json")
+    assert shown.returncode == 0, shown.stderr
+    report = json.loads(shown.stdout)
+    assert {"tokens", "exact", "arms"} <= report.keys()
+    assert {"perplexity", "perplexity_increase", "attention_kl", "output_error"} <= report["arms"]["demo-oscar"].keys()
+    table = command(*words, env={"COLUMNS": "80"})
+    assert table.returncode == 0
+    assert "…" not in table.stdout
+    assert max(map(len, table.stdout.splitlines())) <= 120
+    assert command("verify", folder).returncode == 0
+    wrong = command("evaluate", "demo", folder, "--keys-only", "--values-only")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("Error: --keys-only and --values-only")
+
+
+def test_int2_is_what_the_cache_stores(models_and_artifacts):
+    """An arm's copy is rotation, clip, codec and back, with the artifact's own clip ratios."""
+    folder, _ = models_and_artifacts
+    tensors = Artifact.open(folder / "oscar").rotations()
+    x = torch.randn(1, 2, 7, 64, generator=torch.Generator().manual_seed(0))
+    stored = Arm("oscar", tensors).stored(x, "layers.1.value", int2.SGLANG)
+    rotation = tensors["layers.1.value.rotation"]
+    expected = torch.stack([int2.round_trip(x[0, h] @ rotation[h], 0.92) @ rotation[h].mT for h in range(2)])
+    assert torch.allclose(stored[0], expected, atol=1e-6)
