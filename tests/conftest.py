@@ -10,6 +10,9 @@ import torch
 import transformers
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing in this process may look for a hub; subprocesses get one of their own
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes of several threads each would wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

@@ -137,7 +137,8 @@ __device__ float max_nan(float a, float b) {
 
 // Many divisions by one number, each correctly rounded: a first quotient, its exact remainder, and a correction with `high`, the
 // correctly rounded reciprocal, which rounds correctly if the first is off by less than an ulp (Markstein 1990). high + low is
-// 1/s to twice the precision, so that it is. For x of a 16-bit type `high` alone does: tests/test_gpu.py tries every mantissa.
+// 1/s to twice the precision, so that it is. For x of a 16-bit type `high` alone does: tests/test_kernels.py tries every one.
+// Only where a remainder is subnormal may the last bit differ: then the quotient is far too small to change a code.
 template <bool NARROW>
 struct Divisor {
   float s, high, low;
@@ -338,7 +339,7 @@ __device__ bool quantize_row(
     scale = stored_scale(scale);
     Divisor<NARROW> by(scale);
     // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
-    float offset = stored_offset(MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, by.divide(lowest)));
+    float offset = stored_offset(MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale)));
     Steps steps{by, offset};
     int bottom = 0, ceiling = 0x40400000;
 #if CLIP  // steps never falls where x rises, so clamping x is clamping y between the steps of the limits: one clamp for both

@@ -1,0 +1,119 @@
+"""Validation without a GPU, and what it adds to an artifact; tests/test_kernels.py has the GPU's part."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import save_tiny
+
+from rotationzoo import artifact, card, kernels
+from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import calibrate
+from rotationzoo.errors import RotationZooError
+from rotationzoo.plan import Job
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.validate import draw, edge_rows, validate
+from rotationzoo.verify import verify
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    return calibrate(Job("demo", recipe, tmp_path_factory.mktemp("validate") / "made", device="cpu")).folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "artifact")
+
+
+def test_without_a_gpu_the_artifact_says_so(folder):
+    before = Artifact.open(folder)
+    found = validate(before, "demo", rows=64, device="cpu")
+    assert (found["device"], found["on_gpu"], found["codes_equal"]) == ("cpu", False, None)
+    assert found["rows"] == 4 * 2 * 2 * (64 + 64), "drawn and captured rows of every layer, side and KV head"
+    after = Artifact.open(folder)
+    assert after.identity == before.identity
+    assert json.loads((folder / "validation.json").read_text()) == found
+    assert (folder / "int2.cu").read_bytes() == kernels.SOURCE.read_bytes()
+    assert "Not validated on a GPU" in (folder / "README.md").read_text()
+    assert verify(after, "demo").ok
+    (folder / "int2.cu").write_text("// another")
+    assert not verify(after, "demo").ok
+
+
+def test_a_report_of_a_gpu_is_kept(folder):
+    gpu = {"on_gpu": True, "device": "NVIDIA H200", "rows": 1, "codes_equal": True, "dequantized_equal": True}
+    artifact.add(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu}, card.render)
+    found = validate(Artifact.open(folder), rows=64, device="cpu")
+    assert "keeps its validation on NVIDIA H200" in found["kept"]
+    assert (folder / "validation.json").read_bytes() == b"{}"
+    assert "On NVIDIA H200, `int2.cu` gave" in (folder / "README.md").read_text()
+
+
+def test_a_wrong_rotation_fails(folder, monkeypatch):
+    """The product is compared with one in float64, so a rotation of lower precision is found."""
+    exact = torch.Tensor.__matmul__
+    monkeypatch.setattr(
+        torch.Tensor,
+        "__matmul__",
+        lambda a, b: exact(a.bfloat16(), b.bfloat16()).float() if a.dtype == torch.float32 else exact(a, b),
+    )
+    with pytest.raises(RotationZooError, match=r"layers\.0\.key, head \d, row \d+: the kernel's rotation is off"):
+        validate(Artifact.open(folder), rows=64, device="cpu")
+    assert not (folder / "validation.json").exists()
+
+
+def test_another_model_is_refused(folder, tmp_path):
+    with pytest.raises(RotationZooError, match="was not made for"):
+        validate(Artifact.open(folder), str(save_tiny(tmp_path / "other")), rows=64, device="cpu")
+
+
+def test_drawn_rows_have_the_moments_and_heavy_tails():
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(2, 16, 16, generator=generator, dtype=torch.float64)
+    mean = torch.randn(2, 16, generator=generator, dtype=torch.float64)
+    rows = draw((mean, root @ root.mT + mean[:, :, None] * mean[:, None]), 2, 20000, 16, seed=1).double()
+    assert (rows.median(1).values - mean).abs().max() < 0.1 * root.norm(dim=-1).max()
+    shape = (rows - mean[:, None]).mT @ (rows - mean[:, None])
+    expected = root @ root.mT
+    for head in range(2):
+        one, other = shape[head] / shape[head].trace(), expected[head] / expected[head].trace()
+        assert (one - other).norm() < 0.1 * other.norm()
+    lengths = (rows - mean[:, None]).norm(dim=-1)
+    assert lengths.max() > 20 * lengths.median()
+    assert torch.equal(draw(None, 1, 8, 16, seed=3), draw(None, 1, 8, 16, seed=3))
+    assert edge_rows(64, 1e18).abs().max() == 1e18
+
+
+def test_a_full_disk_leaves_the_artifact_as_it_was(folder, monkeypatch):
+    there = Artifact.open(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    from pathlib import Path
+
+    write = Path.write_bytes
+
+    def full(self, data):
+        if self.name == ".manifest.json.partial":
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RotationZooError, match="No space left"):
+        artifact.add(there, {"new.json": b"{}"}, {"new": 1}, card.render)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_command_line(inside):
+    assert inside("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256").returncode == 0
+    shown = inside("validate", "rotations/demo-oscar", "--json", "--device", "cpu")
+    assert shown.returncode == 0
+    keys = {"device", "rows", "codes_equal", "dequantized_equal", "max_difference", "copy_bytes_per_second"}
+    assert keys <= json.loads(shown.stdout).keys()
+    assert "Not validated on a GPU" in inside("validate", "rotations/demo-oscar", "--device", "cpu").stdout
+    missing = inside("validate", "nowhere")
+    assert missing.returncode == 1
+    assert "is no artifact" in missing.stderr
+    if not torch.cuda.is_available():
+        assert inside("validate", "rotations/demo-oscar", "--device", "cuda").returncode == 2
