@@ -4,7 +4,8 @@ from typing import Any
 
 import yaml
 
-from rotationzoo.int2 import FORMATS, bits_per_element
+from rotationzoo import int2
+from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 
 CONTEXT = 131072  # tokens at which bits per element are stated
@@ -13,7 +14,7 @@ CONTEXT = 131072  # tokens at which bits per element are stated
 def render(manifest: dict[str, Any]) -> str:
     """The README.md of an artifact, with front matter that the hubs understand."""
     model, recipe = manifest["model"], Recipe.model_validate(manifest["recipe"])
-    cached = [layer for layer in manifest["geometry"] if layer["owner"] == layer["index"]]
+    cached = cached_layers(geometry_from_json(manifest["geometry"]))
     front: dict[str, Any] = {"library_name": "rotationzoo", "tags": ["kv-cache", "2-bit", "rotation"]}
     if "/" in model["id"] and model["revision"]:
         front["base_model"] = model["id"]
@@ -44,8 +45,7 @@ before quantization. In `rotations.safetensors`, `layers.N.key.rotation` and `la
 ## Size
 
 Bits per cached element with the first {recipe.sink} and the last {recipe.recent} of {CONTEXT:,} tokens in bfloat16:
-
-{_sizes(recipe, cached)}
+{_sizes(recipe, cached)}.
 {_validation(manifest["metrics"].get("validation"))}{_evaluation(manifest["metrics"].get("evaluation"))}
 ## Recipe
 
@@ -55,16 +55,21 @@ Bits per cached element with the first {recipe.sink} and the last {recipe.recent
 """
 
 
-def _sizes(recipe: Recipe, cached: list[dict[str, Any]]) -> str:
-    dims = sorted({layer[side] for layer in cached for side in ("key_dim", "value_dim")})
-    lines = [f"| format | {' | '.join(f'head dimension {dim}' for dim in dims)} |", "|---|" + "---|" * len(dims)]
-    for name, form in FORMATS.items():
-        bits = (
-            bits_per_element(dim, recipe.group_size, form, context=CONTEXT, sink=recipe.sink, recent=recipe.recent)
-            for dim in dims
-        )
-        lines.append(f"| {name} | {' | '.join(f'{b:.2f}' for b in bits)} |")
-    return "\n".join(lines) + "\n"
+def bits_per_element(geometry: Geometry, group_size: int | None, form: int2.Format, sink: int, recent: int) -> float:
+    """Bits that an element of a 2-bit cache costs at `CONTEXT` tokens, mean over all that the model caches."""
+    sizes = [(dim, layer.kv_heads * dim) for layer in cached_layers(geometry) for dim in (layer.key_dim, layer.value_dim)]
+    bits = (
+        count * int2.bits_per_element(dim, group_size, form, context=CONTEXT, sink=sink, recent=recent) for dim, count in sizes
+    )
+    return sum(bits) / sum(count for _, count in sizes)
+
+
+def _sizes(recipe: Recipe, geometry: Geometry) -> str:
+    sizes = (
+        f"{bits_per_element(geometry, recipe.group_size, form, recipe.sink, recipe.recent):.2f} ({name})"
+        for name, form in int2.FORMATS.items()
+    )
+    return ", ".join(sizes)
 
 
 def _validation(found: dict[str, Any] | None) -> str:

@@ -16,13 +16,14 @@ from rotationzoo.capture import Attention, intercept
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.fit import fit
-from rotationzoo.geometry import Geometry, cached_layers, geometry_json, geometry_of, geometry_on_meta
+from rotationzoo.geometry import Geometry, geometry_json, geometry_of, geometry_on_meta
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.source import Source, config_hash, fetch, find, weights_fingerprint
 from rotationzoo.tally import Tally, buckets_of
 
 EVALUATION = "evaluation.json"
+_PROBE_TOKENS = 8
 BASELINES = ("identity", "hadamard", "random")
 
 
@@ -91,7 +92,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     for cache in caches:
         found = {arm.name: tallies[cache, arm.name].report(exact) for arm in arms}
         for arm in arms:
-            found[arm.name]["bits_per_element"] = _bits(arm, cache, geometry)
+            bits = card.bits_per_element(geometry, arm.group_size, cache.format, cache.sink, cache.recent)
+            found[arm.name]["bits_per_element"] = bits
         windows.append({"sink": cache.sink, "recent": cache.recent, "arms": found})
     report = {
         "model": source.name,
@@ -154,29 +156,36 @@ def _run(
     edges = buckets_of(start, longest)
     exact = Tally(edges, layers, start)
     tallies = {(cache, arm.name): Tally(edges, layers, start) for cache, arm in product(caches, arms)}
+    modules = attention_modules(model, batches[0][:1, :_PROBE_TOKENS].to(models.input_device(model)))
     done, total = 0, len(batches) * (1 + len(tallies))
     for number, batch in enumerate(batches):
         ids = batch.to(models.input_device(model))
-        modules: dict[int, torch.nn.Module] = {}
-
-        def note(layer: int, query: Any, key: Any, value: Any, attend: Attention, seen: Any = modules) -> torch.Tensor:
-            seen[layer] = attend.module
-            return attend(query, key, value)
-
-        with intercept(model, note):
-            exact.add_losses(_losses(model, ids, start))
+        exact.add_losses(losses(model, ids, start))
         progress("evaluating", done := done + 1, total)
         queries = _sample(start, ids.shape[1], job.queries, number)
         for cache, arm in product(caches, arms):
             tally = tallies[cache, arm.name]
             simulation = Simulation(arm, cache, geometry, set(layers), job.sides, queries)
             with simulation.running(model, modules, tally.see_output, tally.see_kl):
-                tally.add_losses(_losses(model, ids, start))
+                tally.add_losses(losses(model, ids, start))
             progress("evaluating", done := done + 1, total)
     return exact, tallies
 
 
-def _losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
+def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, torch.nn.Module]:
+    """The module of each layer that calls attention, found on a few tokens `[B, T]`."""
+    modules: dict[int, torch.nn.Module] = {}
+
+    def note(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention) -> torch.Tensor:
+        modules[layer] = attend.module
+        return attend(query, key, value)
+
+    with intercept(model, note):
+        model(input_ids=ids, use_cache=False)
+    return modules
+
+
+def losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
     """Negative log likelihood `[B, P]` of the token after each position from `start` on, float32."""
     kept = ids.shape[1] - start
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[:, -kept:-1]
@@ -236,18 +245,6 @@ def _arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
         same = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
         arms.append(Arm(name, fit(None, PRESETS[name].model_copy(update=same), geometry), shared.group_size))
     return arms
-
-
-def _bits(arm: Arm, cache: Cache, geometry: Geometry) -> float:
-    """Bits per element at `card.CONTEXT` tokens, mean over all cached elements."""
-    sizes = [(dim, layer.kv_heads * dim) for layer in cached_layers(geometry) for dim in (layer.key_dim, layer.value_dim)]
-    stored = (
-        count * int2.bits_per_element(
-            dim, arm.group_size, cache.format, context=card.CONTEXT, sink=cache.sink, recent=cache.recent
-        )
-        for dim, count in sizes
-    )  # fmt: skip
-    return sum(stored) / sum(count for _, count in sizes)
 
 
 def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact]) -> list[str]:

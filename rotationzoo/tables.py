@@ -3,8 +3,10 @@
 from typing import Any
 
 from rotationzoo.artifact import Artifact
+from rotationzoo.card import CONTEXT, bits_per_element
 from rotationzoo.console import Output, table
 from rotationzoo.geometry import cached_layers, geometry_json
+from rotationzoo.int2 import FORMATS
 from rotationzoo.plan import Job, Plan
 from rotationzoo.summary import LayerSummary, summarize
 
@@ -56,7 +58,7 @@ def show_plan(out: Output, job: Job, plan: Plan) -> None:
         """The one value that all layers share, or the list of them."""
         return values[0] if len(set(values)) == 1 else values
 
-    data = {
+    data: dict[str, Any] = {
         "model": plan.source.name,
         "revision": plan.source.revision,
         "recipe": job.recipe.name,
@@ -68,6 +70,10 @@ def show_plan(out: Output, job: Job, plan: Plan) -> None:
         "weights_bytes": plan.weights_bytes,
         "peak_memory_bytes": plan.peak_memory_bytes,
         "artifact_bytes": plan.artifact_bytes,
+        "bits_per_element": {
+            name: bits_per_element(cached, job.recipe.group_size, form, job.recipe.sink, job.recipe.recent) if cached else None
+            for name, form in FORMATS.items()
+        },
         "refusal": str(plan.refusal) if plan.refusal else None,
         "output": str(job.output),
         "geometry": geometry_json(plan.geometry or []),
@@ -84,6 +90,9 @@ def show_plan(out: Output, job: Job, plan: Plan) -> None:
             print(f"head dimension {data['head_dim']}")
         print(f"Weights {_size(plan.weights_bytes)}, peak memory about {_size(plan.peak_memory_bytes)}, ", end="")
         print(f"artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
+        if cached:
+            bits = ", ".join(f"{value:.2f} ({name})" for name, value in data["bits_per_element"].items())
+            print(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {bits}")
         print(f"Would write: {job.output}")
 
     out.result(data, str(job.output), human)
@@ -105,7 +114,7 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
         )
         for window in report["windows"]:
             _arm_table(window)
-        print("±: standard error over texts, paired with the exact model; bits: of an element, at 131,072 tokens")
+        print(f"±: standard error over texts, paired with the exact model; bits: of an element, at {CONTEXT:,} tokens")
 
     out.result(report, "\n".join(report["arms"]), human)
 

@@ -12,14 +12,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import AutoTokenizer
+from loading import DEVICE, load
 
-from rotationzoo import corpus, models
 from rotationzoo.capture import decoder
 from rotationzoo.collect import collect
-from rotationzoo.geometry import geometry_of
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.source import fetch, find
 
 
 def main() -> None:
@@ -31,18 +28,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    source = find(args.model)
-    fetch(source)
-    model = models.load(source, models.load_config(source), device, dtype)
-    data = Data(source=args.data, tokens=args.tokens, length=args.length)
-    text = corpus.read(data, AutoTokenizer.from_pretrained(source.folder))
-    batches, geometry = text.batches(args.batch), geometry_of(model)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    loaded = load(args.model, dtype, Data(source=args.data, tokens=args.tokens, length=args.length))
+    model, geometry, batches = loaded.model, loaded.geometry, loaded.batches(args.batch)
 
     @torch.no_grad()
     def plain() -> None:
         for ids in batches:
-            decoder(model)(input_ids=ids.to(device), use_cache=False)
+            decoder(model)(input_ids=ids, use_cache=False)
 
     jobs: dict[str, Callable[[], object]] = {
         "forward": plain,
@@ -55,11 +48,13 @@ def main() -> None:
         for name, job in jobs.items():
             start = time.perf_counter()
             job()
-            if device == "cuda":
+            if DEVICE == "cuda":
                 torch.cuda.synchronize()
             times[name].append(time.perf_counter() - start)
     base = statistics.median(times["forward"])
-    print(f"{text.tokens} tokens, rows of {args.length}, batch {args.batch}, {device}, {torch.get_num_threads()} threads")
+    print(
+        f"{loaded.text.tokens} tokens, rows of {args.length}, batch {args.batch}, {DEVICE}, {torch.get_num_threads()} threads"
+    )
     for name, seconds in times.items():
         spread = ", ".join(f"{s:.2f}" for s in seconds)
         print(f"{name:12s} {statistics.median(seconds) / base:5.2f} x the forward passes   ({spread} s)")

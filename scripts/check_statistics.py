@@ -12,15 +12,14 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from loading import DEVICE, load
+from transformers import PreTrainedModel
 
-from rotationzoo import corpus, models
 from rotationzoo.capture import decoder
 from rotationzoo.collect import collect
 from rotationzoo.geometry import geometry_of
 from rotationzoo.moments import to_tensors
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.source import fetch, find
 
 Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Post-RoPE queries `[B, H_q, T, D]`, keys and values `[B, H_kv, T, D]`, softmax `[B, H_q, T, T]`, all float64."""
@@ -130,15 +129,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--dtype", default="float64")
     args = parser.parse_args()
-    source = find(args.model)
-    fetch(source)
-    config = models.load_config(source)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = models.load(source, config, device, getattr(torch, args.dtype))
     data = Data(source=args.data, tokens=args.tokens, length=args.length)
-    text = corpus.read(data, AutoTokenizer.from_pretrained(source.folder))
-    print(f"{text.tokens} tokens, {args.dtype}, {device}, {model.config._attn_implementation}")
-    errors = largest_difference(model, [ids.to(device) for ids in text.batches(1)], sink=64)
+    loaded = load(args.model, getattr(torch, args.dtype), data)
+    print(f"{loaded.text.tokens} tokens, {args.dtype}, {DEVICE}, {loaded.model.config._attn_implementation}")
+    errors = largest_difference(loaded.model, loaded.batches(1), sink=64)
     for kind, error in errors.items():
         print(f"{kind:22s} {error:.1e}")
     tolerance = {"float64": 1e-9, "float32": 1e-5}.get(args.dtype, 1e-2)

@@ -13,9 +13,8 @@ from conftest import save_tiny
 from rotationzoo import int2
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
-from rotationzoo.capture import intercept
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluate import Evaluation, evaluate, parse_layers, parse_windows
+from rotationzoo.evaluate import Evaluation, attention_modules, evaluate, parse_layers, parse_windows
 from rotationzoo.fit import fit
 from rotationzoo.geometry import cached_layers, geometry_of
 from rotationzoo.plan import Job
@@ -35,18 +34,6 @@ calibrated = [
 def logits(model, ids=IDS, **options):
     with torch.no_grad():
         return model(input_ids=ids, use_cache=False, **options).logits
-
-
-def attention_modules(model, ids=IDS) -> dict:
-    modules = {}
-
-    def note(layer, query, key, value, attend):
-        modules[layer] = attend.module
-        return attend(query, key, value)
-
-    with intercept(model, note):
-        logits(model, ids)
-    return modules
 
 
 def simulate(model, arm, cache, ids=IDS, queries=None, **options):

@@ -1,0 +1,70 @@
+"""What simulating a 2-bit cache costs: time of one arm over time of the exact model on the same rows.
+
+    python scripts/benchmark_evaluate.py MODEL [--data FILE] [--tokens 8192] [--length 2048] [--repeats 3]
+
+Both compute the losses of the tokens past the windows; an arm also compares the attention block's output with the exact one.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from loading import DEVICE, load
+
+from rotationzoo.evaluate import attention_modules, losses
+from rotationzoo.fit import fit
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.simulate import Arm, Cache, Simulation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", default="bundled")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    loaded = load(args.model, dtype, Data(source=args.data, tokens=args.tokens, length=args.length))
+    batches, cache, start = loaded.batches(1), Cache(), Cache().first_quantized
+    arm = Arm("hadamard", fit(None, PRESETS["hadamard"], loaded.geometry))
+    layers = {layer.index for layer in loaded.geometry}
+    modules = attention_modules(loaded.model, batches[0][:, :32])
+
+    def exact() -> None:
+        for ids in batches:
+            losses(loaded.model, ids, start)
+
+    def simulated(queries: torch.Tensor | None) -> None:
+        simulation = Simulation(arm, cache, loaded.geometry, layers, queries=queries)
+        for ids in batches:
+            with simulation.running(loaded.model, modules, lambda *_: None, lambda *_: None):
+                losses(loaded.model, ids, start)
+
+    jobs: dict[str, Callable[[], None]] = {
+        "exact": exact,
+        "one arm": lambda: simulated(None),
+        "with KL": lambda: simulated(torch.arange(start, args.length, (args.length - start) // 32)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    with torch.no_grad():
+        exact()  # the first pass pays for allocations
+        for _ in range(args.repeats):
+            for name, job in jobs.items():
+                begun = time.perf_counter()
+                job()
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()
+                times[name].append(time.perf_counter() - begun)
+    base = statistics.median(times["exact"])
+    print(f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, {torch.get_num_threads()} threads")
+    for name, seconds in times.items():
+        spread = ", ".join(f"{s:.2f}" for s in seconds)
+        print(f"{name:10s} {statistics.median(seconds) / base:5.2f} x the exact model   ({spread} s)")
+
+
+if __name__ == "__main__":
+    main()

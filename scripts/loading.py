@@ -1,0 +1,35 @@
+"""What the scripts share: a model on the best device there is, its geometry, and rows of text."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo import corpus, models
+from rotationzoo.corpus import Corpus
+from rotationzoo.geometry import Geometry, geometry_of
+from rotationzoo.recipe import Data
+from rotationzoo.source import fetch, find
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: PreTrainedModel
+    geometry: Geometry
+    text: Corpus
+
+    def batches(self, size: int) -> list[torch.Tensor]:
+        """Batches `[B, T]` of token ids on the model's device."""
+        return [ids.to(DEVICE) for ids in self.text.batches(size)]
+
+
+def load(model: str, dtype: torch.dtype, data: Data) -> Loaded:
+    source = find(model)
+    fetch(source)
+    loaded = models.load(source, models.load_config(source), DEVICE, dtype)
+    text = corpus.read(data, models.load_tokenizer(source))
+    with torch.no_grad():
+        geometry = geometry_of(loaded, text.rows[0][None, :32].to(DEVICE))
+    return Loaded(loaded, geometry, text)
