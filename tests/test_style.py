@@ -20,6 +20,11 @@ ORDER = [module for floor in FLOORS for module in floor]
 PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}
 
 
+def sources(module: str) -> list[Path]:
+    """The files of a module, or of a package."""
+    return sorted((PACKAGE / module).rglob("*.py")) or [PACKAGE / f"{module}.py"]
+
+
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -33,12 +38,14 @@ def imports(path: Path) -> set[str]:
 
 
 def test_every_module_has_a_floor():
-    assert sorted(ORDER) == sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+    modules = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert sorted(ORDER) == sorted(modules - {"__init__"})
 
 
 @pytest.mark.parametrize("module", ORDER)
 def test_imports_go_down(module):
-    own = {name.split(".")[1] for name in imports(PACKAGE / f"{module}.py") if name.startswith("rotationzoo.")}
+    names = (name for path in sources(module) for name in imports(path))
+    own = {name.split(".")[1] for name in names if name.startswith("rotationzoo.")} - {module}
     assert not own - set(ORDER[: ORDER.index(module)]), "imports go down only"
 
 
@@ -48,7 +55,7 @@ def test_the_mathematics_knows_no_files_and_no_models(module):
 
 
 def test_modules_stay_short():
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.glob("*.py")}
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
     assert max(lengths.values()) <= 300, lengths
 
 
