@@ -5,8 +5,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +17,7 @@ from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import Corpus
-from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
+from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import check_recipe, fit
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.moments import Statistics, to_tensors
@@ -71,7 +70,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
 
     geometry, statistics, dtype = known.geometry, None, None
     if text is not None or geometry is None:
-        with _failures(job):
+        with models.forward_errors(job.model, job.batch, recipe.data.length):
             geometry, statistics, dtype = _run_model(job, known, text, checkpoint, progress)
     progress("composing rotations", 0, 0)
     rotations = fit(statistics, recipe, geometry)
@@ -142,22 +141,6 @@ def _run_model(
         with torch.no_grad():
             check_transparent(model, ids)
         return geometry, collect(model, geometry, text.batches(job.batch), job.recipe, checkpoint, progress), dtype
-
-
-@contextmanager
-def _failures(job: Job) -> Iterator[None]:
-    """What goes wrong inside the model's own forward, as one sentence."""
-    try:
-        with as_unavailable(f"{job.model} fails when it runs"):
-            yield
-    except ModelUnavailable as error:
-        if not isinstance(error.__cause__, torch.OutOfMemoryError):
-            raise
-        smaller = f"--batch {job.batch // 2}" if job.batch > 1 else "--device-map auto, or a shorter --length"
-        raise RotationZooError(
-            f"a batch of {job.batch} rows of {job.recipe.data.length} tokens does not fit the device's memory",
-            hint=f"add: {smaller}",
-        ) from error
 
 
 def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:

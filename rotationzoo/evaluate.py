@@ -87,7 +87,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             geometry = geometry_of(model)
             _check(job, geometry, artifacts)
         arms = _arms(artifacts, geometry)
-        exact, tallies = _run(job, model, geometry, text.batches(job.batch), caches, arms, start, progress)
+        with models.forward_errors(job.model, job.batch, job.data.length):
+            exact, tallies = _run(job, model, geometry, text.batches(job.batch), caches, arms, start, progress)
     windows = []
     for cache in caches:
         found = {arm.name: tallies[cache, arm.name].report(exact) for arm in arms}

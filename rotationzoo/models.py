@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rotationzoo.errors import ModelUnavailable, UnsupportedModel, UsageError, as_unavailable
+from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.geometry import CAUSAL_HINT
 from rotationzoo.source import Source, read_json, weight_files
 
@@ -133,6 +133,21 @@ def torch_dtype(dtype: str, device: str, device_map: str | None) -> torch.dtype 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where token ids go. Of a model whose first weights are offloaded, accelerate takes them from the CPU."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+@contextmanager
+def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
+    """What goes wrong inside the model's own forward on batches of so many rows of so many tokens, as one sentence."""
+    try:
+        with as_unavailable(f"{model} fails when it runs"):
+            yield
+    except ModelUnavailable as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        smaller = f"--batch {batch // 2}" if batch > 1 else "--device-map auto, or a shorter --length"
+        raise RotationZooError(
+            f"a batch of {batch} rows of {length} tokens does not fit the device's memory", hint=f"add: {smaller}"
+        ) from error
 
 
 @dataclass(frozen=True)
