@@ -119,7 +119,7 @@ def write(
         }
         manifest = {"schema": SCHEMA, **manifest, "files": files}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _replace(work, folder)
+        install(work, folder)
     return Artifact(folder, manifest)
 
 
@@ -131,7 +131,7 @@ def add(
     `card` makes the card from the new manifest. Each file is replaced whole, the manifest last: until then a reader finds the
     artifact as it was. Raises `RotationZooError` where the disk refuses.
     """
-    known = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+    known = {name: {"size": len(data), "sha256": digest(data)} for name, data in files.items()}
     manifest = artifact.manifest | {
         "metrics": artifact.manifest["metrics"] | metrics,
         "files": artifact.manifest["files"] | known,
@@ -166,8 +166,9 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _replace(work: Path, folder: Path) -> None:
-    """Put `work` in the place of `folder`; what was there is given up only afterwards."""
+def install(work: Path, folder: Path) -> None:
+    """Put `work` in the place of `folder`, by rename; what was there is given up only afterwards."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     old = _set_aside(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -215,6 +216,10 @@ def write_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: dic
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def sha256(path: Path) -> str:

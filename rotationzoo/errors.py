@@ -31,6 +31,24 @@ class ModelUnavailable(RotationZooError):
     """A model that could not be found, reached or read."""
 
 
+class HubError(RotationZooError):
+    """What a hub or the network between refused; `missing` if something asked for is not there."""
+
+    def __init__(self, message: str, hint: str | None = None, missing: bool = False):
+        super().__init__(message, hint)
+        self.missing = missing
+
+
+class StaleParent(HubError):
+    """The repository has moved on since it was looked at."""
+
+
+class PartlyDone(RotationZooError):
+    """Some of the work is done and some is not; the hint is the command that finishes."""
+
+    exit_code = 3
+
+
 class Interrupted(RotationZooError):
     """Stopped by the user; the hint is the command that goes on from where it stopped."""
 

@@ -1,13 +1,17 @@
 """What each command prints: tables for people, one object for machines."""
 
+from dataclasses import asdict
 from typing import Any
 
 from rotationzoo.artifact import Artifact
 from rotationzoo.card import CONTEXT, bits_per_element
 from rotationzoo.console import Output, table
 from rotationzoo.geometry import cached_layers, geometry_json
+from rotationzoo.hubs import Published
+from rotationzoo.index import Entry
 from rotationzoo.int2 import FORMATS
 from rotationzoo.plan import Job, Plan
+from rotationzoo.pull import Pulled
 from rotationzoo.summary import LayerSummary, summarize
 
 
@@ -159,3 +163,51 @@ def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> N
     out.result(found, artifact.identity, human)
     if found["kept"]:
         out.note(f"Note: {found['kept']}")
+
+
+def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
+    def human() -> None:
+        table(f"would go to {repo}", ["file", "bytes"], [[file["path"], f"{file['size']:,}"] for file in files])
+
+    out.result({"repo": repo, "files": files}, "\n".join(file["path"] for file in files), human)
+
+
+def show_push(out: Output, repo: str, path: str, done: dict[str, Published]) -> None:
+    data = {"repo": repo, "path": path, "hubs": {name: asdict(place) for name, place in done.items()}}
+
+    def human() -> None:
+        for name, place in done.items():
+            print(f"{name}: {'published' if place.changed else 'nothing new'}, revision {place.revision}, {place.url}")
+
+    out.result(data, "\n".join(place.revision for place in done.values()), human)
+
+
+def show_pull(out: Output, pulled: Pulled) -> None:
+    for note in pulled.notes:
+        out.note(f"Note: {note}")
+    data = {
+        "path": str(pulled.path), "repo": pulled.copy.repo, "hub": pulled.copy.hub, "revision": pulled.revision,
+        "model": pulled.entry.model, "recipe": pulled.entry.recipe, "format": pulled.entry.format, "files": pulled.files,
+        "notes": pulled.notes,
+    }  # fmt: skip
+    out.result(data, str(pulled.path), lambda: print(pulled.path))
+
+
+def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> None:
+    data = {"entries": [entry.model_dump() for entry in entries]}
+    if there is not None:
+        for content, found in zip(data["entries"], there, strict=True):
+            content["there"] = found
+
+    def human() -> None:
+        columns = ["model", "recipe", "made for", "hubs", "perplexity", *(["there"] if there is not None else [])]
+        rows = []
+        for number, entry in enumerate(entries):
+            arms = (entry.evaluation or {}).get("arms", {})
+            cost = f"{next(iter(arms.values()))['perplexity_increase']:+.2%}" if arms else "-"
+            hubs = ", ".join(sorted({copy.hub for copy in entry.copies}))
+            row = [entry.model, entry.recipe, (entry.model_revision or "-")[:12], hubs, cost]
+            rows.append([*row, *(["yes" if there[number] else "no"] if there is not None else [])])
+        table(f"{len(entries)} published rotations", columns, rows)
+
+    out.result(data, "\n".join(dict.fromkeys(entry.model for entry in entries)), human)

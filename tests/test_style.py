@@ -12,9 +12,9 @@ PACKAGE = ROOT / "rotationzoo"
 # Floors of docs/architecture.md: a module imports only from lower floors, or from those to its left on its own.
 FLOORS = [
     ["errors", "hadamard", "moments", "rotation", "int2"],
-    ["source", "capture", "geometry", "models", "recipe", "corpus", "artifact", "checkpoint", "kernels"],
-    ["collect", "fit", "card", "plan", "calibrate", "verify", "summary", "simulate", "tally", "evaluate", "validate"],
-    ["console", "tables", "cli", "__main__"],
+    ["source", "capture", "geometry", "models", "recipe", "corpus", "artifact", "checkpoint", "kernels", "index", "hubs"],
+    ["collect", "fit", "card", "plan", "calibrate", "verify", "summary", "simulate", "tally", "evaluate", "validate", "publish", "pull"],
+    ["console", "tables", "cli_options", "cli_model", "cli_zoo", "cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}

@@ -1,0 +1,253 @@
+"""Commands about one model: calibrate, evaluate, validate, inspect, verify. What is slow to import is imported inside."""
+
+import shlex
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rotationzoo.cli_options import (
+    ArtifactFolder,
+    Device,
+    DeviceMap,
+    Dtype,
+    Json,
+    MaxMemory,
+    Quiet,
+    Revision,
+    app,
+)
+from rotationzoo.console import Output, hush_libraries
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo: a small model that ships with this.")],
+    recipe: Annotated[str, typer.Option(help="oscar, oscar-v1, hadamard, identity, random, or a YAML file.")] = "oscar",
+    data: Annotated[str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")] = None,
+    subset: Annotated[str | None, typer.Option(help="The data set's configuration.")] = None,
+    split: Annotated[str | None, typer.Option(help="The data set's split (train).")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")] = None,
+    packing: Annotated[str | None, typer.Option(help="packed rows of equal length, or one document a row.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in all (32768).")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a row (2048).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows a forward pass (4; 16 with a device map).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Artifact folder (rotations/MODEL-RECIPE).")] = None,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; read only the config.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compute the rotations of a causal language model.
+
+    rotationzoo calibrate demo
+
+    rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
+
+    rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
+    """
+    out = Output(json, quiet)
+    from rotationzoo import recipe as recipes
+
+    hush_libraries()
+    chosen = recipes.override(
+        recipes.load(recipe), source=data, subset=subset, split=split, column=column, packing=packing,
+        tokens=tokens, length=length, seed=seed,
+    )  # fmt: skip
+    from rotationzoo.calibrate import calibrate as run
+    from rotationzoo.plan import Job
+    from rotationzoo.plan import plan as look
+    from rotationzoo.tables import show_artifact, show_plan
+
+    job = Job(
+        model=model,
+        recipe=chosen,
+        output=output.resolve() if output and output.is_symlink() else output or _default_output(model, chosen.name),
+        revision=revision,
+        batch=batch or (16 if device_map else 4),
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        restart=restart,
+    )
+    if chosen.model not in (None, model):
+        out.note(f"Note: this recipe is meant for {chosen.model}")
+    if dry_run:
+        show_plan(out, job, look(job))
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill is an interruption too
+    try:
+        with out.progress() as progress:
+            artifact = run(job, progress)
+    except KeyboardInterrupt:
+        saved = job.checkpoint.is_file()
+        words = [word for word in sys.argv[1:] if not saved or word != "--restart"]  # which would drop what was saved
+        command = shlex.join(["rotationzoo", *words])
+        raise Interrupted(
+            "interrupted; the statistics so far are saved" if saved else "interrupted before anything was saved",
+            hint=f"go on with: {command}" if saved else f"start again with: {command}",
+        ) from None
+    show_artifact(out, artifact)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    artifacts: Annotated[list[Path] | None, typer.Argument(help="Artifact folders.", metavar="[ARTIFACT]...")] = None,
+    data: Annotated[
+        str, typer.Option(help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text.")
+    ] = "bundled",
+    subset: Annotated[str | None, typer.Option(help="The data set's configuration.")] = None,
+    split: Annotated[str | None, typer.Option(help="The data set's split (train).")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a text.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
+    windows: Annotated[str | None, typer.Option(help="Sink/recent tokens kept exact, several with commas.")] = None,
+    format: Annotated[Literal["sglang", "vllm", "mlx"], typer.Option(help="The engine's 2-bit format.")] = "sglang",
+    layers: Annotated[str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")] = None,
+    keys_only: Annotated[bool, typer.Option("--keys-only", help="Leave the values exact.")] = False,
+    values_only: Annotated[bool, typer.Option("--values-only", help="Leave the keys exact.")] = False,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, which read the quantized history.")
+    ] = None,
+    queries: Annotated[int, typer.Option(min=0, help="Sampled queries a text for the attention KL; 0: none.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Texts a forward pass.")] = 1,
+    save: Annotated[bool, typer.Option("--save", help="Add evaluation.json to each artifact.")] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what rotations cost a model whose cache is stored in 2 bits.
+
+    rotationzoo evaluate demo rotations/demo-oscar
+
+    rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --data my-texts.jsonl --windows 64/256,128/1024 --save
+    """
+    out = Output(json, quiet)
+    if keys_only and values_only:
+        raise UsageError("--keys-only and --values-only leave nothing to store in 2 bits", hint="give one of them")
+    from rotationzoo import evaluate as evaluation
+    from rotationzoo import recipe as recipes
+    from rotationzoo.tables import show_evaluation
+
+    hush_libraries()
+    data_settings = recipes.override(
+        recipes.load("oscar"), source=data, subset=subset, split=split, column=column, tokens=tokens, length=length, seed=seed
+    ).data
+    job = evaluation.Evaluation(
+        model=model,
+        artifacts=artifacts or [],
+        data=data_settings,
+        windows=evaluation.parse_windows(windows),
+        format=format,
+        layers=evaluation.parse_layers(layers),
+        sides=("key",) if keys_only else ("value",) if values_only else ("key", "value"),
+        prefill_chunk=prefill_chunk,
+        queries=queries,
+        revision=revision,
+        batch=batch,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        save=save,
+    )
+    with out.progress() as progress:
+        report_ = evaluation.evaluate(job, progress)
+    show_evaluation(out, report_)
+
+
+@app.command()
+def validate(
+    artifact: ArtifactFolder,
+    model: Annotated[str | None, typer.Option(help="Also validate on keys and values captured from this model.")] = None,
+    rows: Annotated[int, typer.Option(min=64, help="Rows for each layer, KV head and side.")] = 1024,
+    device: Device = "auto",
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check on a GPU that the CUDA reference stores what the codec defines, bit by bit, and measure its speed.
+
+    rotationzoo validate rotations/demo-oscar
+    """
+    out = Output(json, quiet)
+    from rotationzoo import validate as validation
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.tables import show_validation
+
+    hush_libraries()
+    opened = Artifact.open(artifact)
+    with out.progress() as progress:
+        found = validation.validate(opened, model, revision, rows, device, progress)
+    show_validation(out, opened, found)
+
+
+@app.command()
+def inspect(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
+    """Show what each layer's statistics look like."""
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.summary import summarize
+    from rotationzoo.tables import layer_table
+
+    opened = Artifact.open(artifact)
+    layers = summarize(opened)
+    data = {
+        "artifact": str(artifact), "identity": opened.identity, "model": opened.manifest["model"]["id"],
+        "recipe": opened.manifest["recipe"]["name"], "layers": [asdict(layer) for layer in layers],
+    }  # fmt: skip
+    Output(json, quiet).result(data, opened.identity, lambda: layer_table(opened, layers))
+
+
+@app.command()
+def verify(
+    artifact: ArtifactFolder,
+    model: Annotated[str | None, typer.Option(help="Also check that it was made for this model.")] = None,
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check that an artifact is whole, orthogonal and of its model."""
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.verify import verify as check
+
+    opened = Artifact.open(artifact)
+    hush_libraries()
+    found = check(opened, model, revision)
+
+    def human() -> None:
+        for problem in found.problems:
+            print(f"Problem: {problem}")
+        if found.ok:
+            print(f"{artifact} is sound (largest |R R^T - I| {found.orthogonality_error:.1e})")
+        print(f"Checked: {', '.join(found.checked)}")
+
+    data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
+    Output(json, quiet).result(data, opened.identity if found.ok else "", human)
+    if not found.ok:
+        raise RotationZooError(
+            f"{artifact} is not to be used: {len(found.problems)} problem{'s' * (len(found.problems) > 1)} found",
+            hint="fetch it again, or make it again with rotationzoo calibrate; its card says from what model, recipe and text",
+        )
+
+
+def _default_output(model: str, recipe: str) -> Path:
+    """`rotations/MODEL-RECIPE`, by the folder's own name where the model is a path such as `.`."""
+    path = Path(model)
+    return Path("rotations") / f"{(path.resolve() if path.is_dir() else path).name}-{recipe}"

@@ -1,0 +1,48 @@
+"""The command line's frame: errors and exit codes of every command, and the options that several share."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from rotationzoo.console import report
+from rotationzoo.errors import Interrupted, RotationZooError
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns a known failure of any command into two lines and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RotationZooError as error:
+            if os.environ.get("ROTATIONZOO_DEBUG") == "1":
+                raise
+            report(error)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            report(Interrupted("interrupted"))
+            raise typer.Exit(Interrupted.exit_code) from error
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
+    help="Rotations for 2-bit KV caches: calibrate them, measure them, publish and fetch them.",
+)  # fmt: skip
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
+ArtifactFolder = Annotated[Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ARTIFACT")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+IndexPlace = Annotated[str | None, typer.Option("--index", help="Path or URL of a zoo_index.json.")]
+ZooRepo = Annotated[str | None, typer.Option("--repo", help="The zoo repository whose index to read.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own, float32 on a CPU.")]
+DeviceMap = Annotated[str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")]
+MaxMemory = Annotated[str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")]
+
+
+@app.callback()
+def main() -> None:
+    """Run with ROTATIONZOO_DEBUG=1 for tracebacks."""

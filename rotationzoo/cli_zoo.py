@@ -1,0 +1,107 @@
+"""Commands about what is published: push, pull, list. What is slow to import is imported inside."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rotationzoo.cli_options import ArtifactFolder, IndexPlace, Json, Quiet, ZooRepo, app
+from rotationzoo.console import Output, hush_libraries
+
+BOTH = ["huggingface", "modelscope"]
+
+
+@app.command()
+def push(
+    artifact: ArtifactFolder,
+    repo: Annotated[str, typer.Argument(help="The zoo repository, as owner/name.", metavar="REPO")],
+    to: Annotated[Literal["huggingface", "modelscope", "both"], typer.Option(help="Which hub.")] = "huggingface",
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="As a pull request (Hugging Face).")] = False,
+    no_statistics: Annotated[bool, typer.Option("--no-statistics", help="Leave the statistics behind.")] = False,
+    index: Annotated[Path | None, typer.Option(help="Also list it in this zoo_index.json, with pinned revisions.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Verify an artifact and publish it, in one commit a hub.
+
+    rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo import publish
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.tables import show_push, show_push_plan
+
+    opened = Artifact.open(artifact)
+    upload = publish.prepare(opened, repo, not no_statistics)
+    if dry_run:
+        show_push_plan(out, repo, publish.plan_of(upload))
+        return
+    hubs = BOTH if to == "both" else [str(to)]
+    done = publish.push(upload, repo, hubs, create_pr, str(artifact))
+    if index is not None:
+        publish.extend(index, publish.pinned(upload, repo, done))
+    show_push(out, repo, upload.path, done)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="The model whose rotations to fetch, as Qwen/Qwen3-8B.")],
+    from_: Annotated[Literal["huggingface", "modelscope", "any"], typer.Option("--from", help="Which hub.")] = "any",
+    revision: Annotated[str | None, typer.Option(help="The model's revision that they should be made for.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
+    local_dir: Annotated[Path | None, typer.Option(help="Put them here and not into the cache.")] = None,
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fetch rotations that somebody published, with every hash checked.
+
+    rotationzoo pull Qwen/Qwen3-8B
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo import pull as pulling
+    from rotationzoo.tables import show_pull
+
+    hubs = BOTH if from_ == "any" else [str(from_)]
+    with out.progress() as progress:
+        progress("reading the index", 0, 0)
+        found = pulling.find_index(index, repo or pulling.ZOO, hubs)
+        entry, copy, why = pulling.choose(found, model, revision, recipe, hubs)
+        pulled = pulling.pull(found, entry, copy, local_dir, progress)
+    out.note(f"Read {found.origin}")
+    out.note(f"Took {why}, from {copy.repo} on {copy.hub}")
+    show_pull(out, pulled)
+
+
+@app.command("list")
+def list_(
+    model: Annotated[str | None, typer.Argument(help="Only models with this in their name.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
+    remote: Annotated[bool, typer.Option("--remote", help="Ask the hubs whether the files are there.")] = False,
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show the rotations that have been published.
+
+    rotationzoo list qwen3
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo import pull as pulling
+    from rotationzoo.tables import show_list
+
+    found = pulling.find_index(index, repo or pulling.ZOO, BOTH)
+    chosen = [
+        entry
+        for entry in found.content.entries
+        if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe)
+    ]
+    there = [pulling.is_there(found, entry) for entry in chosen] if remote else None
+    out.note(f"Read {found.origin}")
+    show_list(out, chosen, there)
