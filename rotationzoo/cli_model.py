@@ -19,6 +19,7 @@ from rotationzoo.cli_options import (
     Quiet,
     Revision,
     app,
+    default_output,
 )
 from rotationzoo.console import Output, hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
@@ -72,7 +73,7 @@ def calibrate(
     job = Job(
         model=model,
         recipe=chosen,
-        output=output.resolve() if output and output.is_symlink() else output or _default_output(model, chosen.name),
+        output=output.resolve() if output and output.is_symlink() else output or default_output(model, chosen.name),
         revision=revision,
         batch=batch or (16 if device_map else 4),
         device=device,
@@ -166,7 +167,7 @@ def evaluate(
         dtype=dtype,
         device_map=device_map,
         max_memory=max_memory,
-        save=save,
+        save_to=(artifacts or []) if save else [],
     )
     with out.progress() as progress:
         report_ = evaluation.evaluate(job, progress)
@@ -245,9 +246,3 @@ def verify(
             f"{artifact} is not to be used: {len(found.problems)} problem{'s' * (len(found.problems) > 1)} found",
             hint="fetch it again, or make it again with rotationzoo calibrate; its card says from what model, recipe and text",
         )
-
-
-def _default_output(model: str, recipe: str) -> Path:
-    """`rotations/MODEL-RECIPE`, by the folder's own name where the model is a path such as `.`."""
-    path = Path(model)
-    return Path("rotations") / f"{(path.resolve() if path.is_dir() else path).name}-{recipe}"

@@ -46,3 +46,9 @@ MaxMemory = Annotated[str | None, typer.Option(help="Limits for the device map: 
 @app.callback()
 def main() -> None:
     """Run with ROTATIONZOO_DEBUG=1 for tracebacks."""
+
+
+def default_output(model: str, recipe: str) -> Path:
+    """`rotations/MODEL-RECIPE`, by the folder's own name where the model is a path such as `.`."""
+    path = Path(model)
+    return Path("rotations") / f"{(path.resolve() if path.is_dir() else path).name}-{recipe}"

@@ -1,12 +1,24 @@
-"""Commands about what is published: push, pull, list. What is slow to import is imported inside."""
+"""Commands about what is published: push, pull, list, regenerate. What is slow to import is imported inside."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from rotationzoo.cli_options import ArtifactFolder, IndexPlace, Json, Quiet, ZooRepo, app
+from rotationzoo.cli_options import (
+    ArtifactFolder,
+    Device,
+    DeviceMap,
+    IndexPlace,
+    Json,
+    MaxMemory,
+    Quiet,
+    ZooRepo,
+    app,
+    default_output,
+)
 from rotationzoo.console import Output, hush_libraries
+from rotationzoo.errors import UsageError
 
 BOTH = ["huggingface", "modelscope"]
 
@@ -105,3 +117,63 @@ def list_(
     there = [pulling.is_there(found, entry) for entry in chosen] if remote else None
     out.note(f"Read {found.origin}")
     show_list(out, chosen, there)
+
+
+@app.command()
+def regenerate(
+    model: Annotated[str | None, typer.Argument(help="The model to make rotations for; none with --plan.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only list what is due.")] = False,
+    configs: Annotated[Path, typer.Option(help="Folder of recipe files.")] = Path("configs"),
+    revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Artifact folder (rotations/MODEL-RECIPE).")] = None,
+    data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a text.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Rows a forward pass.")] = 4,
+    to: Annotated[Literal["huggingface", "modelscope", "both"] | None, typer.Option(help="Publish to this hub.")] = None,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make and publish new rotations where a model, or its recipe, has changed.
+
+    rotationzoo regenerate --plan --json
+
+    rotationzoo regenerate Qwen/Qwen3-8B --to huggingface --repo my-org/rotationzoo
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo import publish, release
+    from rotationzoo import pull as pulling
+    from rotationzoo import recipe as recipes
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.evaluate import Evaluation
+    from rotationzoo.plan import Job
+    from rotationzoo.tables import show_due, show_regenerated
+
+    zoo = repo or pulling.ZOO
+    found = pulling.find_index(index, zoo, BOTH)
+    out.note(f"Read {found.origin}")
+    if plan:
+        show_due(out, release.due(configs, found.content))
+        return
+    if model is None:
+        raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
+    path = release.recipe_of(configs, model)
+    recipe = recipes.load(str(path))
+    job = Job(
+        model=model, recipe=recipe, revision=revision, batch=batch, device=device, device_map=device_map, max_memory=max_memory,
+        output=output or default_output(model, recipe.name),
+    )  # fmt: skip
+    text = recipes.override(recipes.load("oscar"), source=data, tokens=tokens, length=length).data
+    with out.progress() as progress:
+        verdict = release.regenerate(job, found, Evaluation(model=model, artifacts=[], data=text), progress)
+    done = {}
+    if to is not None:
+        upload = publish.prepare(Artifact.open(job.output), zoo)
+        done = publish.push(upload, zoo, BOTH if to == "both" else [str(to)], create_pr=True, name=str(job.output))
+    show_regenerated(out, job, verdict, done)

@@ -47,8 +47,8 @@ class Evaluation:
     dtype: str = "auto"
     device_map: str | None = None
     max_memory: str | None = None
-    save: bool = False
-    """Add the report to each artifact."""
+    save_to: list[Path] = field(default_factory=list)
+    """Those of the artifacts that the report is added to."""
 
 
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {', '.join(int2.FORMATS)}")
     models.memory_limits(job.device_map, job.max_memory)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
-    if job.save:
-        for there in artifacts:
+    for there in artifacts:
+        if there.folder in job.save_to:
             there.check_writable()
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
@@ -112,29 +112,27 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         "arms": windows[0]["arms"],
         "windows": windows,
     }
-    if job.save:
-        _save(report, artifacts)
+    for there, arm in zip(artifacts, arms, strict=False):
+        if there.folder in job.save_to:
+            _save(report, there, arm.name)
     return report
 
 
-def _save(report: dict[str, Any], artifacts: list[Artifact]) -> None:
-    """Add `evaluation.json` to each artifact of a report: its own arm and the baselines."""
+def _save(report: dict[str, Any], there: Artifact, own: str) -> None:
+    """Add `evaluation.json` to an artifact: its own arm and the baselines."""
     shared = {key: value for key, value in report.items() if key not in ("arms", "windows")}
-    for there, own in zip(artifacts, list(report["arms"]), strict=False):
-        windows = [
-            {**window, "arms": {name: window["arms"][name] for name in (own, *BASELINES)}} for window in report["windows"]
-        ]
-        first = windows[0]
-        summary = {
-            "text": report["text"]["source"], "tokens": report["tokens"], "perplexity": report["exact"]["perplexity"],
-            "format": report["format"], "sink": first["sink"], "recent": first["recent"],
-            "arms": {
-                name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error")}
-                for name, arm in first["arms"].items()
-            },
-        }  # fmt: skip
-        content = json.dumps({**shared, "own_arm": own, "windows": windows}, indent=2) + "\n"
-        artifact.add(there, {EVALUATION: content.encode()}, {"evaluation": summary}, card.render)
+    windows = [{**window, "arms": {name: window["arms"][name] for name in (own, *BASELINES)}} for window in report["windows"]]
+    first = windows[0]
+    summary = {
+        "text": report["text"]["source"], "tokens": report["tokens"], "perplexity": report["exact"]["perplexity"],
+        "format": report["format"], "sink": first["sink"], "recent": first["recent"],
+        "arms": {
+            name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error")}
+            for name, arm in first["arms"].items()
+        },
+    }  # fmt: skip
+    content = json.dumps({**shared, "own_arm": own, "windows": windows}, indent=2) + "\n"
+    artifact.add(there, {EVALUATION: content.encode()}, {"evaluation": summary}, card.render)
 
 
 @torch.no_grad()

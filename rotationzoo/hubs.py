@@ -85,6 +85,13 @@ class HuggingFace(Hub):
         with self._errors(repo, revision):
             return str(_patiently(lambda: self.api.model_info(repo, revision=revision).sha, _hf_passing))
 
+    def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
+        """The commit of a revision, and path -> hash of everything in it: what tells whether a model has changed."""
+        with self._errors(repo, revision):
+            info = _patiently(lambda: self.api.model_info(repo, revision=revision, files_metadata=True), _hf_passing)
+        hashes = {s.rfilename: s.lfs.sha256 if s.lfs else s.blob_id or "" for s in info.siblings or []}
+        return str(info.sha), hashes
+
     def list_files(self, repo: str, revision: str | None) -> dict[str, str | None]:
         from huggingface_hub.hf_api import RepoFile
 

@@ -12,6 +12,7 @@ from rotationzoo.index import Entry
 from rotationzoo.int2 import FORMATS
 from rotationzoo.plan import Job, Plan
 from rotationzoo.pull import Pulled
+from rotationzoo.release import Due
 from rotationzoo.summary import LayerSummary, summarize
 
 
@@ -211,3 +212,33 @@ def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> No
         table(f"{len(entries)} published rotations", columns, rows)
 
     out.result(data, "\n".join(dict.fromkeys(entry.model for entry in entries)), human)
+
+
+def show_due(out: Output, due: list[Due]) -> None:
+    def human() -> None:
+        table(
+            f"{len(due)} due",
+            ["model", "revision", "was", "reason"],
+            [[d.model, d.revision[:12], (d.was or "-")[:12], d.reason] for d in due],
+        )
+
+    out.result({"models": [asdict(d) for d in due]}, "\n".join(d.model for d in due), human)
+
+
+def show_regenerated(out: Output, job: Job, verdict: dict[str, Any], done: dict[str, Published]) -> None:
+    data = {
+        **{key: value for key, value in verdict.items() if key != "report"},
+        "hubs": {n: asdict(p) for n, p in done.items()},
+    }
+
+    def human() -> None:
+        print(f"{job.output}, validated on {verdict['validated_on']}")
+        if verdict["compared_with"]:
+            error = verdict["standard_error"]
+            print(
+                f"log perplexity {verdict['log_perplexity_difference']:+.4f} ±{error or 0:.4f} beside the published rotations"
+            )
+        for name, place in done.items():
+            print(f"{name}: {place.url}")
+
+    out.result(data, str(job.output), human)

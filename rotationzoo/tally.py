@@ -60,6 +60,7 @@ class Tally:
     def exact_report(self) -> dict[str, Any]:
         loss, count = torch.cat(self.losses), torch.cat(self.counts)
         return {
+            "text_tokens": count.sum(1).long().tolist(),
             "perplexity": _perplexity(loss.sum(), count.sum()),
             "by_length": [
                 {"from": low, "to": high, "perplexity": _perplexity(loss[:, i].sum(), count[:, i].sum())}
@@ -74,7 +75,24 @@ class Tally:
             {"from": low, "to": high, **self._metrics(exact, slice(i, i + 1))}
             for i, (low, high) in enumerate(zip(self.edges, self.edges[1:], strict=False))
         ]
-        return {**whole, "by_length": by_length}
+        count = torch.cat(self.counts).sum(1)
+        return {
+            **whole,
+            "by_length": by_length,
+            "by_layer": self._by_layer(),
+            "text_losses": (torch.cat(self.losses).sum(1) / count).tolist(),
+        }
+
+    def _by_layer(self) -> list[dict[str, Any]]:
+        """Block error and KL of each layer, over all texts."""
+        found = []
+        for layer in self.layers:
+            error, norm = (torch.cat(t[layer]).sum().item() for t in (self._errors, self._norms))
+            kl = None
+            if self._sampled:
+                kl = (torch.cat(self._divergences[layer]).sum() / torch.cat(self._sampled).sum()).item()
+            found.append({"layer": layer, "output_error": (error / norm) ** 0.5, "attention_kl": kl})
+        return found
 
     def _metrics(self, exact: "Tally", bucket: slice) -> dict[str, Any]:
         loss, base, count = (torch.cat(t)[:, bucket].sum(1) for t in (self.losses, exact.losses, self.counts))
@@ -108,6 +126,12 @@ class Tally:
         edges = torch.tensor(self.edges)
         inside = (positions[:, None] >= edges[:-1]) & (positions[:, None] < edges[1:])
         return inside.double()
+
+
+def paired_difference(losses: list[float], others: list[float], tokens: list[int]) -> tuple[float, float | None]:
+    """Mean difference of the log perplexities of two arms on the same texts, and its standard error (None: a single text)."""
+    one, other = torch.tensor(losses, dtype=torch.float64), torch.tensor(others, dtype=torch.float64)
+    return _mean(one - other, torch.tensor(tokens, dtype=torch.float64))
 
 
 def _perplexity(loss: torch.Tensor, count: torch.Tensor) -> float:

@@ -24,7 +24,6 @@ def api(hub, monkeypatch):
     client = importlib.import_module("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)  # some calls ask it and not the HfApi
     return client.HfApi(endpoint=hub.endpoint, token=hub.token)
 
 

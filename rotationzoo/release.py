@@ -1,0 +1,145 @@
+"""Which models have a new revision, and new rotations for one of them, published only if they are no worse than the old."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rotationzoo import pull as pulling
+from rotationzoo import recipe as recipes
+from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import calibrate
+from rotationzoo.collect import Progress, silent
+from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.evaluate import Evaluation, evaluate
+from rotationzoo.hubs import HuggingFace
+from rotationzoo.index import Entry, Index
+from rotationzoo.plan import Job
+from rotationzoo.pull import Found
+from rotationzoo.recipe import Recipe
+from rotationzoo.tally import paired_difference
+from rotationzoo.validate import validate
+
+_WORSE = 1e-3  # a relative increase of perplexity that matters, if it is also more than two standard errors
+_MATTERS = (".safetensors", ".jinja", ".model")  # and every .json: config, tokenizer, index of the shards
+
+
+@dataclass(frozen=True)
+class Due:
+    """A model whose rotations are to be made anew."""
+
+    model: str
+    revision: str
+    was: str | None
+    """The revision of the published rotations."""
+    recipe: str
+    """The recipe file."""
+    reason: str
+
+
+def due(configs: Path, index: Index) -> list[Due]:
+    """The models of a folder of recipe files whose weights, config or recipe differ from what was published.
+
+    Asks Hugging Face for each model. Raises `RotationZooError` for a folder without recipes, `HubError` for a model that cannot
+    be looked at.
+    """
+    files = sorted(configs.glob("*.yaml"))
+    if not files:
+        raise RotationZooError(f"{configs} holds no recipe files", hint="name a folder like configs/ with --configs")
+    hub, found = HuggingFace(), []
+    for path in files:
+        recipe = recipes.load(str(path))
+        if recipe.model is None:
+            continue
+        revision, contents = hub.contents(recipe.model)
+        published = newest(index, recipe.model)
+        was = published.model_revision if published else None
+        if reason := _reason(hub, recipe, published, revision, contents):
+            found.append(Due(recipe.model, revision, was, str(path), reason))
+    return found
+
+
+def recipe_of(configs: Path, model: str) -> Path:
+    """The recipe file of a model. Raises `RotationZooError` if the folder has none."""
+    for path in sorted(configs.glob("*.yaml")):
+        if recipes.load(str(path)).model == model:
+            return path
+    raise RotationZooError(f"{configs} has no recipe for {model}", hint=f"write {configs}/{model.split('/')[-1]}.yaml first")
+
+
+def newest(index: Index, model: str) -> Entry | None:
+    """The latest of our own entries for a model."""
+    ours = [entry for entry in index.entries if entry.model == model and entry.format == "rotationzoo"]
+    return max(ours, key=lambda entry: entry.created or "", default=None)
+
+
+def _reason(hub: HuggingFace, recipe: Recipe, published: Entry | None, revision: str, contents: dict[str, str]) -> str | None:
+    if published is None:
+        return "nothing is published"
+    if published.recipe_sha256 != recipe.hash:
+        return "the recipe has changed"
+    if published.model_revision == revision:
+        return None
+    try:
+        _, before = hub.contents(recipe.model or "", published.model_revision)
+    except HubError as error:
+        if not error.missing:
+            raise
+        return "the published revision is gone"
+    changed = sorted(
+        name for name in before.keys() | contents.keys() if _matters(name) and before.get(name) != contents.get(name)
+    )
+    return f"changed: {', '.join(changed[:3])}" if changed else None
+
+
+def _matters(name: str) -> bool:
+    return "/" not in name and name.endswith((*_MATTERS, ".json"))
+
+
+def regenerate(job: Job, found: Found, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Any]:
+    """Calibrate, evaluate beside the published rotations if there are any, and validate. The artifact is then ready to publish.
+
+    `evaluation` says on what text and how; its model and artifacts are filled in here. Raises `RotationZooError` if the new
+    rotations are worse than the old on the new revision.
+    """
+    made = calibrate(job, progress)
+    old = _published(found, job.model, progress)
+    if old is not None and Artifact.open(old).identity == made.identity:
+        old = None
+    artifacts = [made.folder, *([old] if old else [])]
+    report = evaluate(_filled(evaluation, job, artifacts), progress)
+    arms = list(report["arms"])
+    verdict: dict[str, Any] = {
+        "artifact": str(made.folder),
+        "identity": made.identity,
+        "compared_with": str(old) if old else None,
+    }
+    if old is not None:
+        new, before = (report["arms"][name]["text_losses"] for name in arms[:2])
+        difference, error = paired_difference(new, before, report["exact"]["text_tokens"])
+        verdict |= {"log_perplexity_difference": difference, "standard_error": error}
+        if is_worse(difference, error):
+            raise RotationZooError(
+                f"the new rotations of {job.model} are worse than the published ones: perplexity {math.expm1(difference):+.2%} "
+                f"on the new revision" + ("" if error is None else f", standard error {error:.2%}"),
+                hint=f"look at {made.folder} before you publish it with: rotationzoo push",
+            )
+    validated = validate(Artifact.open(made.folder), device=job.device, progress=progress)
+    return verdict | {"report": report, "validated_on": validated["device"]}
+
+
+def is_worse(difference: float, error: float | None) -> bool:
+    """Whether a difference of log perplexities matters and is no accident: over .1 %, and over two standard errors."""
+    return math.expm1(difference) > _WORSE and (error is None or difference > 2 * error)
+
+
+def _published(found: Found, model: str, progress: Progress) -> Path | None:
+    entry = newest(found.content, model)
+    if entry is None:
+        return None
+    return pulling.pull(found, entry, entry.copies[0], progress=progress).path
+
+
+def _filled(evaluation: Evaluation, job: Job, artifacts: list[Path]) -> Evaluation:
+    shared = {key: getattr(job, key) for key in ("model", "revision", "device", "dtype", "device_map", "max_memory")}
+    return replace(evaluation, artifacts=artifacts, save_to=artifacts[:1], **shared)
