@@ -22,7 +22,7 @@ from rotationzoo.errors import HubError, StaleParent, first_sentence
 
 T = TypeVar("T")
 _ATTEMPTS = 4
-_PAUSE = float(os.environ.get("ROTATIONZOO_RETRY_PAUSE", "1"))  # seconds; doubled each time
+_PAUSE = 1.0  # seconds before the second attempt; doubled each time
 
 
 @dataclass(frozen=True)

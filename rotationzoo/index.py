@@ -116,8 +116,13 @@ class Index(_Frozen):
         return Index(entries=_sorted([*others, entry]))
 
     def text(self) -> str:
-        """As JSON that changes no more than it must: sorted entries, sorted keys, nothing for what is not known."""
-        entries = [entry.model_dump(exclude_none=entry.format == "rotationzoo") for entry in _sorted(list(self.entries))]
+        """As JSON that changes no more than it must: entries and keys sorted; a hash or revision that nobody knows is null."""
+        entries = [
+            entry.model_dump(exclude_none=True)
+            | {"copies": [copy.model_dump() for copy in entry.copies]}
+            | {"files": {name: file.model_dump() for name, file in entry.files.items()}}
+            for entry in _sorted(list(self.entries))
+        ]
         return json.dumps({"schema": self.schema_, "entries": entries}, indent=2, sort_keys=True) + "\n"
 
 

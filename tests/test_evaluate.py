@@ -145,7 +145,9 @@ def models_and_artifacts(tmp_path_factory):
 
 def test_the_report(models_and_artifacts):
     _, artifacts = models_and_artifacts
-    job = Evaluation("demo", artifacts, Data(tokens=2048, length=512), windows=[(16, 64), (64, 256)], queries=16, save_to=artifacts)
+    job = Evaluation(
+        "demo", artifacts, Data(tokens=2048, length=512), windows=[(16, 64), (64, 256)], queries=16, save_to=artifacts
+    )
     report = evaluate(job)
     names = ["oscar", "oscar-v1", "identity", "hadamard", "random"]
     assert list(report["arms"]) == names

@@ -24,6 +24,8 @@ def api(hub, monkeypatch):
     client = importlib.import_module("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    # With it on, the client asks the real hub for a list of agents, whatever its endpoint is here.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
     return client.HfApi(endpoint=hub.endpoint, token=hub.token)
 
 

@@ -13,7 +13,22 @@ PACKAGE = ROOT / "rotationzoo"
 FLOORS = [
     ["errors", "hadamard", "moments", "rotation", "int2"],
     ["source", "capture", "geometry", "models", "recipe", "corpus", "artifact", "checkpoint", "kernels", "index", "hubs"],
-    ["collect", "fit", "card", "plan", "calibrate", "verify", "summary", "simulate", "tally", "evaluate", "validate", "publish", "pull", "release"],
+    [
+        "collect",
+        "fit",
+        "card",
+        "plan",
+        "calibrate",
+        "verify",
+        "summary",
+        "simulate",
+        "tally",
+        "evaluate",
+        "validate",
+        "publish",
+        "pull",
+        "release",
+    ],
     ["console", "tables", "cli_options", "cli_model", "cli_zoo", "cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 # What the braces in a route stand for; any other name is one segment of the path.
@@ -41,6 +41,10 @@ class Fault:
     pattern: str
     what: int | str
     count: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.what, int) and self.what not in ("drop", "cut", "flip", "lost"):
+            raise ValueError(f"No such fault: {self.what}")
 
 
 class Refusal(Exception):
@@ -168,7 +172,7 @@ class Hub:
     token = "test"
     branch = "main"
     large_suffixes = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".zip", ".parquet")
-    first_files: dict[str, bytes] = {}  # noqa: RUF012 - read only
+    first_files: ClassVar[dict[str, bytes]] = {}  # of the commit that a repository begins with
     no_repository: str | int = ""  # what the error messages carry for a machine to read
     no_revision: str | int = ""
 
@@ -299,6 +303,7 @@ class Hub:
             return self.refused(refusal)
 
     def dispatch(self, call: Call) -> Answer:
+        # No two routes match the same request, so their order does not matter.
         for function in (getattr(self, name) for name in dir(type(self))):
             methods, expression, access = getattr(function, "route", ((), None, ""))
             if call.method in methods and (match := expression.fullmatch(call.path)):
@@ -312,7 +317,7 @@ class Hub:
             raise Refusal(401, "Invalid credentials in Authorization header")
         private = self.private or (repository is not None and repository.private)
         if credential is None and (access == "write" or (access == "read" and private)):
-            raise Refusal(401, "A token is needed here")
+            raise Refusal(401, "A token is needed here", self.no_repository if access == "read" else "")
         if "repository" in values:
             if repository is None:
                 raise Refusal(404, "No such repository", self.no_repository)

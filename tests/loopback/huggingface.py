@@ -4,6 +4,7 @@ import base64
 import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import ClassVar
 from urllib.parse import parse_qs, urlencode
 
 from loopback import Answer, Blob, Call, Hub, Refusal, Repository, as_json, ranged, route, running
@@ -49,7 +50,7 @@ def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
 
 
 def as_discussion(repository: Repository, pull: PullRequest) -> dict:
-    kind, _, name = repository.name.rpartition("datasets/")
+    name = repository.name.removeprefix("datasets/")
     return {
         "num": pull.number,
         "title": pull.title,
@@ -57,7 +58,7 @@ def as_discussion(repository: Repository, pull: PullRequest) -> dict:
         "author": {"name": "tester"},
         "isPullRequest": True,
         "createdAt": repository.commits[pull.base].date,
-        "repo": {"name": name, "type": "dataset" if kind else "model"},
+        "repo": {"name": name, "type": "model" if name == repository.name else "dataset"},
     }
 
 
@@ -65,7 +66,7 @@ class HuggingFaceHub(Hub):
     token = "hf_test"
     no_repository = "RepoNotFound"
     no_revision = "RevisionNotFound"
-    first_files = {".gitattributes": "".join(f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes).encode()}  # noqa: RUF012
+    first_files: ClassVar = {".gitattributes": "".join(f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes).encode()}
 
     def is_large(self, path: str, size: int, start: bytes) -> bool:
         return path.endswith(self.large_suffixes) or size > 10_000_000 or b"\0" in start
@@ -153,16 +154,6 @@ class HuggingFaceHub(Hub):
             elif any(other.startswith(f"{path}/") for other in files):
                 entries.append(as_folder(path))
         return as_json(entries)
-
-    @route("GET", "/api/{repository}/commits/{revision}")
-    def history(self, call: Call, repository: Repository, revision: str) -> Answer:
-        rows, name = [], revision
-        while name:
-            commit = repository.commits[name]
-            row = {"id": name, "title": commit.title, "message": commit.description, "date": commit.date, "authors": []}
-            rows.append(row)
-            name = commit.parent
-        return as_json(rows)
 
     @route("GET", "/api/{repository}/refs")
     def list_refs(self, call: Call, repository: Repository) -> Answer:

@@ -6,7 +6,7 @@ The client's source says which fields it reads; what else the real hub answers i
 import base64
 from contextlib import AbstractContextManager
 from http.cookies import SimpleCookie
-from typing import Any
+from typing import Any, ClassVar
 
 from loopback import Answer, Blob, Call, Hub, Refusal, Repository, as_json, route, running
 
@@ -23,7 +23,7 @@ class ModelScopeHub(Hub):
     token = "ms_test"
     branch = "master"
     no_repository = 10010205001
-    first_files = {  # noqa: RUF012 - read only
+    first_files: ClassVar = {
         ".gitattributes": "".join(f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes).encode(),
         "README.md": b"---\nlicense: Apache License 2.0\n---\n",
     }

@@ -1,0 +1,493 @@
+"""The zoo over loopback hubs: publish, list, pull, faults of every kind, and new rotations for a new revision."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from loopback import Fault, huggingface, modelscope
+
+from rotationzoo import hubs as clients
+from rotationzoo import index
+from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import calibrate
+from rotationzoo.plan import Job
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.verify import verify
+
+ZOO = "someone/zoo"
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Path:
+    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    return calibrate(Job("demo", recipe, tmp_path_factory.mktemp("zoo") / "made", device="cpu")).folder
+
+
+@pytest.fixture
+def zoo(inside, monkeypatch, tmp_path):
+    """Both hubs, and the command line in this process pointed at them, with an empty cache."""
+    with huggingface.serve() as hf, modelscope.serve() as ms:
+        address = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(huggingface_hub.constants.ENDPOINT, hf.endpoint)
+        changed = {"ENDPOINT": hf.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        for name, value in changed.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
+        monkeypatch.setenv("HF_TOKEN", hf.token)
+        for name, value in ms_environment(ms, tmp_path).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(clients, "_PAUSE", 0.0)
+
+        def run(*words) -> SimpleNamespace:
+            return inside(*words)
+
+        def forget() -> None:
+            shutil.rmtree(tmp_path / "assets", ignore_errors=True)
+
+        yield SimpleNamespace(hf=hf, ms=ms, run=run, forget=forget, assets=tmp_path / "assets", folder=inside.folder)
+        assert not hf.leaks, "a token reached another host"
+        assert not ms.leaks
+
+
+def ms_environment(ms, tmp_path) -> dict[str, str]:
+    return {
+        "MODELSCOPE_ENDPOINT": ms.endpoint,
+        "MODELSCOPE_API_TOKEN": ms.token,
+        "MODELSCOPE_HOME": str(tmp_path / "ms-home"),
+        "MODELSCOPE_CACHE": str(tmp_path / "ms-cache"),
+    }
+
+
+def ok(result) -> dict:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refused(result, code: int = 1) -> str:
+    """It failed with this code, in one `Error:` line and at most one `Hint:` line after any notes."""
+    assert result.returncode == code, (result.returncode, result.stdout, result.stderr)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("Read ", "Took ", "Note: "))]
+    assert lines[0].startswith("Error: "), result.stderr
+    assert len(lines) <= 2, result.stderr
+    assert all(line.startswith("Hint: ") for line in lines[1:])
+    assert "hf_test" not in result.stderr + result.stdout
+    assert "ms_test" not in result.stderr + result.stdout
+    return result.stderr
+
+
+def nothing_left(zoo) -> bool:
+    """No half artifact, and no temporary folder, is in the cache."""
+    return not [path for path in zoo.assets.rglob("*") if path.is_file()]
+
+
+# ---- the journey
+
+
+def test_publish_list_and_pull_on_both_hubs(zoo, made):
+    sent = ok(zoo.run("push", made, ZOO, "--to", "both", "--json"))
+    assert sent["hubs"]["huggingface"]["changed"]
+    assert sent["hubs"]["modelscope"]["changed"]
+    commits = zoo.hf.commits(ZOO), zoo.ms.commits(ZOO)
+    again = ok(zoo.run("push", made, ZOO, "--to", "both", "--json"))
+    assert (zoo.hf.commits(ZOO), zoo.ms.commits(ZOO)) == commits, "unchanged content is no new commit"
+    assert again["hubs"]["huggingface"] == {**sent["hubs"]["huggingface"], "changed": False}
+    assert not again["hubs"]["modelscope"]["changed"]
+
+    shown = ok(zoo.run("list", "--repo", ZOO, "--remote", "--json"))
+    assert [(entry["model"], entry["recipe"], entry["there"]) for entry in shown["entries"]] == [("demo", "oscar", True)]
+    assert ok(zoo.run("list", "--repo", ZOO, "qwen", "--json")) == {"entries": []}
+
+    for place, hub in (("huggingface", zoo.hf), ("modelscope", zoo.ms)):
+        zoo.forget()
+        pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", place, "--json"))
+        there = Artifact.open(Path(pulled["path"]))
+        assert verify(there, "demo").ok
+        assert pulled["revision"] == sent["hubs"][place]["revision"]
+        names = {path.name for path in made.iterdir()}
+        assert {path.name for path in there.folder.iterdir()} == names
+        assert all((there.folder / name).read_bytes() == (made / name).read_bytes() for name in names)
+        before = len(hub.requests)
+        again = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", place, "--json"))
+        assert again["path"] == pulled["path"]
+        assert not [request for request in hub.requests[before:] if "safetensors" in request], "no second download"
+    content = zoo.hf.files(ZOO)
+    assert {"zoo_index.json", "README.md", "config.json"} <= content.keys()
+    assert b"rotationzoo pull demo --repo someone/zoo" in content["README.md"]
+
+
+def test_a_dry_run_reaches_no_hub(zoo, made):
+    files = ok(zoo.run("push", made, ZOO, "--dry-run", "--json"))["files"]
+    assert {Path(file["path"]).name for file in files} == {path.name for path in made.iterdir()}
+    assert not zoo.hf.requests
+    without = ok(zoo.run("push", made, ZOO, "--dry-run", "--no-statistics", "--json"))["files"]
+    assert len(without) == len(files) - 1
+
+
+def test_without_statistics_it_is_still_sound(zoo, made):
+    ok(zoo.run("push", made, ZOO, "--no-statistics", "--json"))
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
+    assert "statistics.safetensors" not in pulled["files"]
+    assert verify(Artifact.open(Path(pulled["path"])), "demo").ok
+
+
+def test_a_damaged_artifact_is_not_published(zoo, made, tmp_path):
+    broken = shutil.copytree(made, tmp_path / "broken")
+    (broken / "statistics.safetensors").write_bytes(b"x" * 100)
+    assert "is not published: statistics.safetensors" in refused(zoo.run("push", broken, ZOO))
+    assert not zoo.hf.requests
+
+
+def test_a_pinned_pull_is_not_moved_by_a_later_commit(zoo, made, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    first = ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    path = first["path"]
+    zoo.hf.commit(ZOO, {f"{path}/README.md": b"changed later"})
+    pulled = ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+    assert pulled["revision"] == first["hubs"]["huggingface"]["revision"] != zoo.hf.head(ZOO)
+    assert (Path(pulled["path"]) / "README.md").read_bytes() == (made / "README.md").read_bytes()
+    assert index.read(listed).entries[0].copies[0].revision == pulled["revision"]
+    requests = len(zoo.hf.requests)
+    with pytest.MonkeyPatch.context() as offline:
+        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert ok(zoo.run("pull", "demo", "--index", listed, "--json"))["path"] == pulled["path"]
+    assert len(zoo.hf.requests) == requests, "offline by pinned revision"
+
+
+def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
+    """The index that somebody else has just committed is kept, and ours is added to it."""
+    zoo.hf.create(ZOO)
+    other = Path(made)
+    ok(zoo.run("push", other, "someone/other", "--json"))
+    theirs = zoo.hf.files("someone/other")["zoo_index.json"].replace(b'"demo"', b'"other"')
+    publish = clients.HuggingFace.publish
+    calls = []
+
+    def late(self, repo, *arguments, **options):
+        if not calls:
+            zoo.hf.commit(ZOO, {"zoo_index.json": theirs})
+        calls.append(repo)
+        return publish(self, repo, *arguments, **options)
+
+    monkeypatch.setattr(clients.HuggingFace, "publish", late)
+    ok(zoo.run("push", made, ZOO, "--json"))
+    assert len(calls) == 2, "the stale parent was refused"
+    models = [entry.model for entry in index.parse(zoo.hf.files(ZOO)["zoo_index.json"], "zoo").entries]
+    assert models == ["demo", "other"]
+
+
+def test_a_pull_request_can_be_pulled_before_it_is_merged(zoo, made, tmp_path):
+    zoo.hf.create(ZOO)
+    listed = tmp_path / "zoo_index.json"
+    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--index", listed, "--json"))["hubs"]["huggingface"]
+    assert "/discussions/1" in sent["url"]
+    assert "zoo_index.json" not in zoo.hf.files(ZOO), "not on the main branch yet"
+    pulled = ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+    assert verify(Artifact.open(Path(pulled["path"])), "demo").ok
+
+
+def test_one_hub_takes_it_and_the_other_does_not(zoo, made):
+    zoo.ms.faults.append(Fault("POST", "/commit/", 403, 99))
+    text = refused(zoo.run("push", made, ZOO, "--to", "both"), code=3)
+    assert "huggingface took it and modelscope did not" in text
+    assert f"rotationzoo push {made} {ZOO} --to modelscope" in text
+    zoo.ms.faults.clear()
+    ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--json"))
+    assert zoo.hf.commits(ZOO) == 2
+
+
+# ---- faults
+
+
+PASSING = [
+    ("503 on a file", "GET", "/resolve/.*manifest", 503, 2),
+    ("503 on the storage", "GET", "/storage/", 503, 2),
+    ("503 on the repository", "GET", "/api/models/", 503, 2),
+    ("429", "GET", "/resolve/.*rotations", 429, 1),
+    ("a dropped connection", "GET", "/storage/", "drop", 1),
+    ("a cut body", "GET", "/storage/", "cut", 1),
+]
+
+
+@pytest.mark.parametrize(("what", "method", "pattern", "fault", "count"), PASSING, ids=[row[0] for row in PASSING])
+def test_pull_gets_over_what_passes(zoo, made, what, method, pattern, fault, count):
+    ok(zoo.run("push", made, ZOO, "--json"))
+    zoo.hf.faults.append(Fault(method, pattern, fault, count))
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", "huggingface", "--json"))
+    assert verify(Artifact.open(Path(pulled["path"]))).ok
+    assert all(f.count <= 0 for f in zoo.hf.faults), "the fault was met"
+
+
+LASTING = [
+    ("503 for ever", "GET", "/storage/", 503, "answered 503"),
+    ("401", "GET", "/resolve/.*manifest", 401, "refused access"),
+    ("a missing file", "GET", "/resolve/.*manifest", 404, "Hugging Face"),
+]
+
+
+@pytest.mark.parametrize(("what", "method", "pattern", "fault", "words"), LASTING, ids=[row[0] for row in LASTING])
+def test_pull_says_what_lasts_and_leaves_nothing(zoo, made, what, method, pattern, fault, words, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    zoo.hf.faults += [Fault(method, pattern, fault, 99), Fault("HEAD", pattern, fault, 99)]
+    assert words in refused(zoo.run("pull", "demo", "--index", listed))
+    assert nothing_left(zoo)
+    zoo.hf.faults.clear()
+    ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+
+
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+def test_a_flipped_bit_is_found(zoo, made, place, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--to", place, "--index", listed, "--json"))
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    hub.faults.append(Fault("GET", "/storage/", "flip", 99))
+    refused(zoo.run("pull", "demo", "--index", listed))
+    assert nothing_left(zoo)
+    hub.faults.clear()
+    ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+
+
+def test_files_that_were_changed_after_they_were_pulled_are_fetched_again(zoo, made):
+    ok(zoo.run("push", made, ZOO, "--json"))
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
+    path = Path(pulled["path"]) / "rotations.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(b"x" + good[1:])
+    ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
+    assert path.read_bytes() == good
+
+
+def test_a_listing_that_omits_a_file(zoo, made):
+    """Pull does not rely on listings; `list --remote` says that the file is not there."""
+    path = ok(zoo.run("push", made, ZOO, "--json"))["path"]
+    zoo.hf.hidden.add(f"{path}/rotations.safetensors")
+    assert [e["there"] for e in ok(zoo.run("list", "--repo", ZOO, "--remote", "--json"))["entries"]] == [False]
+    ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", "huggingface", "--json"))
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "a/../../b", "a\\\\b", "a//b", ""])
+def test_an_index_with_a_path_that_leaves_its_folder_is_refused(zoo, made, tmp_path, path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    content = json.loads(listed.read_text())
+    content["entries"][0]["copies"][0]["path"] = path
+    listed.write_text(json.dumps(content))
+    assert "is damaged at entries.0.copies.0.path" in refused(zoo.run("pull", "demo", "--index", listed))
+
+
+def test_a_repository_that_vanished(zoo, made, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    zoo.hf.remove(ZOO)
+    assert f"there is no {ZOO} on Hugging Face" in refused(zoo.run("pull", "demo", "--index", listed))
+    assert nothing_left(zoo)
+
+
+@pytest.mark.parametrize("what", [503, "drop", "lost"])
+def test_push_gets_over_a_commit_that_fails_once(zoo, made, what):
+    """Also when the commit was made and only its answer was lost."""
+    zoo.hf.create(ZOO)
+    zoo.hf.faults.append(Fault("POST", "/commit/", what, 1))
+    sent = ok(zoo.run("push", made, ZOO, "--json"))["hubs"]["huggingface"]
+    assert sent["revision"] == zoo.hf.head(ZOO)
+    assert zoo.hf.commits(ZOO) == 2
+
+
+def test_push_with_a_wrong_token(zoo, made, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    text = refused(zoo.run("push", made, ZOO))
+    assert "refused access" in text
+    assert "hf_wrong" not in text
+
+
+def test_what_is_not_there(zoo, tmp_path):
+    assert "has no rotation for nobody/nothing" in refused(zoo.run("pull", "nobody/nothing"))
+    assert "cannot be read" in refused(zoo.run("pull", "demo", "--index", tmp_path / "missing.json"))
+    (tmp_path / "bad.json").write_text("[]")
+    assert "is no index" in refused(zoo.run("list", "--index", tmp_path / "bad.json"))
+    (tmp_path / "new.json").write_text('{"schema": 99, "entries": []}')
+    assert "schema 99" in refused(zoo.run("list", "--index", tmp_path / "new.json"))
+    assert "regenerate --plan" in refused(zoo.run("regenerate"), code=2)
+
+
+def test_somebody_elses_folder_is_not_replaced(zoo, made):
+    ok(zoo.run("push", made, ZOO, "--json"))
+    (zoo.folder / "mine").mkdir()
+    (zoo.folder / "mine" / "notes.txt").write_text("important")
+    assert "holds other files" in refused(zoo.run("pull", "demo", "--repo", ZOO, "--local-dir", "mine"))
+    assert (zoo.folder / "mine" / "notes.txt").read_text() == "important"
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--local-dir", "theirs", "--json"))
+    assert pulled["path"] == "theirs"
+    assert verify(Artifact.open(zoo.folder / "theirs")).ok
+
+
+# ---- the makers' own files
+
+
+def foreign(layers: int = 2, dim: int = 16, seed: int = 0) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    matrices = {i: torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0] for i in range(layers)}
+    rotation = {i: {"layer_id": i, "rotation": matrix, "eigenvalues": torch.ones(dim)} for i, matrix in matrices.items()}
+    return {"format_version": 1, "objective": "qqt_r_h_pbr", "source_grouping": "layer", "layers": rotation}
+
+
+def save_foreign(zoo, tmp_path, **contents) -> None:
+    files = {}
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        torch.save(contents.get(name[0], foreign(seed=ord(name[0]))), tmp_path / name)
+        files[f"Qwen3-8B/seq20000_prompt83_group128/{name}"] = (tmp_path / name).read_bytes()
+    if "Zhongzhu/OSCAR-RotationZoo" not in zoo.hf.repositories:
+        zoo.hf.create("Zhongzhu/OSCAR-RotationZoo")
+    zoo.hf.commit("Zhongzhu/OSCAR-RotationZoo", files)
+
+
+def test_a_rotation_of_the_makers_is_pulled_checked_and_locked(zoo, tmp_path):
+    save_foreign(zoo, tmp_path)
+    result = zoo.run("pull", "Qwen/Qwen3-8B", "--json")
+    pulled = ok(result)
+    assert "the index that came with rotationzoo" in result.stderr
+    assert "no hash was published" in result.stderr
+    assert pulled["format"] == "oscar"
+    lock = json.loads((Path(pulled["path"]) / "zoo.lock.json").read_text())
+    assert lock["revision"] == zoo.hf.head("Zhongzhu/OSCAR-RotationZoo")
+    requests = len([r for r in zoo.hf.requests if "/storage/" in r])
+    ok(zoo.run("pull", "Qwen/Qwen3-8B", "--json"))
+    assert len([r for r in zoo.hf.requests if "/storage/" in r]) == requests
+    save_foreign(zoo, tmp_path, k=foreign(seed=9))
+    assert "is not the file that was recorded" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
+    assert json.loads((Path(pulled["path"]) / "zoo.lock.json").read_text()) == lock
+    zoo.hf.faults.append(Fault("GET", "/api/models", "drop", 99))
+    assert "cannot be reached; these are the files recorded earlier" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
+
+
+class Dangerous:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def test_files_that_run_code_or_hold_no_rotation_are_refused(zoo, tmp_path):
+    save_foreign(zoo, tmp_path, k={"layers": Dangerous()})
+    assert "cannot be opened as plain tensors" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
+    assert not (zoo.folder / "pwned").exists()
+    bent = foreign()
+    bent["layers"][1]["rotation"] = bent["layers"][1]["rotation"] * 1.1
+    save_foreign(zoo, tmp_path, v=bent)
+    save_foreign(zoo, tmp_path, v=bent)
+    assert "layer 1 of v_rotation_sst_r_h_pbr.pt is no orthogonal matrix" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
+    assert nothing_left(zoo)
+
+
+# ---- the index
+
+
+def test_the_wheel_carries_the_index():
+    root = Path(__file__).parents[1]
+    assert index.WHEEL_COPY.read_bytes() == (root / "zoo_index.json").read_bytes()
+    content = index.read(index.WHEEL_COPY)
+    assert content.text() == index.WHEEL_COPY.read_text()
+    assert {"Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "zai-org/GLM-4.7-FP8"} <= {entry.model for entry in content.entries}
+
+
+def test_an_entry_twice_is_refused_and_merged_when_it_is_added():
+    entry = index.Entry(
+        model="a/b", recipe="oscar", files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
+        copies=[index.Copy(hub="huggingface", repo="x/y", path="p", revision="r1")],
+    )  # fmt: skip
+    one = index.Index().extended(entry)
+    moved = entry.model_copy(update={"copies": [index.Copy(hub="modelscope", repo="x/y", path="p", revision="t")]})
+    both = one.extended(moved)
+    assert [copy.hub for copy in both.entries[0].copies] == ["huggingface", "modelscope"]
+    assert index.parse(both.text(), "it") == both
+    content = json.loads(one.text())
+    content["entries"] *= 2
+    with pytest.raises(Exception, match="is listed twice"):
+        index.parse(json.dumps(content), "it")
+    for change in ({"sha256": "zz"}, {"size": -1}, {"sha256": None}):
+        content = json.loads(one.text())
+        content["entries"][0]["files"]["rotations.safetensors"] |= change
+        with pytest.raises(Exception, match="it is damaged"):
+            index.parse(json.dumps(content), "it")
+
+
+# ---- processes of their own
+
+
+@pytest.fixture
+def outside(command, tmp_path):
+    """Both hubs, and the command line in processes of their own."""
+    with huggingface.serve() as hf, modelscope.serve() as ms:
+        environment = {
+            "HF_ENDPOINT": hf.endpoint, "HF_TOKEN": hf.token, "HF_HUB_DISABLE_XET": "1", **ms_environment(ms, tmp_path),
+        }  # fmt: skip
+        yield SimpleNamespace(
+            hf=hf, ms=ms, environment=environment, folder=command.folder, home=tmp_path / "hf",
+            run=lambda *words, **options: command(*words, env=environment, **options), all=command.environment | environment,
+        )  # fmt: skip
+
+
+def test_the_commands_as_a_user_runs_them(outside, made):
+    assert outside.run("push", made, ZOO, "--to", "both").returncode == 0
+    listed = outside.run("list", "--repo", ZOO)
+    assert "demo" in listed.stdout
+    assert f"Read the index of {ZOO} on huggingface" in listed.stderr
+    pulled = outside.run("pull", "demo", "--repo", ZOO, "--quiet")
+    assert pulled.returncode == 0, pulled.stderr
+    assert outside.run("verify", pulled.stdout.strip(), "--model", "demo").returncode == 0
+    assert "ms_test" not in (listed.stdout + listed.stderr + pulled.stderr)
+
+
+@pytest.mark.parametrize(
+    "words", [("push", "{made}", ZOO), ("pull", "demo", "--repo", ZOO, "--local-dir", "here")], ids=["push", "pull"]
+)
+def test_killed_in_the_middle(outside, made, words):
+    if words[0] == "pull":
+        assert outside.run("push", made, ZOO).returncode == 0
+    words = [word.format(made=made) for word in words]
+    slow = Fault("PUT" if words[0] == "push" else "GET", "/storage/", 503, 99)
+    outside.hf.faults.append(slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rotationzoo", *words], cwd=outside.folder, env=outside.all, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while slow.count == 99 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert slow.count < 99, "it was in the middle"
+    assert not (outside.folder / "here").exists()
+    outside.hf.faults.clear()
+    again = outside.run(*words)
+    assert again.returncode == 0, again.stderr
+    if words[0] == "pull":
+        assert sorted(path.name for path in outside.folder.iterdir()) == ["here"]
+    else:
+        assert outside.hf.commits(ZOO) == 2
+
+
+def test_a_full_disk(outside, made):
+    import resource
+
+    assert outside.run("push", made, ZOO).returncode == 0
+    limited = outside.run(
+        "pull", "demo", "--repo", ZOO, "--local-dir", "here",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
+    )  # fmt: skip
+    assert limited.returncode == 1, limited.stderr
+    assert "Traceback" not in limited.stderr
+    assert not (outside.folder / "here").exists()
+    assert outside.run("pull", "demo", "--repo", ZOO, "--local-dir", "here").returncode == 0
+
+
+def test_help_imports_nothing_heavy():
+    program = "import sys; sys.argv = ['rotationzoo', '--help']\nfrom rotationzoo.cli import app\ntry: app()\nexcept SystemExit: pass\n"
+    heavy = "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub"
+    check = f"assert not [m for m in {heavy} if m in sys.modules]"
+    assert subprocess.run([sys.executable, "-c", program + check], capture_output=True).returncode == 0
