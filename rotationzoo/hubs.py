@@ -6,6 +6,8 @@ hash. So calls are repeated here, and hashes are checked by the caller.
 """
 
 import contextlib
+import io
+import logging
 import os
 import sys
 import tempfile
@@ -116,31 +118,33 @@ class HuggingFace(Hub):
         operations = [CommitOperationAdd(path, content) for path, content in files.items()]
         with self._errors(repo, parent):
             _patiently(lambda: self.api.create_repo(repo, exist_ok=True), _hf_passing)
-            before = parent or self.resolve(repo)
+            base = parent or self.resolve(repo)
 
             def commit() -> Any:
+                ours = self._open_pull(repo, message) if create_pr else None  # of an earlier run, or whose answer was lost
                 try:
                     return self.api.create_commit(
-                        repo, operations, commit_message=message, parent_commit=before, create_pr=create_pr
-                    )
+                        repo, operations, commit_message=message, revision=ours, create_pr=create_pr and not ours,
+                        parent_commit=None if ours else base,
+                    )  # fmt: skip
                 except HfHubHTTPError as error:
+                    if error.response.status_code != 412:
+                        raise
                     # The answer to an earlier attempt may have been lost after the commit was made.
-                    if error.response.status_code == 412 and not create_pr and self._made(repo, before, message):
-                        return self.api.model_info(repo)
-                    if error.response.status_code == 412:
-                        raise StaleParent(f"{repo} has changed since it was looked at") from error
-                    raise
+                    newest, *older = self.api.list_repo_commits(repo)
+                    if newest.title == message and older and older[0].commit_id == base:
+                        return newest
+                    raise StaleParent(f"{repo} has changed since it was looked at") from error
 
             made = _patiently(commit, _hf_passing)
-        revision = str(getattr(made, "oid", None) or made.sha)
-        changed = revision != before
+        revision = str(getattr(made, "oid", None) or made.commit_id)
         url = getattr(made, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
-        return Published(revision, str(url), changed)
+        return Published(revision, str(url), changed=revision != base)
 
-    def _made(self, repo: str, parent: str, message: str) -> bool:
-        """Whether the newest commit is ours, on top of this parent."""
-        newest, *older = self.api.list_repo_commits(repo)
-        return newest.title == message and bool(older) and older[0].commit_id == parent
+    def _open_pull(self, repo: str, title: str) -> str | None:
+        """The ref of an open pull request of this title."""
+        found = self.api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
+        return next((pull.git_reference for pull in found if pull.title == title), None)
 
     @contextlib.contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
@@ -162,9 +166,11 @@ class ModelScope(Hub):
 
     def __init__(self) -> None:
         os.environ.setdefault("MODELSCOPE_DOWNLOAD_INTRA_CLOUD", "false")  # its probe of a cloud's inner network costs 0.2 s
-        from modelscope_hub import HubApi
+        from modelscope_hub import HubApi, HubConfig
 
-        self.api = HubApi()
+        self.api = HubApi(config=HubConfig())
+        if os.environ.get("ROTATIONZOO_DEBUG") != "1":  # it reports every step, and every failure that it then raises
+            logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
 
     def resolve(self, repo: str, revision: str | None = None) -> str:
         """A tag, or the branch `master`: ModelScope takes no commit."""
@@ -284,6 +290,10 @@ def _ms_passing(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """The ModelScope client prints its reports to stdout, where only results belong."""
-    with contextlib.redirect_stdout(sys.stderr if os.environ.get("ROTATIONZOO_DEBUG") == "1" else open(os.devnull, "w")):
+    """The ModelScope client prints its reports to stdout, where only results belong, and draws bars of its own."""
+    if os.environ.get("ROTATIONZOO_DEBUG") == "1":
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

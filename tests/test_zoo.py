@@ -37,7 +37,8 @@ def zoo(inside, monkeypatch, tmp_path):
     """Both hubs, and the command line in this process pointed at them, with an empty cache."""
     with huggingface.serve() as hf, modelscope.serve() as ms:
         address = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(huggingface_hub.constants.ENDPOINT, hf.endpoint)
-        changed = {"ENDPOINT": hf.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        changed = {"ENDPOINT": hf.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": False}
+        changed |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True}
         for name, value in changed.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
@@ -210,7 +211,7 @@ PASSING = [
     ("503 on a file", "GET", "/resolve/.*manifest", 503, 2),
     ("503 on the storage", "GET", "/storage/", 503, 2),
     ("503 on the repository", "GET", "/api/models/", 503, 2),
-    ("429", "GET", "/resolve/.*rotations", 429, 1),
+    ("429", "GET", "/storage/", 429, 1),
     ("a dropped connection", "GET", "/storage/", "drop", 1),
     ("a cut body", "GET", "/storage/", "cut", 1),
 ]
@@ -487,7 +488,109 @@ def test_a_full_disk(outside, made):
 
 
 def test_help_imports_nothing_heavy():
-    program = "import sys; sys.argv = ['rotationzoo', '--help']\nfrom rotationzoo.cli import app\ntry: app()\nexcept SystemExit: pass\n"
+    program = "import sys; sys.argv = ['rotationzoo', '--help']\nfrom rotationzoo.cli import app\n"
+    program += "try: app()\nexcept SystemExit: pass\n"
     heavy = "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub"
     check = f"assert not [m for m in {heavy} if m in sys.modules]"
     assert subprocess.run([sys.executable, "-c", program + check], capture_output=True).returncode == 0
+
+
+# ---- new rotations for a new revision
+
+
+CONFIG = """model: someone/model
+extends: oscar
+sink: 8
+recent: 24
+data:
+  source: bundled
+  tokens: 2048
+  length: 256
+"""
+EVALUATED = ["--tokens", "1024", "--length", "256"]
+
+
+@pytest.fixture
+def model(zoo, monkeypatch, tmp_path):
+    """The demo model on the hub, a recipe for it, and its rotations published from its first revision."""
+    from rotationzoo.source import DEMO
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    zoo.hf.create("someone/model")
+    zoo.hf.commit("someone/model", {path.name: path.read_bytes() for path in DEMO.iterdir()})
+    (zoo.folder / "configs").mkdir()
+    (zoo.folder / "configs" / "model.yaml").write_text(CONFIG)
+    return "someone/model"
+
+
+def planned(zoo) -> list[dict]:
+    return ok(zoo.run("regenerate", "--plan", "--repo", ZOO, "--json"))["models"]
+
+
+def change_weights(zoo, model: str) -> str:
+    """A new revision: one weight matrix is a very little different."""
+    from safetensors.torch import load, save
+
+    weights = load(zoo.hf.files(model)["model.safetensors"])
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    weights[name] = weights[name] * 1.0001
+    return zoo.hf.commit(model, {"model.safetensors": save(weights, metadata={"format": "pt"})})
+
+
+def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
+    (first,) = planned(zoo)
+    assert first | {"revision": ""} == {
+        "model": model, "revision": "", "was": None, "recipe": "configs/model.yaml", "reason": "nothing is published",
+    }  # fmt: skip
+    words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--json"]
+    made = ok(zoo.run(*words, "--revision", first["revision"], "--output", "first"))
+    assert made["compared_with"] is None
+    ok(zoo.run("push", "first", ZOO, "--json"))
+    assert planned(zoo) == []
+
+    zoo.hf.commit(model, {"README.md": b"better words"})
+    assert planned(zoo) == [], "a README is no reason"
+
+    revision = change_weights(zoo, model)
+    (due,) = planned(zoo)
+    assert due["revision"] == revision
+    assert due["was"] == first["revision"]
+    assert due["reason"] == "changed: model.safetensors"
+    made = ok(zoo.run(*words, "--revision", revision, "--output", "second", "--to", "huggingface"))
+    assert made["compared_with"]
+    assert abs(made["log_perplexity_difference"]) < 0.05
+    request = made["hubs"]["huggingface"]
+    assert "/discussions/" in request["url"]
+    assert verify(Artifact.open(zoo.folder / "second")).ok
+    assert {"evaluation.json", "validation.json"} <= {path.name for path in (zoo.folder / "second").iterdir()}
+    listed = index.parse(zoo.hf.files(ZOO, request["revision"])["zoo_index.json"], "the request")
+    assert [entry.model_revision for entry in listed.entries if entry.model == model].count(revision) == 1
+    (zoo.folder / "configs" / "model.yaml").write_text(CONFIG.replace("2048", "1024"))
+    assert planned(zoo)[0]["reason"] == "the recipe has changed"
+
+
+def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
+    from rotationzoo import release
+
+    revision = planned(zoo)[0]["revision"]
+    words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--json"]
+    ok(zoo.run(*words, "--revision", revision, "--output", "first"))
+    ok(zoo.run("push", "first", ZOO, "--json"))
+    commits = zoo.hf.commits(ZOO)
+    change_weights(zoo, model)
+    plain = CONFIG.replace("extends: oscar", "extends: identity\nname: plain")  # no rotation is worse than any
+    (zoo.folder / "configs" / "model.yaml").write_text(plain)
+    # Longer texts and a small window: with few quantized tokens the difference is within the noise.
+    text = refused(zoo.run(*words, "--output", "worse", "--to", "huggingface", "--tokens", "8192", "--length", "512"))
+    assert "are worse than the published ones" in text
+    assert zoo.hf.commits(ZOO) == commits
+    assert release.is_worse(0.01, 0.001)
+    assert not release.is_worse(0.01, 0.006)
+    assert not release.is_worse(0.0009, 0.0001)
+
+
+def test_what_cannot_be_planned(zoo, model, tmp_path):
+    assert "holds no recipe files" in refused(zoo.run("regenerate", "--plan", "--configs", tmp_path / "none"))
+    assert "has no recipe for someone/else" in refused(zoo.run("regenerate", "someone/else"))
+    zoo.hf.remove(model)
+    assert f"there is no {model} on Hugging Face" in refused(zoo.run("regenerate", "--plan", "--repo", ZOO))

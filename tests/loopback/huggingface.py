@@ -131,6 +131,17 @@ class HuggingFaceHub(Hub):
 
     # Files and refs
 
+    @route("GET", "/api/{repository}/commits/{revision}")
+    def history(self, call: Call, repository: Repository, revision: str) -> Answer:
+        """Newest first. It is short enough for one page."""
+        lines, name = [], revision
+        while name:
+            commit = repository.commits[name]
+            line = {"id": name, "title": commit.title, "message": commit.description, "date": commit.date, "authors": []}
+            lines.append(line)
+            name = commit.parent
+        return as_json(lines)
+
     @route("GET", "/api/{repository}/tree/{revision}(?:/{path})?")
     def tree(self, call: Call, repository: Repository, revision: str, path: str = "") -> Answer:
         recursive = call.option("recursive").lower() in ("true", "1")
