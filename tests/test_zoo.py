@@ -528,12 +528,12 @@ def planned(zoo) -> list[dict]:
 
 
 def change_weights(zoo, model: str) -> str:
-    """A new revision: one weight matrix is a very little different."""
+    """A new revision: one row of a weight matrix is a little different."""
     from safetensors.torch import load, save
 
     weights = load(zoo.hf.files(model)["model.safetensors"])
     name = next(name for name in weights if name.endswith("q_proj.weight"))
-    weights[name] = weights[name] * 1.0001
+    weights[name][0] *= 1.02
     return zoo.hf.commit(model, {"model.safetensors": save(weights, metadata={"format": "pt"})})
 
 
