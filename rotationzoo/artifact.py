@@ -100,24 +100,23 @@ def write(
     rotations: dict[str, torch.Tensor],
     statistics: dict[str, torch.Tensor] | None,
     manifest: dict[str, Any],
-    card: str,
+    card: Callable[[dict[str, Any]], str],
 ) -> Artifact:
     """Write a whole artifact to a temporary sibling and rename it into place, replacing one that is there.
 
-    `manifest` lacks `schema` and `files`, which are added here. Raises `RotationZooError` where the disk refuses.
+    `manifest` lacks `schema` and `files`, which are added here; `card` makes the card from the whole of it.
+    Raises `RotationZooError` where the disk refuses.
     """
     with disk_errors(folder), temporary_sibling(folder) as work:
         for name, tensors in ((ROTATIONS, rotations), (STATISTICS, statistics)):
             if tensors is not None:
                 save_file(tensors, work / name)
                 (work / name).chmod(0o644)  # safetensors makes files that only their owner can read
-        (work / CARD).write_text(card, encoding="utf-8")
         files = {
-            path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
-            for path in sorted(work.iterdir())
-            if path.name != CARD  # the card is prose that changes with what is known
-        }
+            path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in sorted(work.iterdir())
+        }  # without the card, which is prose that changes with what is known
         manifest = {"schema": SCHEMA, **manifest, "files": files}
+        (work / CARD).write_text(card(manifest), encoding="utf-8")
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         install(work, folder)
     return Artifact(folder, manifest)

@@ -24,7 +24,7 @@ from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotation import orthogonality_error
-from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
+from rotationzoo.source import Source, config_hash, fetch, license_of, weights_fingerprint
 
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
 
@@ -79,6 +79,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         "model": {
             "id": source.name,
             "revision": source.revision,
+            "license": license_of(source),
             "architecture": (known.config.architectures or [type(known.config).__name__])[0],
             "config_sha256": config_hash(source),
             "weights_fingerprint": identity["weights"] or None,
@@ -100,7 +101,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         "metrics": {"orthogonality_error": max_error(rotations)},
     }
     sums = to_tensors(statistics) if statistics is not None else None
-    written = artifact.write(job.output, rotations, sums, manifest, card.render(manifest))
+    written = artifact.write(job.output, rotations, sums, manifest, card.render)
     checkpoint.remove()
     return written
 

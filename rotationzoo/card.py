@@ -17,7 +17,9 @@ def render(manifest: dict[str, Any]) -> str:
     cached = cached_layers(geometry_from_json(manifest["geometry"]))
     front: dict[str, Any] = {"library_name": "rotationzoo", "tags": ["kv-cache", "2-bit", "rotation"]}
     if "/" in model["id"] and model["revision"]:
-        front["base_model"] = model["id"]
+        front |= {"base_model": model["id"], "base_model_relation": "quantized"}
+    if model.get("license"):
+        front["license"] = model["license"]
     matrices = "one rotation per KV head" if recipe.pooling == "head" else "one rotation per layer"
     data = manifest["calibration"]
     text = (
@@ -42,17 +44,44 @@ Row vectors, after RoPE: `q R_K`, `k R_K`, `v R_V`, and the attention output tim
 before quantization. In `rotations.safetensors`, `layers.N.key.rotation` and `layers.N.value.rotation` are float32
 `[KV heads, D, D]`, with a first dimension of 1 when the heads share one; N counts all layers of the model.
 
+## Use
+
+    rotationzoo verify FOLDER --model {model["id"]}   # whole, orthogonal, and of this model
+    rotationzoo evaluate {model["id"]} FOLDER        # what it costs, on your text
+
+```python
+from safetensors.torch import load_file
+
+key = load_file("rotations.safetensors")["layers.{cached[0].index}.key.rotation"]  # [KV heads, D, D]: store k @ key[head]
+```
+
 ## Size
 
 Bits per cached element with the first {recipe.sink} and the last {recipe.recent} of {CONTEXT:,} tokens in bfloat16:
 {_sizes(recipe, cached)}.
 {_validation(manifest["metrics"].get("validation"))}{_evaluation(manifest["metrics"].get("evaluation"))}
-## Recipe
+{_pictures(manifest["files"])}## Recipe
 
 ```yaml
 {recipe.yaml().strip()}
 ```
+
+## Files
+
+| file | bytes | sha256 |
+|---|---|---|
+{_checksums(manifest["files"])}
 """
+
+
+def _pictures(files: dict[str, Any]) -> str:
+    shown = {"spectra.png": "Spectra of the statistics, layer by layer", "error_by_layer.png": "Error by layer"}
+    lines = [f"![{words}]({name})" for name, words in shown.items() if name in files]
+    return "## Pictures\n\n" + "\n".join(lines) + "\n\n" if lines else ""
+
+
+def _checksums(files: dict[str, Any]) -> str:
+    return "\n".join(f"| {name} | {file['size']:,} | `{file['sha256']}` |" for name, file in sorted(files.items()))
 
 
 def bits_per_element(geometry: Geometry, group_size: int | None, form: int2.Format, sink: int, recent: int) -> float:

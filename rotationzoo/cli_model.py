@@ -217,6 +217,17 @@ def inspect(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) 
 
 
 @app.command()
+def report(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
+    """Add pictures of the spectra and of the error by layer to an artifact and its card."""
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.report import report as draw
+
+    drawn = draw(Artifact.open(artifact))
+    pictures = [str(artifact / name) for name in drawn.manifest["files"] if name.endswith(".png")]
+    Output(json, quiet).result({"pictures": pictures}, "\n".join(pictures), lambda: print("\n".join(pictures)))
+
+
+@app.command()
 def verify(
     artifact: ArtifactFolder,
     model: Annotated[str | None, typer.Option(help="Also check that it was made for this model.")] = None,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rotationzoo.index import Entry, Index
 from rotationzoo.plan import Job
 from rotationzoo.pull import Found
 from rotationzoo.recipe import Recipe
+from rotationzoo.report import report as report_pictures
 from rotationzoo.tally import paired_difference
 from rotationzoo.validate import validate
 
@@ -124,6 +126,8 @@ def regenerate(job: Job, found: Found, evaluation: Evaluation, progress: Progres
                 f"on the new revision" + ("" if error is None else f", standard error {error:.2%}"),
                 hint=f"look at {made.folder} before you publish it with: rotationzoo push",
             )
+    if find_spec("matplotlib"):
+        report_pictures(Artifact.open(made.folder))
     validated = validate(Artifact.open(made.folder), device=job.device, progress=progress)
     return verdict | {"report": report, "validated_on": validated["device"]}
 

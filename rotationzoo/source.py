@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import yaml
 from huggingface_hub import errors as hub
 
 from rotationzoo.errors import ModelUnavailable, as_unavailable, first_sentence
 
 DEMO = Path(__file__).parent / "data" / "demo" / "model"
 # Root files only: subfolders hold other formats of the same weights.
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_FILES = ["README.md", "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
@@ -111,6 +112,16 @@ def config_hash(source: Source) -> str:
     config = read_json(source.folder / "config.json")
     config.pop("transformers_version", None)
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def license_of(source: Source) -> str | None:
+    """The license that the model's own card names, if it has one."""
+    try:
+        metadata = huggingface_hub.metadata_load(source.folder / "README.md")
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    found = (metadata or {}).get("license")
+    return found if isinstance(found, str) else None
 
 
 def weights_fingerprint(source: Source) -> str:

@@ -38,7 +38,7 @@ def synthetic(folder: Path, dim: int, group: int) -> Artifact:
         "run": {},
         "metrics": {"orthogonality_error": 0.0},
     }
-    return artifact.write(folder, fit(None, recipe, geometry), None, manifest, card.render(manifest))
+    return artifact.write(folder, fit(None, recipe, geometry), None, manifest, card.render)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ FLOORS = [
         "tally",
         "evaluate",
         "validate",
+        "report",
         "publish",
         "pull",
         "release",

@@ -117,3 +117,33 @@ def test_the_command_line(inside):
     assert "is no artifact" in missing.stderr
     if not torch.cuda.is_available():
         assert inside("validate", "rotations/demo-oscar", "--device", "cuda").returncode == 2
+
+
+def test_pictures_for_the_card(folder, inside):
+    from rotationzoo.evaluate import Evaluation, evaluate
+
+    assert inside("report", folder).returncode == 0
+    assert not (folder / "error_by_layer.png").exists(), "nothing was measured yet"
+    evaluate(Evaluation("demo", [folder], Data(tokens=1024, length=512), save_to=[folder]))
+    assert inside("report", folder, "--json").returncode == 0
+    for name in ("spectra.png", "error_by_layer.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+        assert f"({name})" in (folder / "README.md").read_text()
+    assert verify(Artifact.open(folder), "demo").ok
+
+
+def test_the_card_has_what_the_hub_understands(tmp_path):
+    import yaml
+
+    model = save_tiny(tmp_path / "model")
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\nwords")
+    made = calibrate(
+        Job(str(model), PRESETS["oscar"].model_copy(update={"data": Data(tokens=512, length=256)}), tmp_path / "a")
+    )
+    front = yaml.safe_load((made.folder / "README.md").read_text().split("---")[1])
+    assert front == {"library_name": "rotationzoo", "tags": ["kv-cache", "2-bit", "rotation"], "license": "apache-2.0"}
+    hub_model = made.manifest | {"model": made.manifest["model"] | {"id": "a/b", "revision": "0" * 40}}
+    front = yaml.safe_load(card.render(hub_model).split("---")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("a/b", "quantized")
+    for name, file in made.manifest["files"].items():
+        assert f"| {name} | {file['size']:,} | `{file['sha256']}` |" in (made.folder / "README.md").read_text()
