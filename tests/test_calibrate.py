@@ -210,7 +210,7 @@ def test_an_artifact_that_cannot_be_replaced_is_put_back(made, tmp_path, monkeyp
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(RotationZooError, match="cannot be written: No space left"):
-        artifacts.write(folder, made.rotations(), None, made.manifest, "")
+        artifacts.write(folder, made.rotations(), None, made.manifest, lambda manifest: "")
     monkeypatch.undo()
     assert verify(Artifact.open(folder)).ok
     folder.rename(tmp_path / ".out.old")  # as a kill between the two renames leaves it
