@@ -202,7 +202,7 @@ class ModelScope(Hub):
         with self._errors(repo, None), _quietly(), tempfile.TemporaryDirectory() as scratch:
             # Its upload would make a missing repository by itself, public, whatever the reason it seems missing.
             with contextlib.suppress(AlreadyExistsError):
-                self.api.create_repo(repo, "model", visibility="public", license="apache-2.0")
+                _patiently(lambda: self.api.create_repo(repo, "model", visibility="public", license="apache-2.0"), _ms_passing)
             for path, content in files.items():
                 target = Path(scratch) / path
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,8 @@ class ModelScope(Hub):
                     ),
                     _ms_passing,
                 )
-            tags = {row.get("Revision") or row.get("revision") for row in self.api.list_repo_revisions(repo, "model")}
+            rows = _patiently(lambda: self.api.list_repo_revisions(repo, "model"), _ms_passing)
+            tags = {row.get("Revision") or row.get("revision") for row in rows}
             if tag not in tags:
                 _patiently(lambda: self.api.create_repo_tag(repo, "model", tag, revision="master"), _ms_passing)
         return Published(tag, f"https://modelscope.cn/models/{repo}/files?revision={tag}", changed)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -224,6 +225,39 @@ def test_pull_gets_over_what_passes(zoo, made, what, method, pattern, fault, cou
     pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", "huggingface", "--json"))
     assert verify(Artifact.open(Path(pulled["path"]))).ok
     assert all(f.count <= 0 for f in zoo.hf.faults), "the fault was met"
+
+
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("command", ["push", "pull"])
+def test_a_503_on_each_request_in_turn(zoo, made, place, command):
+    """Every request that a command makes fails once, one after the other, and each time the command succeeds all the same."""
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    number = 0
+
+    def run() -> None:
+        nonlocal number
+        number += 1
+        if command == "push":  # a repository of its own each time, so that there is something to do
+            ok(zoo.run("push", made, f"{ZOO}-{number}", "--to", place, "--json"))
+            return
+        zoo.forget()
+        pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", place, "--json"))
+        assert verify(Artifact.open(Path(pulled["path"]))).ok
+
+    ok(zoo.run("push", made, ZOO, "--to", place, "--json"))
+    before = len(hub.requests)
+    run()
+    seen = {}
+    for line in hub.requests[before:]:
+        method, path = line.split(" ")
+        kind = re.sub(r"[0-9a-f]{12,}", "[0-9a-f]+", re.escape(path.split("?")[0])).replace(r"\-1", ".*")
+        seen[method, kind] = None
+    assert len(seen) >= 3
+    for method, pattern in seen:
+        fault = Fault(method, pattern, 503, 1)
+        hub.faults[:] = [fault]
+        run()
+        assert fault.count == 0, f"{method} {pattern} was not met"
 
 
 LASTING = [
