@@ -70,10 +70,11 @@ def calibrate(
     from rotationzoo.plan import plan as look
     from rotationzoo.tables import show_artifact, show_plan
 
+    output = output.expanduser() if output else default_output(model, chosen.name)
     job = Job(
         model=model,
         recipe=chosen,
-        output=output.resolve() if output and output.is_symlink() else output or default_output(model, chosen.name),
+        output=output.resolve() if output.is_symlink() else output,
         revision=revision,
         batch=batch or (16 if device_map else 4),
         device=device,
@@ -88,6 +89,7 @@ def calibrate(
         show_plan(out, job, look(job))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill is an interruption too
+    before = job.output.stat().st_ctime_ns if job.output.exists() else None
     try:
         with out.progress() as progress:
             artifact = run(job, progress)
@@ -99,6 +101,8 @@ def calibrate(
             "interrupted; the statistics so far are saved" if saved else "interrupted before anything was saved",
             hint=f"go on with: {command}" if saved else f"start again with: {command}",
         ) from None
+    if job.output.stat().st_ctime_ns == before:
+        out.note("Note: this very job was done already; --restart does it again")
     show_artifact(out, artifact)
 
 

@@ -1,6 +1,8 @@
 """The command line's frame: errors and exit codes of every command, and the options that several share."""
 
 import os
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +17,9 @@ class _Commands(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except RotationZooError as error:
             if os.environ.get("ROTATIONZOO_DEBUG") == "1":
                 raise
@@ -24,10 +28,22 @@ class _Commands(typer.core.TyperGroup):
         except KeyboardInterrupt as error:
             report(Interrupted("interrupted"))
             raise typer.Exit(Interrupted.exit_code) from error
+        except OSError as error:  # a file that may not be read, a full disk, a closed pipe
+            if os.environ.get("ROTATIONZOO_DEBUG") == "1":
+                raise
+            if isinstance(error, BrokenPipeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains of it when it exits
+                raise typer.Exit(1) from error
+            place = f"{error.filename}: " if error.filename else ""
+            report(
+                RotationZooError(f"{place}{error.strerror or error}", hint="check who may read and write there, and the room")
+            )
+            raise typer.Exit(1) from error
 
 
 app = typer.Typer(
     cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Rotations for 2-bit KV caches: calibrate them, measure them, publish and fetch them.",
 )  # fmt: skip
 
@@ -43,8 +59,18 @@ DeviceMap = Annotated[str | None, typer.Option(help="auto: spread over GPUs, mai
 MaxMemory = Annotated[str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(metadata.version("rotationzoo"))
+        raise typer.Exit()
+
+
 @app.callback()
-def main() -> None:
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Run with ROTATIONZOO_DEBUG=1 for tracebacks."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rotationzoo.errors import RotationZooError
 
@@ -64,11 +65,11 @@ class Output:
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """A table on stdout; every column but the first is right-aligned."""
-    grid = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    grid = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     for number, column in enumerate(columns):
         grid.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))  # not as markup: a folder may be called [bold]
     Console().print(grid)
 
 

@@ -240,6 +240,7 @@ class ModelScope(Hub):
 
 
 _NETWORK = "check the network, then run the same command again"
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _SPELLING = "check the spelling of the repository and the revision"
 
 
@@ -261,6 +262,8 @@ def _from_hf(error: Exception, where: str, revision: str | None) -> HubError:
         return HubError(f"{where} refused access", hint="run: hf auth login, or set HF_TOKEN to a token that may write")
     if status is not None:
         return HubError(f"{where} answered {status}", hint=_NETWORK)
+    if type(error).__module__.split(".")[0] in _TRANSPORTS:
+        return HubError(f"{where} cannot be reached", hint=_NETWORK)
     return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=_NETWORK)
 
 
@@ -280,7 +283,7 @@ def _hf_passing(error: Exception) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status in (408, 429) or status >= 500
-    return type(error).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+    return type(error).__module__.split(".")[0] in _TRANSPORTS
 
 
 def _ms_passing(error: Exception) -> bool:

@@ -50,7 +50,7 @@ def summarize(artifact: Artifact) -> list[LayerSummary]:
 def _side(tensors: dict[str, torch.Tensor], layer: int, side: str) -> Side:
     rotation = tensors[f"layers.{layer}.{side}.rotation"]
     shares = tensors[f"layers.{layer}.{side}.eigenvalues"].double().clamp(min=0)
-    shares = shares / shares.sum(-1, keepdim=True)
+    shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)  # of a model of zeros, too
     return Side(
         dim=rotation.shape[-1],
         effective_rank=torch.special.entr(shares).sum(-1).exp().mean().item(),

@@ -194,6 +194,9 @@ def show_pull(out: Output, pulled: Pulled) -> None:
     out.result(data, str(pulled.path), lambda: print(pulled.path))
 
 
+_SHORT = {"huggingface": "hf", "modelscope": "ms"}
+
+
 def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> None:
     data = {"entries": [entry.model_dump() for entry in entries]}
     if there is not None:
@@ -201,13 +204,13 @@ def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> No
             content["there"] = found
 
     def human() -> None:
-        columns = ["model", "recipe", "made for", "hubs", "perplexity", *(["there"] if there is not None else [])]
+        columns = ["model", "recipe", "revision", "hubs", "cost", *(["there"] if there is not None else [])]
         rows = []
         for number, entry in enumerate(entries):
             arms = (entry.evaluation or {}).get("arms", {})
             cost = f"{next(iter(arms.values()))['perplexity_increase']:+.2%}" if arms else "-"
-            hubs = ", ".join(sorted({copy.hub for copy in entry.copies}))
-            row = [entry.model, entry.recipe, (entry.model_revision or "-")[:12], hubs, cost]
+            hubs = "+".join(sorted({_SHORT[copy.hub] for copy in entry.copies}))
+            row = [entry.model, entry.recipe, (entry.model_revision or "-")[:8], hubs, cost]
             rows.append([*row, *(["yes" if there[number] else "no"] if there is not None else [])])
         table(f"{len(entries)} published rotations", columns, rows)
 

@@ -328,3 +328,40 @@ def test_the_demo_model_is_small_and_its_texts_are_there():
     assert sum(path.stat().st_size for path in (DATA / "model").iterdir()) <= 4_000_000
     for name in ("calibration.jsonl", "evaluation.jsonl"):
         assert 200_000 < (DATA / name).stat().st_size < 500_000
+
+
+def test_the_version_and_short_help(inside):
+    assert inside("--version").stdout.strip().count(".") == 2
+    assert "Usage" in inside("calibrate", "-h").stdout
+
+
+def test_a_full_standard_output_is_one_sentence(command):
+    made = command("calibrate", "demo", "--quiet", *SMALL).stdout.strip()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rotationzoo", "inspect", made], cwd=command.folder, env=command.environment, stdout=full,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: No space left on device\nHint: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_names_that_look_like_markup_and_work_that_is_done(inside, tiny):
+    shutil.copytree(tiny, inside.folder / "[bold]x")
+    words = ["calibrate", "./[bold]x", *SMALL, "--output", "out"]
+    first = inside(*words)
+    assert "[bold]x, recipe oscar" in first.stdout
+    assert "done already" not in first.stderr
+    assert "done already" in inside(*words).stderr
+
+
+def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
+    from safetensors.torch import load_file as load_weights
+
+    model = save_tiny(tmp_path / "zeros")
+    weights = {name: tensor * 0 for name, tensor in load_weights(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    made = inside("calibrate", model, *SMALL, "--output", "out")
+    assert made.returncode == 0, made.stderr
+    assert "nan" not in made.stdout.lower()
