@@ -155,15 +155,15 @@ def regenerate(
     from rotationzoo.plan import Job
     from rotationzoo.tables import show_due, show_regenerated
 
+    if model is None and not plan:
+        raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
+    path = release.recipe_of(configs, model)
     zoo = repo or pulling.ZOO
     found = pulling.find_index(index, zoo, BOTH)
     out.note(f"Read {found.origin}")
-    if plan:
+    if plan or model is None:
         show_due(out, release.due(configs, found.content))
         return
-    if model is None:
-        raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
-    path = release.recipe_of(configs, model)
     recipe = recipes.load(str(path))
     job = Job(
         model=model, recipe=recipe, revision=revision, batch=batch, device=device, device_map=device_map, max_memory=max_memory,

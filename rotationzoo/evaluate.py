@@ -71,7 +71,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     start = max(cache.first_quantized for cache in caches)  # the same tokens count for every window
     if job.data.length < start + 2:
         raise RotationZooError(
-            f"rows of {job.data.length} tokens have none that read a quantized one: the first is at position {start}",
+            f"texts of {job.data.length} tokens are too short: the first that reads a quantized one is at position {start}",
             hint="give longer rows with --length, or smaller ones with --windows",
         )
     fetch(source, weights=False)
@@ -272,7 +272,10 @@ def parse_layers(text: str | None) -> set[int] | None:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
-            layers |= set(range(int(first), int(last or first) + 1))
+            found = range(int(first), int(last or first) + 1)
+            if not found:
+                raise ValueError(part)
+            layers |= set(found)
     except ValueError as error:
         raise UsageError(f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7") from error
     return layers
@@ -286,4 +289,4 @@ def parse_windows(text: str | None) -> list[tuple[int, int]]:
         if not (sink.strip().isdigit() and recent.strip().isdigit()):
             raise UsageError(f"--windows has no sink/recent in {part!r}", hint="write it as: --windows 64/256,128/1024")
         windows.append((int(sink), int(recent)))
-    return windows
+    return list(dict.fromkeys(windows))

@@ -42,14 +42,10 @@ class Due:
 def due(configs: Path, index: Index) -> list[Due]:
     """The models of a folder of recipe files whose weights, config or recipe differ from what was published.
 
-    Asks Hugging Face for each model. Raises `RotationZooError` for a folder without recipes, `HubError` for a model that cannot
-    be looked at.
+    Asks Hugging Face for each model. Raises `HubError` for one that cannot be looked at.
     """
-    files = sorted(configs.glob("*.yaml"))
-    if not files:
-        raise RotationZooError(f"{configs} holds no recipe files", hint="name a folder like configs/ with --configs")
     hub, found = HuggingFace(), []
-    for path in files:
+    for path in sorted(configs.glob("*.yaml")):
         recipe = recipes.load(str(path))
         if recipe.model is None:
             continue
@@ -61,12 +57,17 @@ def due(configs: Path, index: Index) -> list[Due]:
     return found
 
 
-def recipe_of(configs: Path, model: str) -> Path:
-    """The recipe file of a model. Raises `RotationZooError` if the folder has none."""
-    for path in sorted(configs.glob("*.yaml")):
-        if recipes.load(str(path)).model == model:
+def recipe_of(configs: Path, model: str | None) -> Path:
+    """The recipe file of a model, or any for None. Raises `RotationZooError` if the folder has none."""
+    files = sorted(configs.glob("*.yaml"))
+    if not files:
+        raise RotationZooError(f"there are no recipe files in {configs}", hint="name the folder of yours with --configs")
+    for path in files:
+        if model is None or recipes.load(str(path)).model == model:
             return path
-    raise RotationZooError(f"{configs} has no recipe for {model}", hint=f"write {configs}/{model.split('/')[-1]}.yaml first")
+    raise RotationZooError(
+        f"{configs} has no recipe for {model}", hint=f"write {configs}/{(model or '').split('/')[-1]}.yaml first"
+    )
 
 
 def newest(index: Index, model: str) -> Entry | None:

@@ -53,7 +53,8 @@ def layer_table(artifact: Artifact, layers: list[LayerSummary]) -> None:
             row += [str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"]
         rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
     table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
-    print("rank: effective rank of the statistic; top1, top8: share of its strongest directions; error: |R R^T - I|")
+    print("rank: effective rank of the statistic; top1, top8: share of its strongest")
+    print("directions; error: largest |R R^T - I|")
 
 
 def show_plan(out: Output, job: Job, plan: Plan) -> None:
@@ -119,7 +120,8 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
         )
         for window in report["windows"]:
             _arm_table(window)
-        print(f"±: standard error over texts, paired with the exact model; bits: of an element, at {CONTEXT:,} tokens")
+        print("±: standard error over texts, paired with the exact model")
+        print(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
 
     out.result(report, "\n".join(report["arms"]), human)
 
@@ -139,7 +141,7 @@ def _arm_table(window: dict[str, Any]) -> None:
     title = f"sink {window['sink']}, recent {window['recent']}"
     table(title, ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
     starts = [f"from {bucket['from']:,}" for bucket in next(iter(arms.values()))["by_length"]]
-    table("perplexity by context length", ["arm", *starts], by_length)
+    table("by context length", ["arm", *starts], by_length)
 
 
 def _with_error(value: float | None, error: float | None, form: str, error_form: str) -> str:

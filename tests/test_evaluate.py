@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_before_the_weights(models_and_artifacts, t
     folder, _ = models_and_artifacts
     with pytest.raises(RotationZooError, match="made for a model of other layers"):
         evaluate(Evaluation(str(tiny), [folder / "oscar"], SMALL))
-    with pytest.raises(RotationZooError, match="none that read a quantized one"):
+    with pytest.raises(RotationZooError, match="are too short"):
         evaluate(Evaluation("demo", [], SMALL))
     with pytest.raises(UsageError, match="no attention in layer 9: it has layers 0 to 3"):
         evaluate(Evaluation("demo", [], Data(tokens=512, length=512), layers={9}))
@@ -249,8 +249,10 @@ def test_what_does_not_fit_is_refused_before_the_weights(models_and_artifacts, t
                 parse_windows(text)
     assert parse_windows("64/256,128/1024") == [(64, 256), (128, 1024)]
     assert parse_layers("0,4-6") == {0, 4, 5, 6}
-    with pytest.raises(UsageError, match="--layers"):
-        parse_layers("0,x")
+    assert parse_windows("4/16,8/32,4/16") == [(4, 16), (8, 32)]
+    for text in ("0,x", "3-1", ""):
+        with pytest.raises(UsageError, match="--layers"):
+            parse_layers(text)
 
 
 def test_the_command_line(command):

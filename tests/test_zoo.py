@@ -46,7 +46,7 @@ def zoo(inside, monkeypatch, tmp_path):
         monkeypatch.setenv("HF_TOKEN", hf.token)
         for name, value in ms_environment(ms, tmp_path).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(clients, "_PAUSE", 0.0)
+        monkeypatch.setattr("rotationzoo.hubs.protocol._PAUSE", 0.0)
 
         def run(*words) -> SimpleNamespace:
             return inside(*words)
@@ -624,7 +624,7 @@ def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
 
 
 def test_what_cannot_be_planned(zoo, model, tmp_path):
-    assert "holds no recipe files" in refused(zoo.run("regenerate", "--plan", "--configs", tmp_path / "none"))
+    assert "there are no recipe files in" in refused(zoo.run("regenerate", "--plan", "--configs", tmp_path / "none"))
     assert "has no recipe for someone/else" in refused(zoo.run("regenerate", "someone/else"))
     zoo.hf.remove(model)
     assert f"there is no {model} on Hugging Face" in refused(zoo.run("regenerate", "--plan", "--repo", ZOO))
