@@ -74,6 +74,10 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             f"texts of {job.data.length} tokens are too short: the first that reads a quantized one is at position {start}",
             hint="give longer rows with --length, or smaller ones with --windows",
         )
+    if job.data.tokens < job.data.length and job.data.packing == "packed":
+        raise UsageError(
+            f"{job.data.tokens} tokens are less than one text of {job.data.length}", hint="more --tokens, or a shorter --length"
+        )
     fetch(source, weights=False)
     held_out = {"source": str(corpus.HELD_OUT)} if job.data.source == "bundled" else {}
     text = corpus.read(job.data.model_copy(update=held_out), models.load_tokenizer(source))

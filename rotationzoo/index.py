@@ -15,7 +15,8 @@ WHEEL_COPY = Path(__file__).parent / "data" / NAME
 HUBS = ("huggingface", "modelscope")
 Hub = Literal["huggingface", "modelscope"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-RepoId = Annotated[str, Field(pattern=r"^[\w][\w.-]*/[\w][\w.-]*$")]
+REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
+RepoId = Annotated[str, Field(pattern=REPOSITORY)]
 
 
 class _Frozen(BaseModel):

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from rotationzoo import index
 from rotationzoo.artifact import CARD, MANIFEST, STATISTICS, Artifact, digest, disk_errors, sha256
-from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent
+from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.hubs import Published, hub
 from rotationzoo.index import Copy, Entry, File, Index
 from rotationzoo.verify import verify
@@ -31,6 +32,8 @@ class Upload:
 
 def prepare(there: Artifact, repo: str, statistics: bool = True) -> Upload:
     """Raises `RotationZooError` for an artifact that is not sound: it is verified first."""
+    if not re.fullmatch(index.REPOSITORY, repo):
+        raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     found = verify(there)
     if not found.ok:
         raise RotationZooError(
@@ -45,7 +48,9 @@ def prepare(there: Artifact, repo: str, statistics: bool = True) -> Upload:
         files[MANIFEST] = (json.dumps({**manifest, "files": kept}, indent=2) + "\n").encode()
     files[CARD] = there.folder / CARD
     slug = f"{manifest['recipe']['name']}-{there.identity[:12]}"
-    model = manifest["model"]["id"] if "/" in manifest["model"]["id"] else Path(manifest["model"]["id"]).name
+    model = manifest["model"]["id"]
+    if manifest["model"]["revision"] is None:  # a folder, whose path is nobody's business
+        model = re.sub(r"[^\w.-]", "-", Path(model).name)
     folder = model.replace("/", "__")
     path = f"{folder}/{slug}"
     entry = Entry(
