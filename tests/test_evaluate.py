@@ -177,7 +177,7 @@ def test_the_report(models_and_artifacts):
 
 
 def test_perplexity_is_that_of_the_model(models_and_artifacts):
-    report = evaluate(Evaluation("demo", [], Data(tokens=512, length=512), queries=0))
+    report = evaluate(Evaluation("demo", [], Data(tokens=512, length=512), queries=0, device="cpu"))
     model = transformers.AutoModelForCausalLM.from_pretrained(architectures_demo(), dtype=torch.float32)
     from rotationzoo import corpus, models
     from rotationzoo.source import find
