@@ -7,12 +7,10 @@ recipe `oscar-v1`, which takes two passes.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
-from loading import DEVICE, load
+from loading import DEVICE, compare, load
 
 from rotationzoo.capture import decoder
 from rotationzoo.collect import collect
@@ -42,22 +40,9 @@ def main() -> None:
         "oscar": lambda: collect(model, geometry, batches, PRESETS["oscar"]),
         "key_energy": lambda: collect(model, geometry, batches, PRESETS["oscar-v1"]),
     }
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    plain()  # the first pass pays for allocations
-    for _ in range(args.repeats):
-        for name, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-    base = statistics.median(times["forward"])
-    print(
-        f"{loaded.text.tokens} tokens, rows of {args.length}, batch {args.batch}, {DEVICE}, {torch.get_num_threads()} threads"
-    )
-    for name, seconds in times.items():
-        spread = ", ".join(f"{s:.2f}" for s in seconds)
-        print(f"{name:12s} {statistics.median(seconds) / base:5.2f} x the forward passes   ({spread} s)")
+    threads = torch.get_num_threads()
+    print(f"{loaded.text.tokens} tokens, rows of {args.length}, batch {args.batch}, {DEVICE}, {threads} threads")
+    compare(jobs, args.repeats, "the forward passes")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ Both compute the losses of the tokens past the windows; an arm also compares the
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
-from loading import DEVICE, load
+from loading import DEVICE, compare, load
 
 from rotationzoo.evaluate import attention_modules, losses
 from rotationzoo.fit import fit
@@ -44,26 +42,14 @@ def main() -> None:
             with simulation.running(loaded.model, modules, lambda *_: None, lambda *_: None):
                 losses(loaded.model, ids, start)
 
-    jobs: dict[str, Callable[[], None]] = {
+    jobs: dict[str, Callable[[], object]] = {
         "exact": exact,
         "one arm": lambda: simulated(None),
         "with KL": lambda: simulated(torch.arange(start, args.length, (args.length - start) // 32)),
     }
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    with torch.no_grad():
-        exact()  # the first pass pays for allocations
-        for _ in range(args.repeats):
-            for name, job in jobs.items():
-                begun = time.perf_counter()
-                job()
-                if DEVICE == "cuda":
-                    torch.cuda.synchronize()
-                times[name].append(time.perf_counter() - begun)
-    base = statistics.median(times["exact"])
     print(f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, {torch.get_num_threads()} threads")
-    for name, seconds in times.items():
-        spread = ", ".join(f"{s:.2f}" for s in seconds)
-        print(f"{name:10s} {statistics.median(seconds) / base:5.2f} x the exact model   ({spread} s)")
+    with torch.no_grad():
+        compare(jobs, args.repeats, "the exact model")
 
 
 if __name__ == "__main__":

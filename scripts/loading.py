@@ -1,5 +1,8 @@
-"""What the scripts share: a model on the best device there is, its geometry, and rows of text."""
+"""What the scripts share: a model on the best device there is, its geometry, rows of text, and timing side by side."""
 
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,3 +36,20 @@ def load(model: str, dtype: torch.dtype, data: Data) -> Loaded:
     with torch.no_grad():
         geometry = geometry_of(loaded, text.rows[0][None, :32].to(DEVICE))
     return Loaded(loaded, geometry, text)
+
+
+def compare(jobs: dict[str, Callable[[], object]], repeats: int, unit: str) -> None:
+    """Run the jobs in turn, several times, and print the median of each over that of the first."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    next(iter(jobs.values()))()  # the first pass pays for allocations
+    for _ in range(repeats):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    base = statistics.median(next(iter(times.values())))
+    for name, seconds in times.items():
+        spread = ", ".join(f"{s:.2f}" for s in seconds)
+        print(f"{name:12s} {statistics.median(seconds) / base:5.2f} x {unit}   ({spread} s)")
