@@ -66,6 +66,11 @@ class Artifact:
             probe.unlink()
 
     @property
+    def bound(self) -> bool:
+        """Whether it is known which model it was made for; False for imported files until somebody names one."""
+        return self.manifest["model"]["config_sha256"] is not None
+
+    @property
     def identity(self) -> str:
         """sha256 of `rotations.safetensors`."""
         return self.manifest["files"][ROTATIONS]["sha256"]

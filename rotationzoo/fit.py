@@ -14,7 +14,7 @@ EXACT = 1e-12  # orthogonality error allowed before the cast to float32; measure
 
 
 def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> dict[str, torch.Tensor]:
-    """The tensors of `rotations.safetensors`; `statistics` may be None for a data-free recipe.
+    """The tensors of `rotations.safetensors`; `statistics` may be None for a recipe that needs none.
 
     Raises `RotationZooError` if a rotation is not orthogonal to 1e-12 before it is cast to float32.
     """
@@ -29,11 +29,19 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> di
             tensors[f"{name}.rotation"] = matrices.float().contiguous()
             tensors[f"{name}.eigenvalues"] = eigenvalues.float().contiguous()
             tensors[f"{name}.clip"] = torch.full((layer.kv_heads,), clip, dtype=torch.float64)
+        if recipe.center_keys:
+            assert statistics is not None
+            tensors[f"layers.{layer.index}.key.mean"] = statistics[layer.index]["key"].mean.float().cpu().contiguous()
     return tensors
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     """Raise `RotationZooError` if a head dimension has no such rotation: no Hadamard matrix, or groups that do not fit."""
+    if recipe.composition == rotation.GIVEN:
+        raise RotationZooError(
+            "the composition 'given' stands for imported matrices and cannot be calibrated",
+            hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
+        )
     for layer in cached_layers(geometry):
         for dim in {layer.key_dim, layer.value_dim}:
             if dim % recipe.group(dim):
@@ -41,7 +49,7 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
                     f"layer {layer.index}: quantization groups of {recipe.group(dim)} do not divide the head dimension {dim}",
                     hint=f"set group_size in the recipe to a divisor of {dim}, or to null for the whole head",
                 )
-            if recipe.needs_statistics:
+            if recipe.has_eigenbasis:
                 rotation.compose(rotation.identity(dim), recipe.composition, recipe.group(dim))
             else:
                 rotation.data_free(dim, recipe.composition, seed=0)
@@ -57,7 +65,7 @@ def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str)
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues `[H, D]` and rotations `[H, D, D]`, float64."""
     dim = layer.key_dim if side == "key" else layer.value_dim
-    if recipe.needs_statistics:
+    if recipe.has_eigenbasis:
         if statistics is None:
             raise RotationZooError(f"the composition {recipe.composition} needs statistics")
         eigenvalues, basis = rotation.eigenbasis(target_moment(statistics, recipe, layer.index, side))

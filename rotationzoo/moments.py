@@ -81,16 +81,39 @@ def from_raw(tensors: Mapping[str, torch.Tensor]) -> Statistics:
     return statistics
 
 
+def tensor_name(layer: int, kind: str) -> str:
+    """What `to_tensors` calls the second moment of a kind."""
+    return f"layers.{layer}." + ("value.key_energy_moment" if kind == "key_energy" else f"{kind}.second_moment")
+
+
 def to_tensors(statistics: Statistics) -> dict[str, torch.Tensor]:
     """The artifact's `statistics.safetensors`: means with their counts, so that files merge by count."""
     tensors = {}
     for layer, kinds in statistics.items():
         for kind, moment in kinds.items():
+            tensors[tensor_name(layer, kind)] = moment.second_moment
             if kind == "key_energy":
-                tensors[f"layers.{layer}.value.key_energy_moment"] = moment.second_moment
                 tensors[f"layers.{layer}.value.key_energy"] = moment.weight
                 continue
-            tensors[f"layers.{layer}.{kind}.second_moment"] = moment.second_moment
             tensors[f"layers.{layer}.{kind}.mean"] = moment.mean
             tensors[f"layers.{layer}.{kind}.count"] = moment.weight[0].round().long()
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Statistics:
+    """The moments in an artifact's `statistics.safetensors`, up to a rounding. Where no count or mean is known, as of imported
+    files, the weight is 1 and the first moment zero."""
+    statistics: Statistics = {}
+    for name, second in tensors.items():
+        _, layer, kind, what = name.split(".")
+        if what not in ("second_moment", "key_energy_moment"):
+            continue
+        prefix = f"layers.{layer}.{kind}"
+        energy = what == "key_energy_moment"
+        count = tensors.get(f"{prefix}.key_energy" if energy else f"{prefix}.count", torch.ones(()))
+        weight = count.double().expand(second.shape[0])
+        mean = None if energy else tensors.get(f"{prefix}.mean")
+        first = second.new_zeros(second.shape[:2]) if mean is None else mean * weight[:, None]
+        moment = Moment(second * weight[:, None, None], first, weight)
+        statistics.setdefault(int(layer), {})["key_energy" if energy else kind] = moment
+    return statistics

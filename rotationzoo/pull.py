@@ -6,22 +6,18 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from rotationzoo import index
+from rotationzoo import foreign, index
 from rotationzoo.artifact import Artifact, disk_errors, install, sha256, temporary_sibling
 from rotationzoo.collect import Progress, silent
+from rotationzoo.engines import torch_files
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.hubs import hub
 from rotationzoo.index import Copy, Entry, File, Index
-from rotationzoo.rotation import orthogonality_error
 from rotationzoo.verify import verify
 
 LOCK = "zoo.lock.json"
 ZOO = "rotationzoo/zoo"
-_FOREIGN_ORTHOGONAL = 5e-3  # what the makers' own checks allow of matrices kept in float32 and bfloat16
 
 
 @dataclass(frozen=True)
@@ -189,29 +185,16 @@ def _pull_foreign(entry: Entry, copy: Copy, target: Path, progress: Progress) ->
                     f"{name} of {copy.repo} at {revision} is not the file that was recorded: its sha256 differs",
                     hint=f"its owners may have replaced it; to take the new one, remove {target} and run the command again",
                 )
-            check_foreign(got / name)
+            _check_foreign(got / name)
         content = {"repo": copy.repo, "revision": revision, "files": {n: f.model_dump() for n, f in now.items()}}
         (got / LOCK).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         install(got, target)
     return Pulled(target, entry, copy, revision, {n: f.sha256 or "" for n, f in now.items()}, notes)
 
 
-def check_foreign(path: Path) -> None:
-    """Raise `RotationZooError` unless a `.pt` file of OSCAR's makers holds an orthogonal matrix for each layer. Opened without
-    running anything that it may contain."""
-    try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-        layers = content["layers"]
-        matrices = {int(layer): entry["rotation"] for layer, entry in layers.items()}
-    except Exception as error:  # pickle fails in many ways
-        raise RotationZooError(
-            f"{path.name} is no rotation file: it cannot be opened as plain tensors with layers",
-            hint="do not use it; files that need to run code when they are opened are refused",
-        ) from error
-    for layer, matrix in matrices.items():
-        square = isinstance(matrix, torch.Tensor) and matrix.ndim in (2, 3) and matrix.shape[-1] == matrix.shape[-2]
-        if not square or not orthogonality_error(matrix) <= _FOREIGN_ORTHOGONAL:  # NaN as well
-            raise RotationZooError(f"layer {layer} of {path.name} is no orthogonal matrix", hint="do not use it")
+def _check_foreign(path: Path) -> None:
+    """Raise `RotationZooError` unless a `.pt` file of OSCAR's makers holds an orthogonal matrix for each layer."""
+    foreign.check_matrices(torch_files.read(path))
 
 
 def _read_lock(target: Path) -> tuple[str, dict[str, File]] | None:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.rotation import COMPOSITIONS, needs_statistics
+from rotationzoo.rotation import COMPOSITIONS, GIVEN, needs_statistics
 
 
 class _Frozen(BaseModel):
@@ -43,14 +43,16 @@ class Recipe(_Frozen):
     """Part of the default output folder."""
     model: str | None = None
     """The model a released configuration is meant for; `calibrate` says so when used with another."""
-    key_statistic: Literal["query"] = "query"
-    """`query`: second moment of the queries that read the keys, `C_Q`."""
-    value_statistic: Literal["output", "key_energy"] = "output"
+    key_statistic: Literal["query", "key"] = "query"
+    """`query`: second moment of the queries that read the keys, `C_Q`; `key`: of the keys themselves."""
+    value_statistic: Literal["output", "key_energy", "value"] = "output"
     """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`; `key_energy`: the published code's stand-in,
-    values weighted by `k C_Q k^T` (two passes)."""
+    values weighted by `k C_Q k^T` (two passes); `value`: of the values themselves."""
     pooling: Literal["head", "layer"] = "head"
     """One rotation per KV head, or one per layer from the mean of its heads' moments."""
     composition: str = "r_h_pbr"
+    center_keys: bool = False
+    """Subtract each KV head's mean key before it is rotated and stored: a softmax ignores what all keys share."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row, never quantized, out of the key and value sums."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
@@ -68,19 +70,23 @@ class Recipe(_Frozen):
     @field_validator("composition")
     @classmethod
     def _known_composition(cls, value: str) -> str:
-        if value not in COMPOSITIONS:
+        if value not in (*COMPOSITIONS, GIVEN):
             raise ValueError(f"must be one of {', '.join(COMPOSITIONS)}{_nearest(value, COMPOSITIONS)}")
         return value
 
     @property
     def hash(self) -> str:
         """sha256 of the recipe as JSON with sorted keys."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+        return digest(self.model_dump())
+
+    @property
+    def has_eigenbasis(self) -> bool:
+        return needs_statistics(self.composition)
 
     @property
     def needs_statistics(self) -> bool:
         """False for the data-free recipes, which read no text and run no model."""
-        return needs_statistics(self.composition)
+        return self.has_eigenbasis or self.center_keys
 
     def group(self, dim: int) -> int:
         """The quantization group size for a head dimension."""
@@ -137,12 +143,17 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
         raise RotationZooError(f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key") from error
 
 
+def digest(content: dict[str, Any]) -> str:
+    """sha256 of a recipe's content, also of one that an earlier rotationzoo wrote with fewer keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def override(recipe: Recipe, **data: Any) -> Recipe:
     """The recipe with the `data` settings that are not None put in; flags come this way. A data-free recipe has no other use
     for `seed` than its own. Raises `UsageError`."""
     changes = {key: value for key, value in data.items() if value is not None}
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
-    if "seed" in changes and not recipe.needs_statistics:
+    if "seed" in changes and not recipe.has_eigenbasis:
         content["seed"] = changes["seed"]
     try:
         return from_dict(content, "the options")

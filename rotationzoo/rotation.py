@@ -41,6 +41,9 @@ _AROUND_EIGENBASIS: dict[str, Callable[[int, int], Factors]] = {
     "h_r_pbr": lambda dim, group: (hadamard(dim), permutation(dim)),
     "h_pbr_r": lambda dim, group: (hadamard(dim) @ permutation(dim), identity(dim)),
     "r_h_pbr": lambda dim, group: (identity(dim), hadamard(dim) @ permutation(dim)),
+    # Eigenvectors in descending order, as published files per KV head and a fork of llama.cpp's calibrator have them.
+    "rdesc_h": lambda dim, group: (identity(dim), identity(dim).flip(0) @ hadamard(dim)),
+    "rdesc_h_br": lambda dim, group: (identity(dim), identity(dim).flip(0) @ hadamard(dim)[:, bit_reversal(dim)]),
     # Permuting before a block-diagonal Hadamard is what sends strong directions to different groups.
     "r_pbr_hblock": lambda dim, group: (identity(dim), permutation(dim) @ block_hadamard(dim, group)),
 }
@@ -51,6 +54,8 @@ _DATA_FREE: dict[str, Callable[[int], torch.Tensor]] = {
     "h_pbr": lambda dim: hadamard(dim) @ permutation(dim),
 }
 COMPOSITIONS = (*_AROUND_EIGENBASIS, *_DATA_FREE, "random")
+GIVEN = "given"
+"""Matrices taken as somebody else made them: nothing is known of their factors."""
 
 
 def needs_statistics(composition: str) -> bool:

@@ -57,8 +57,10 @@ class Arm:
         """Rows `[B, H, T, D]` as they come back from the cache, in their own frame and type; `name` is `layers.N.key`."""
         rotation = self.tensors[f"{name}.rotation"].to(rows.device)
         clip = self.tensors[f"{name}.clip"].to(rows.device)[:, None]
-        rotated = rows.float() @ rotation
-        return (int2.round_trip(rotated, clip, self.group_size, format) @ rotation.mT).to(rows.dtype)
+        # A server subtracts the mean from every key of a request and never adds it: the softmax is the same.
+        mean = self.tensors[f"{name}.mean"].to(rows.device)[:, None] if f"{name}.mean" in self.tensors else 0
+        rotated = (rows.float() - mean) @ rotation
+        return (int2.round_trip(rotated, clip, self.group_size, format) @ rotation.mT + mean).to(rows.dtype)
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]

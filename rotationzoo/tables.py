@@ -1,11 +1,14 @@
 """What each command prints: tables for people, one object for machines."""
 
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact import Artifact
 from rotationzoo.card import CONTEXT, bits_per_element
 from rotationzoo.console import Output, table
+from rotationzoo.export import Exported, as_json, launch_line
 from rotationzoo.geometry import cached_layers, geometry_json
 from rotationzoo.hubs import Published
 from rotationzoo.index import Entry
@@ -37,10 +40,32 @@ def show_artifact(out: Output, artifact: Artifact) -> None:
 
     def human() -> None:
         layer_table(artifact, layers)
-        print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
+        if "imported" not in manifest:
+            print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
         print(f"Artifact: {artifact.folder}")
 
     out.result(data, str(artifact.folder), human)
+
+
+def show_export(out: Output, done: Exported) -> None:
+    for words in done.reduced:
+        out.note(f"Reduced: {words}")
+    for note in done.launch.notes:
+        out.note(f"Note: {note}")
+
+    def human() -> None:
+        print(launch_line(done.launch))
+        print(f"Files: {done.path}", file=sys.stderr)
+
+    out.result(as_json(done), str(done.path), human)
+
+
+def show_absorbed(out: Output, model: Path, artifact: Path) -> None:
+    def human() -> None:
+        print(model)
+        print(f"Now export the keys: rotationzoo export {artifact} --to ENGINE --values-absorbed", file=sys.stderr)
+
+    out.result({"model": str(model)}, str(model), human)
 
 
 def layer_table(artifact: Artifact, layers: list[LayerSummary]) -> None:

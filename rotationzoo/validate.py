@@ -52,6 +52,8 @@ def validate(
             drawn = draw(moments, layer.kv_heads, rows, dim, seed=done)
             if name in captured:
                 drawn = torch.cat([drawn, captured[name]], dim=1)
+            if f"{name}.mean" in rotations:
+                drawn = drawn - rotations[f"{name}.mean"][:, None]
             check(name, drawn, rotations[f"{name}.rotation"].expand(layer.kv_heads, -1, -1), rotations[f"{name}.clip"])
             progress("validating", done := done + 1, total)
     report = check.report() | {"identity": there.identity, "captured_from": model, "kept": None}

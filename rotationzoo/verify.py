@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo import rotation
+from rotationzoo import foreign, rotation
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import fit
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
-from rotationzoo.recipe import Recipe, from_dict
+from rotationzoo.moments import tensor_name
+from rotationzoo.recipe import Recipe, digest, from_dict
 from rotationzoo.source import config_hash, find, has_weights, weights_fingerprint
 
 ORTHOGONAL = 1e-6  # of the stored float32 matrices; measured 8e-8 for D up to 512
@@ -43,18 +44,22 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
     error = None
     try:
         recipe = from_dict(artifact.manifest["recipe"], "the manifest's recipe")
-        if recipe.hash != artifact.manifest["recipe_sha256"]:
+        if digest(artifact.manifest["recipe"]) != artifact.manifest["recipe_sha256"]:
             problems.append("the recipe in the manifest is not the one that was used: its sha256 differs")
         geometry = geometry_from_json(artifact.manifest["geometry"])
         rotations, statistics = artifact.rotations(), artifact.statistics()
-        shapes = _tensor_problems(rotations, rotation_shapes(recipe, geometry))
+        imported = "imported" in artifact.manifest
+        # A foreign file may lack eigenvalues; what is then known of its statistics is nothing.
+        shapes = _tensor_problems(rotations, rotation_shapes(recipe, geometry), ".eigenvalues" if imported else None)
         if statistics is not None:
-            shapes += _tensor_problems(statistics, _statistics_shapes(recipe, geometry))
+            expected = _recovered_shapes(recipe, geometry) if imported else _statistics_shapes(recipe, geometry)
+            shapes += _tensor_problems(statistics, expected, "_moment" if imported else None)
         checked += ["geometry", "finiteness"]
         problems += shapes
         if not shapes:
-            error, found = _orthogonality(rotations)
+            error, found = _orthogonality(rotations, foreign.ORTHOGONAL if imported else ORTHOGONAL)
             problems += found + _clip_problems(rotations, recipe) + _origin_problems(rotations, statistics, recipe, geometry)
+            problems += _mean_problems(rotations, statistics or {})
             checked += ["orthogonality", "clip ratios", "agreement with the statistics" if statistics else "the recipe"]
     except RotationZooError as damage:
         problems.append(str(damage))
@@ -78,6 +83,18 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
             shapes[f"{name}.rotation"] = torch.float32, (heads, dim, dim)
             shapes[f"{name}.eigenvalues"] = torch.float32, (heads, dim)
             shapes[f"{name}.clip"] = torch.float64, (layer.kv_heads,)
+        if recipe.center_keys:
+            shapes[f"layers.{layer.index}.key.mean"] = torch.float32, (layer.kv_heads, layer.key_dim)
+    return shapes
+
+
+def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
+    """What eigenvalues and rotations of a foreign file tell of its statistics."""
+    shapes: Shapes = {}
+    for layer in cached_layers(geometry):
+        heads = 1 if recipe.pooling == "layer" else layer.kv_heads
+        for kind, dim in ((recipe.key_statistic, layer.key_dim), (recipe.value_statistic, layer.value_dim)):
+            shapes[tensor_name(layer.index, kind)] = torch.float64, (heads, dim, dim)
     return shapes
 
 
@@ -97,12 +114,15 @@ def _statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     return shapes
 
 
-def _tensor_problems(tensors: dict[str, torch.Tensor], expected: Shapes) -> list[str]:
-    """Missing, misshapen, non-finite and superfluous tensors, one sentence for each kind of trouble."""
+def _tensor_problems(tensors: dict[str, torch.Tensor], expected: Shapes, optional: str | None = None) -> list[str]:
+    """Missing, misshapen, non-finite and superfluous tensors, one sentence for each kind of trouble; names that end in
+    `optional` may be missing."""
     layers: dict[str, list[int]] = defaultdict(list)
     for name, shape in expected.items():
         _, index, side, kind = name.split(".")
         tensor, what = tensors.get(name), f"{side} {kind.replace('_', ' ')}"
+        if tensor is None and optional and name.endswith(optional):
+            continue
         if tensor is None:
             layers[f"{what} missing"].append(int(index))
         elif (tensor.dtype, tuple(tensor.shape)) != shape:
@@ -117,14 +137,14 @@ def _tensor_problems(tensors: dict[str, torch.Tensor], expected: Shapes) -> list
     return problems
 
 
-def _orthogonality(rotations: dict[str, torch.Tensor]) -> tuple[float, list[str]]:
+def _orthogonality(rotations: dict[str, torch.Tensor], allowed: float) -> tuple[float, list[str]]:
     layers: dict[str, list[int]] = defaultdict(list)
     worst = 0.0
     for name, tensor in rotations.items():
         if name.endswith(".rotation"):
             error = rotation.orthogonality_error(tensor)
             worst = max(worst, error)
-            if not error <= ORTHOGONAL:
+            if not error <= allowed:
                 layers[f"{name.split('.')[2]} rotation not orthogonal"].append(int(name.split(".")[1]))
     return worst, _sentences(layers)
 
@@ -143,10 +163,12 @@ def _origin_problems(
     rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor] | None, recipe: Recipe, geometry: Geometry
 ) -> list[str]:
     """Whether the rotations are those that the recipe makes of the statistics, or of nothing."""
-    if recipe.needs_statistics:
+    if recipe.composition == rotation.GIVEN:
+        return []
+    if recipe.has_eigenbasis:
         return _statistics_problems(rotations, statistics, recipe) if statistics is not None else []
     layers: dict[str, list[int]] = defaultdict(list)
-    for name, tensor in fit(None, recipe, geometry).items():
+    for name, tensor in fit(None, recipe.model_copy(update={"center_keys": False}), geometry).items():
         if name.endswith(".rotation") and not torch.allclose(tensor, rotations[name], atol=ORTHOGONAL):
             layers[f"{name.split('.')[2]} rotation not the one that {recipe.name} makes"].append(int(name.split(".")[1]))
     return _sentences(layers)
@@ -154,23 +176,31 @@ def _origin_problems(
 
 def _statistics_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor], recipe: Recipe) -> list[str]:
     """A rotation's eigenbasis must diagonalise the statistic that it was made from, and not the other side's."""
-    value_kind = "output.second_moment" if recipe.value_statistic == "output" else "value.key_energy_moment"
-    kinds = {"key": "query.second_moment", "value": value_kind}
+    kinds = {"key": recipe.key_statistic, "value": recipe.value_statistic}
     layers: dict[str, list[int]] = defaultdict(list)
     for name in rotations:
         if not name.endswith(".key.rotation"):
             continue
-        layer = name.split(".")[1]
+        layer = int(name.split(".")[1])
+        moments = {of: statistics.get(tensor_name(layer, kind)) for of, kind in kinds.items()}
         fits = {
-            (side, of): _diagonalises(rotations, statistics[f"layers.{layer}.{kinds[of]}"], f"layers.{layer}.{side}", recipe)
+            (side, of): moment is None or _diagonalises(rotations, moment, f"layers.{layer}.{side}", recipe)
             for side in kinds
-            for of in kinds
+            for of, moment in moments.items()
         }
         if fits["key", "key"] and fits["value", "value"]:
             continue
         swapped = fits["key", "value"] and fits["value", "key"]
         what = "key and value swapped" if swapped else "rotations that do not come from the statistics beside them"
-        layers[what].append(int(layer))
+        layers[what].append(layer)
+    return _sentences(layers)
+
+
+def _mean_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor]) -> list[str]:
+    layers: dict[str, list[int]] = defaultdict(list)
+    for name, mean in rotations.items():
+        if name.endswith(".mean") and name in statistics and not torch.equal(mean, statistics[name].float()):
+            layers["key mean not that of the statistics"].append(int(name.split(".")[1]))
     return _sentences(layers)
 
 
@@ -189,6 +219,8 @@ def _model_problems(artifact: Artifact, model: str, revision: str | None) -> tup
     """Compare the config and, where the weights are on this machine, their fingerprint; a sentence says which."""
     theirs = artifact.manifest["model"]
     source = find(model, revision)
+    if not artifact.bound:
+        return ["bound to no model: nobody has said which one the imported files are for"], f"the config of {model}"
     if config_hash(source) != theirs["config_sha256"]:
         return [f"made for another model or config than that of {model}: {theirs['id']}"], f"the config of {model}"
     fingerprint = theirs["weights_fingerprint"]

@@ -65,6 +65,8 @@ def test_compositions_list_their_factors_left_to_right():
         "h_r_pbr": h @ u @ p,
         "h_pbr_r": h @ p @ u,
         "r_h_pbr": u @ h @ p,
+        "rdesc_h": u.flip(-1) @ h,
+        "rdesc_h_br": u.flip(-1) @ h @ p.flip(0),  # the plain bit reversal: P without its sorting
         "r_pbr_hblock": u @ p @ torch.block_diag(*[hadamard(4)] * 4),
     }
     assert set(expected) == set(AROUND_EIGENBASIS)

@@ -11,15 +11,32 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rotationzoo"
 # Floors of docs/architecture.md: a module imports only from lower floors, or from those to its left on its own.
 FLOORS = [
-    ["errors", "hadamard", "moments", "rotation", "int2"],
-    ["source", "capture", "geometry", "models", "recipe", "corpus", "artifact", "checkpoint", "kernels", "index", "hubs"],
+    ["errors", "hadamard", "moments", "rotation", "int2", "rope"],
+    [
+        "source",
+        "capture",
+        "geometry",
+        "models",
+        "recipe",
+        "corpus",
+        "artifact",
+        "checkpoint",
+        "kernels",
+        "index",
+        "hubs",
+        "engines",
+    ],
     [
         "collect",
         "fit",
         "card",
         "plan",
         "calibrate",
+        "foreign",
         "verify",
+        "importing",
+        "export",
+        "absorb",
         "summary",
         "simulate",
         "tally",
@@ -30,7 +47,7 @@ FLOORS = [
         "pull",
         "release",
     ],
-    ["console", "tables", "cli_options", "cli_model", "cli_zoo", "cli", "__main__"],
+    ["console", "tables", "cli_options", "cli_model", "cli_zoo", "cli_engines", "cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}

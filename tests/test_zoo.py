@@ -372,17 +372,17 @@ def test_somebody_elses_folder_is_not_replaced(zoo, made):
 # ---- the makers' own files
 
 
-def foreign(layers: int = 2, dim: int = 16, seed: int = 0) -> dict:
+def foreign(objective: str = "qqt_r_h_pbr", layers: int = 2, dim: int = 16, seed: int = 0) -> dict:
     generator = torch.Generator().manual_seed(seed)
     matrices = {i: torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0] for i in range(layers)}
     rotation = {i: {"layer_id": i, "rotation": matrix, "eigenvalues": torch.ones(dim)} for i, matrix in matrices.items()}
-    return {"format_version": 1, "objective": "qqt_r_h_pbr", "source_grouping": "layer", "layers": rotation}
+    return {"format_version": 1, "objective": objective, "source_grouping": "layer", "layers": rotation}
 
 
 def save_foreign(zoo, tmp_path, **contents) -> None:
     files = {}
     for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
-        torch.save(contents.get(name[0], foreign(seed=ord(name[0]))), tmp_path / name)
+        torch.save(contents.get(name[0], foreign(name[11:-3], seed=ord(name[0]))), tmp_path / name)
         files[f"Qwen3-8B/seq20000_prompt83_group128/{name}"] = (tmp_path / name).read_bytes()
     if "Zhongzhu/OSCAR-RotationZoo" not in zoo.hf.repositories:
         zoo.hf.create("Zhongzhu/OSCAR-RotationZoo")
@@ -417,7 +417,7 @@ def test_files_that_run_code_or_hold_no_rotation_are_refused(zoo, tmp_path):
     save_foreign(zoo, tmp_path, k={"layers": Dangerous()})
     assert "cannot be opened as plain tensors" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
     assert not (zoo.folder / "pwned").exists()
-    bent = foreign()
+    bent = foreign("sst_r_h_pbr")
     bent["layers"][1]["rotation"] = bent["layers"][1]["rotation"] * 1.1
     save_foreign(zoo, tmp_path, v=bent)
     save_foreign(zoo, tmp_path, v=bent)

@@ -1,0 +1,201 @@
+"""llama.cpp with a 2-bit cache: OSCAR's fork, and one that grew from it. Rotations are tensors of the model's own GGUF file.
+
+The graph computes `ggml_mul_mat(rot, K)`, which is `K @ R` for a tensor that holds R transposed.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rotationzoo.engines import OTHERS, SIDES, Foreign, Launch, Options, Serving, Side, Takes, number, one_dim
+from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry, cached_layers
+from rotationzoo.hadamard import hadamard
+
+NAME = "llama.cpp"
+TAKES = Takes(heads=False, mean=False, clip="one", windows=True)
+_TENSOR = {"key": "blk.{}.attn_k_rot.weight", "value": "blk.{}.attn_v_rot.weight"}
+_PATTERN = re.compile(r"blk\.(\d+)\.attn_([kv])_rot\.weight")
+_NOTE = "rotationzoo."
+# Cache type by architecture. `oscar2` is of the other fork, which neither clips nor keeps tokens exact.
+_CACHE_TYPE = {"qwen3": "q2_0", "qwen3moe": "oscar2", "qwen35": "oscar2", "gemma4": "oscar2"}
+_BLOCK = 32  # channels in a block of either type
+
+
+def check(geometry: Geometry, serving: Serving) -> None:
+    """Raise `RotationZooError` for what neither fork can run."""
+    one_dim("llama.cpp", geometry)
+    _package()
+    for layer in cached_layers(geometry):
+        if layer.key_dim % _BLOCK:
+            raise RotationZooError(
+                f"llama.cpp cannot run head dimension {layer.key_dim}: its blocks have {_BLOCK} channels", hint=OTHERS
+            )
+
+
+def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
+    """Write a copy of the base model with rotations to `work`. Raises `RotationZooError` for a base that does not fit."""
+    if options.base is None:
+        raise RotationZooError("llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf")
+    reader = _read(options.base)
+    architecture = _field(reader, "general.architecture")
+    _check_base(reader, architecture, options.base, serving)
+    name = f"{options.base.stem}-rot-kv.gguf"
+    tensors = {
+        _TENSOR[kind].format(layer): _stored(matrix, options.engine_hadamard)
+        for kind, side in (("key", serving.key), ("value", serving.value))
+        if side is not None
+        for layer, matrix in side.rotation.items()
+    }
+    notes = {**serving.provenance, "key_objective": serving.key.objective, "engine_hadamard": options.engine_hadamard}
+    notes["value_objective"] = "in the weights" if serving.value is None else serving.value.objective
+    _copy(reader, architecture, work / name, tensors, notes)
+
+    clip, _ = serving.clip
+    kind = _CACHE_TYPE[architecture]
+    said = ["needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)" if kind == "q2_0" else "needs llama-cpp-turboquant"]
+    environment: dict[str, str] = {}
+    if options.engine_hadamard:
+        said.append("these rotations need the Hadamard transform that llama.cpp applies itself: leave it on")
+    else:
+        environment |= {"LLAMA_KV_NO_HADAMARD": "1", "LLAMA_ATTN_ROT_DISABLE": "1"}
+        said.append(
+            "without these variables llama.cpp applies a Hadamard transform of its own, which cancels the calibrated one; "
+            "--engine-hadamard writes rotations that count on it"
+        )
+    if kind == "q2_0":
+        environment["LLAMA_KV_CLIP_RATIO"] = number(clip, off=1)
+        environment |= {"LLAMA_KV_HP_SINK": str(serving.sink), "LLAMA_KV_HP_RECENT": str(serving.recent)}
+        said.append("its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of `evaluate`")
+    if architecture == "gemma4" and serving.value is not None:
+        environment["LLAMA_KV_V_ROT"] = "1"
+    if serving.value is None:
+        said.append("no value rotation is written: the base must be converted from weights that carry it")
+    command = f"llama-server -m {final / name} --cache-type-k {kind} --cache-type-v {kind} -fa on"
+    return Launch([command], environment, said)
+
+
+def read(path: Path) -> list[Foreign]:
+    """The rotations in a model file, keys and values. Raises `RotationZooError` where there are none."""
+    reader = _read(path)
+    matrices: dict[str, dict[int, torch.Tensor]] = {"key": {}, "value": {}}
+    for tensor in reader.tensors:
+        if found := _PATTERN.fullmatch(tensor.name):
+            matrices["key" if found[2] == "k" else "value"][int(found[1])] = torch.from_numpy(
+                np.array(tensor.data, dtype=np.float32)
+            ).mT.contiguous()
+    if not matrices["key"]:
+        raise RotationZooError(f"{path.name} holds no key rotations", hint="give a file that has been baked with some")
+    notes = {k.removeprefix(_NOTE): _field(reader, k) for k in reader.fields if k.startswith(_NOTE)}
+    if not matrices["value"] and notes.get("value_objective") != "in the weights":
+        raise RotationZooError(f"{path.name} has key rotations and no value rotations", hint="its weights may carry them")
+    if not matrices["value"]:
+        raise RotationZooError(f"{path.name} has its value rotation in its weights, from which it cannot be read")
+    said: tuple[str, ...] = ()
+    if notes.get("engine_hadamard"):
+        for side in matrices.values():
+            for layer, matrix in side.items():
+                side[layer] = (matrix.double() @ hadamard(matrix.shape[-1])).float()
+        said = ("written for an engine that adds a Hadamard transform; it has been added here",)
+    sides = {side: Side(dict(sorted(matrices[side].items())), str(notes.get(f"{side}_objective", "unknown"))) for side in SIDES}
+    return [Foreign(path, "GGUF", side, sides[side], notes, said) for side in SIDES]
+
+
+def _stored(matrix: torch.Tensor, engine_hadamard: bool) -> np.ndarray:
+    """What the file holds of a rotation `[D, D]`: R^T, or (R H)^T where the engine multiplies by H afterwards."""
+    if engine_hadamard:
+        dim = matrix.shape[-1]
+        if dim & (dim - 1):
+            raise RotationZooError(f"llama.cpp applies no Hadamard transform to all of head dimension {dim}", hint=OTHERS)
+        matrix = (matrix.double() @ hadamard(dim).mT).float()
+    return np.ascontiguousarray(matrix.mT.numpy())
+
+
+def _check_base(reader: Any, architecture: str, base: Path, serving: Serving) -> None:
+    if architecture not in _CACHE_TYPE:
+        raise RotationZooError(
+            f"{base.name} is of architecture {architecture}; rotations are loaded for {', '.join(_CACHE_TYPE)} alone",
+            hint=OTHERS,
+        )
+    dims = {layer.key_dim for layer in cached_layers(serving.geometry)}
+    if len(dims) > 1 and architecture != "gemma4":
+        raise RotationZooError(f"llama.cpp loads one head dimension for {architecture}, and this artifact has {sorted(dims)}")
+    if _CACHE_TYPE[architecture] == "oscar2" and (serving.clip != (1, 1) or serving.sink or serving.recent):
+        raise RotationZooError(
+            f"the llama.cpp that runs {architecture} neither clips nor keeps tokens exact",
+            hint="accept that with: --clip 1 --windows 0/0",
+        )
+    if int(_field(reader, "split.count") or 1) > 1:
+        raise RotationZooError(f"{base.name} is one part of several", hint="join them first with: llama-gguf-split --merge")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if rotated := next((name for name in tensors if _PATTERN.fullmatch(name)), None):
+        raise RotationZooError(f"{base.name} has rotations already ({rotated})", hint="start from the file without them")
+    for layer in cached_layers(serving.geometry):
+        weight = tensors.get(f"blk.{layer.index}.attn_k.weight")
+        rows = int(weight.shape[1]) if weight is not None else 0  # ggml's order: inputs first
+        heads = rows / layer.key_dim
+        if weight is None or heads != (layer.kv_heads if layer.kv_heads > 1 else heads // 1):
+            raise RotationZooError(
+                f"{base.name} is no model of this artifact: layer {layer.index} should have {layer.kv_heads} KV heads of "
+                f"{layer.key_dim}, and its attn_k.weight has {rows} rows",
+                hint="give the base that was converted from the model of the artifact",
+            )
+
+
+def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndarray], notes: dict[str, Any]) -> None:
+    """The base with tensors and notes more; everything else as it was."""
+    package = _package()
+    writer = package.GGUFWriter(path, architecture, endianess=reader.endianess)
+    writer.data_alignment = reader.alignment
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith(("GGUF.", _NOTE)):
+            continue  # the writer's own, and those of an earlier artifact
+        kind = field.types[0]
+        inner = field.types[-1] if kind == package.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    for name, note in notes.items():
+        writer.add_string(f"{_NOTE}{name}", str(note)) if not isinstance(note, bool) else writer.add_bool(
+            f"{_NOTE}{name}", note
+        )
+    for tensor in reader.tensors:
+        writer.add_tensor_info(tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, tensor.tensor_type)
+    for name, matrix in tensors.items():
+        writer.add_tensor_info(name, matrix.shape, matrix.dtype, matrix.nbytes)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in reader.tensors:
+            writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
+        for matrix in tensors.values():
+            writer.write_tensor_data(matrix)
+    except ValueError as error:  # an empty list, which the package cannot write
+        raise RotationZooError(f"the base model's metadata cannot be copied: {error}") from error
+    finally:
+        writer.close()
+
+
+def _read(path: Path) -> Any:
+    package = _package()
+    try:
+        return package.GGUFReader(path)
+    except OSError as error:
+        raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint="check the path") from error
+    except Exception as error:  # whatever a file that is none makes of the parser
+        raise RotationZooError(f"{path} is no GGUF file: {error}", hint="give a file that llama.cpp loads") from error
+
+
+def _field(reader: Any, name: str) -> Any:
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise RotationZooError("gguf is not installed", hint="run: pip install gguf") from error
+    return gguf

@@ -1,0 +1,71 @@
+"""MLX with pull request 1789 of mlx-lm: two safetensors files and their metadata. It computes `x @ M^T`: M is R transposed."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rotationzoo.engines import Foreign, Launch, Options, Serving, Side, Takes, identity_like, power_of_two
+from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry
+
+NAME = "mlx"
+TAKES = Takes(heads=True, mean=False, clip="side", windows=True)
+SCHEMA = "mlx-lm-oscar-rotations-v1"
+FILES = {"key": "k_rotation.safetensors", "value": "v_rotation.safetensors"}
+METADATA = "metadata.json"
+
+
+def check(geometry: Geometry, serving: Serving) -> None:
+    """Raise `RotationZooError` for what it cannot run."""
+    power_of_two("MLX", geometry)
+
+
+def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
+    """Write both sides and their metadata to `work`; the lines name `final`."""
+    value = serving.value or identity_like(serving.key, serving.geometry)
+    for name, side in ((FILES["key"], serving.key), (FILES["value"], value)):
+        tensors = {f"layer_{layer}": matrix.mT.contiguous() for layer, matrix in side.rotation.items()}
+        save_file(tensors, work / name)
+    metadata = {
+        "schema": SCHEMA, "algorithm": "FutureMLS-Lab OSCAR", "paper": "arXiv:2605.17757",
+        "layer_indices": sorted(serving.key.rotation),
+        "objectives": {"key": serving.key.objective, "value": value.objective}, "provenance": dict(serving.provenance),
+    }  # fmt: skip
+    (work / METADATA).write_text(json.dumps(metadata, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    key_clip, value_clip = (None if ratio == 1 else ratio for ratio in serving.clip)
+    command = [
+        "from pathlib import Path",
+        "from mlx_lm.models.oscar import OscarConfig",
+        f"config = OscarConfig(group_size={serving.group}, sink_tokens={serving.sink}, recent_tokens={serving.recent},",
+        f'    k_clip_ratio={key_clip}, v_clip_ratio={value_clip}, rotation_dir=Path("{final}"))',
+    ]
+    notes = ["needs mlx-lm with pull request 1789, which was closed unmerged", "clips within each group, not within the row"]
+    return Launch(command, {}, notes)
+
+
+def read(path: Path) -> Foreign:
+    """One side. Raises `RotationZooError` for what is no such file."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RotationZooError(f"{path} is no safetensors file: {error}", hint="fetch it again") from error
+    rotation: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        number = re.fullmatch(r"layer_(\d+)", name)
+        if number is None:
+            shared = "one matrix for all layers, which an artifact has not" if name == "rotation" else f"a tensor {name}"
+            raise RotationZooError(f"{path.name} is no MLX rotation file: it holds {shared}")
+        rotation[int(number[1])] = tensor.mT.contiguous()
+    metadata = path.with_name(METADATA)
+    try:
+        content = json.loads(metadata.read_text(encoding="utf-8")) if metadata.is_file() else {}
+    except ValueError as error:
+        raise RotationZooError(f"{metadata} is damaged: it is no JSON") from error
+    side = next((side for side, name in FILES.items() if path.name.startswith(name[:2])), None)
+    objective = (content.get("objectives") or {}).get(side, "unknown")
+    content = Side(dict(sorted(rotation.items())), objective), content.get("provenance") or {}
+    return Foreign(path, "MLX", side, content[0], content[1])  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""SGLang with the 2-bit cache: OSCAR's own server and its pull request to SGLang.
+
+A pair of `.pt` files, found by two environment variables. A server that reads a pair holds a shared lock; who replaces one
+holds it alone and leaves a marker while it is half done, at which servers stop (`srt/mem_cache/oscar_rotation_paths.py` there).
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rotationzoo.engines import Launch, Options, Serving, Takes, identity_like, number, power_of_two, torch_files
+from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry, cached_layers
+
+NAME = "sglang"
+TAKES = Takes(heads=True, mean=True, clip="side", windows=True)
+_PAGE = 8  # tokens that leave the exact window at a time
+
+
+def check(geometry: Geometry, serving: Serving) -> None:
+    """Raise `RotationZooError` for what its kernels cannot run."""
+    power_of_two("SGLang", geometry)
+    if serving.group & (serving.group - 1):
+        raise RotationZooError(f"SGLang cannot run quantization groups of {serving.group}: only powers of two")
+    for name, tokens in (("sink", serving.sink), ("recent", serving.recent)):
+        if tokens % _PAGE:
+            raise RotationZooError(
+                f"SGLang cannot keep {tokens} {name} tokens exact: only multiples of {_PAGE}", hint="add: --windows 64/256"
+            )
+
+
+def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
+    """Write the pair to `work`; the launch line names it in `final`."""
+    value = serving.value or identity_like(serving.key, serving.geometry)
+    paths = {letter: torch_files.file_name(letter, side) for letter, side in (("k", serving.key), ("v", value))}
+    if serving.key.mean and value.objective != "identity":  # companions of one run carry one name
+        paths["v"] = paths["k"].replace("k_", "v_", 1)
+    for letter, side in (("k", serving.key), ("v", value)):
+        version = 3 if serving.key.mean else None
+        torch_files.write(work / paths[letter], letter, side, serving.provenance, version)
+    command = [
+        f"python -m sglang.launch_server --model-path {serving.model or 'MODEL'} --kv-cache-dtype int2"
+        f" --kv-cache-quant-group-size {serving.group} --page-size {_PAGE}"
+        " --prefill-attention-backend triton --decode-attention-backend triton"
+    ]
+    notes = ["needs OSCAR's SGLang, or a SGLang with pull request 32129"]
+    if len(cached_layers(serving.geometry)) < max(layer.index for layer in serving.geometry) + 1:
+        command[0] += " --mamba-radix-cache-strategy extra_buffer"
+        notes.append("only some layers of this model cache keys: their numbers count all layers")
+    if serving.key.mean:
+        notes.append("the key mean (version 3) needs the server of August 2026 or later; earlier ones ignore it")
+    key_clip, value_clip = serving.clip
+    environment = {
+        "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
+        "SGLANG_OSCAR_K_ROTATION_PATH": str(final / paths["k"]),
+        "SGLANG_OSCAR_V_ROTATION_PATH": str(final / paths["v"]),
+        "SGLANG_OSCAR_K_CLIP_RATIO": number(key_clip, off=0),
+        "SGLANG_OSCAR_V_CLIP_RATIO": number(value_clip, off=0),
+        "SGLANG_MIXED_KV_PREFIX_TOKENS": str(serving.sink),
+        "SGLANG_MIXED_KV_RECENT_TOKENS": str(serving.recent),
+        "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
+        "SGLANG_MIXED_KV_SCALE_DTYPE": "float32",
+    }
+    return Launch(command, environment, notes)
+
+
+@contextmanager
+def replacing(environment: dict[str, str]) -> Iterator[None]:
+    """Hold the pair's lock alone while its files are replaced, with a marker that stays if this process dies half-way."""
+    key, value = (
+        os.path.realpath(environment[f"SGLANG_OSCAR_{letter}_ROTATION_PATH"]) for letter in ("K", "V")
+    )  # as the server spells them
+    pair = hashlib.sha256(f"K={key}\0V={value}".encode()).hexdigest()[:16]
+    pending, complete = (Path(key).parent / f".oscar_{pair}.{state}.json" for state in ("pending", "complete"))
+    locks = Path(os.environ.get("SGLANG_OSCAR_CALIBRATION_LOCK_DIR") or Path(tempfile.gettempdir()) / "sglang-oscar-locks")
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / f"oscar_{pair}.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        content = json.dumps({"key": key, "value": value, "writer": "rotationzoo"})
+        pending.write_text(content, encoding="utf-8")
+        yield
+        complete.write_text(content, encoding="utf-8")
+        pending.unlink()

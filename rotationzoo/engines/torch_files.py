@@ -1,0 +1,146 @@
+"""The `.pt` files of OSCAR's servers: versions 1 (a matrix a layer), 2 (one a KV head) and 3 (with a key mean).
+
+`{format_version, objective, source_grouping, layers: {id: {layer_id, rotation, eigenvalues}}}`: plain tensors and primitives,
+so that they load with `weights_only=True`. Nothing else is ever unpickled here.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rotationzoo.engines import Foreign, Side
+from rotationzoo.errors import RotationZooError
+
+_SIDE_OF = {"qqt": "key", "ktk": "key", "sst": "value", "vtv": "value"}
+_CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_"
+_COMPANIONS = ("q_rotation", "o_rotation")  # of rotations that are not orthogonal
+
+
+def file_name(letter: str, side: Side) -> str:
+    """The default name of a file, which says honestly what is in it."""
+    calibrated = re.match(_CALIBRATED, side.objective)
+    if side.mean:
+        return f"{letter}_rotation_oscar2_center.pt" if calibrated else f"{letter}_rotation_{side.objective}_center.pt"
+    if side.per_head:
+        return f"{letter}_rotation_perhead.pt" if calibrated else f"{letter}_rotation_{side.objective}_perhead.pt"
+    return f"{letter}_rotation_{side.objective}.pt"
+
+
+def write(path: Path, letter: str, side: Side, provenance: Mapping[str, Any], version: int | None = None) -> None:
+    """Write one side; the version is the lowest that can hold it. `provenance` goes under `calibration`, unless it is empty."""
+    version = version or (3 if side.mean else 2 if side.per_head else 1)
+    objective, grouping = side.objective, "layer"
+    if version == 2:
+        grouping = "per_kv_head"
+        objective += "" if objective.endswith("_perhead") else "_perhead"
+    if version == 3:
+        grouping = "head" if side.per_head else "layer"
+        objective = f"{objective}_center"
+        if re.match(_CALIBRATED, objective):
+            objective = "oscar2_center" if letter == "k" else "oscar2_v_pre_wo"
+    content: dict[str, Any] = {"format_version": version, "objective": objective, "source_grouping": grouping}
+    if version == 3:
+        content["transform"] = {"key" if letter == "k" else "value": "center", "centered": bool(side.mean), "orthogonal": True}
+    if provenance:
+        content["calibration"] = dict(provenance)
+    content["layers"] = {
+        layer: {"layer_id": layer}
+        | {
+            name: tensors[layer].float().contiguous()
+            for name, tensors in (("rotation", side.rotation), ("eigenvalues", side.eigenvalues), ("k_mean", side.mean))
+            if layer in tensors
+        }
+        for layer in sorted(side.rotation)
+    }
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> Foreign:
+    """Raises `RotationZooError` for what is no rotation file, or one whose entries contradict each other."""
+    content = _load(path)
+    table = content if isinstance(content, Mapping) else {}
+    layers = _layers(path, content)
+    if any(name in entry for entry in layers.values() for name in _COMPANIONS) or (
+        (table.get("transform") or {}).get("orthogonal") is False
+    ):
+        raise RotationZooError(
+            f"{path.name} holds rotations that are not orthogonal, with a second matrix for queries or outputs",
+            hint="ask for orthogonal ones: 2-bit rows of one scale do not survive the others",
+        )
+    tensors: dict[str, dict[int, torch.Tensor]] = {}
+    for name in ("rotation", "eigenvalues", "k_mean"):
+        tensors[name] = {i: entry[name] for i, entry in layers.items() if isinstance(entry.get(name), torch.Tensor)}
+        if tensors[name] and (without := sorted(layers.keys() - tensors[name].keys())):
+            raise RotationZooError(f"{path.name} has no {name} for layer {without[0]}, and has for others")
+    if not tensors["rotation"]:
+        raise RotationZooError(f"{path.name} is no rotation file: its layers have no rotation")
+    objective = str(table.get("objective") or "unknown")
+    side = Side(tensors["rotation"], objective, tensors["eigenvalues"], tensors["k_mean"])
+    return Foreign(path, _version(table, side), side_of(path, objective, table), side, table.get("calibration") or {})
+
+
+def side_of(path: Path, objective: str, table: Mapping[str, Any]) -> Literal["key", "value"] | None:
+    """What a file holds, from its name and from what it says itself. Raises `RotationZooError` if the two differ."""
+    named = {"k": "key", "v": "value"}.get(path.stem[:1]) if re.match(r"[kv](_|$)", path.stem) else None
+    said = _SIDE_OF.get(objective.split("_")[0]) or {"identity-k": "key", "identity-v": "value"}.get(objective)
+    said = said or next((side for side in ("key", "value") if side in (table.get("transform") or {})), None)
+    if objective.startswith("optr_output_aware_"):
+        said = "key" if objective.endswith("_k") else "value"
+    if objective.startswith("oscar2_v_"):
+        said = "value"
+    if named and said and named != said:
+        raise RotationZooError(
+            f"{path.name} is named as {named}s and says that it holds {said}s (objective {objective}): they are swapped",
+            hint="do not use it, or give the files their right names",
+        )
+    return named or said  # type: ignore[return-value]
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint="check the path") from error
+    except Exception as error:  # pickle fails in many ways
+        raise RotationZooError(
+            f"{path.name} is no rotation file: it cannot be opened as plain tensors with layers",
+            hint="do not use it; files that need to run code when they are opened are refused",
+        ) from error
+
+
+def _layers(path: Path, content: Any) -> dict[int, dict[str, Any]]:
+    """Layer -> entry, for a table of layers, a bare table of tensors, or all layers stacked in one tensor."""
+    if isinstance(content, torch.Tensor) and content.ndim == 3:
+        content = dict(enumerate(content))
+    table = content.get("layers", content) if isinstance(content, Mapping) else None
+    found: dict[int, dict[str, Any]] = {}
+    for key, entry in table.items() if isinstance(table, Mapping) else ():
+        number = re.fullmatch(r"(?:layers?[._])?(\d+)", str(key))
+        if isinstance(entry, torch.Tensor):
+            entry = {"rotation": entry}
+        if number is None or not isinstance(entry, Mapping):
+            break
+        layer = int(number[1])
+        if entry.get("layer_id", layer) != layer:
+            raise RotationZooError(f"{path.name}: the entry of layer {layer} says that it is layer {entry['layer_id']}")
+        found[layer] = dict(entry)
+    else:
+        if found:
+            return dict(sorted(found.items()))
+    raise RotationZooError(
+        f"{path.name} is no rotation file: it has no table of layers",
+        hint="give a file that OSCAR's tools or rotationzoo export wrote",
+    )
+
+
+def _version(table: Mapping[str, Any], side: Side) -> str:
+    if "layers" not in table:
+        return "tensors"
+    return "V3" if side.mean or table.get("format_version") == 3 else "V2" if side.per_head else "V1"

@@ -1,0 +1,41 @@
+"""vLLM with the 2-bit cache of pull request 46774: a pair of `.pt` files with one matrix a layer."""
+
+from pathlib import Path
+
+from rotationzoo.engines import OTHERS, Launch, Options, Serving, Takes, identity_like, number, one_dim, torch_files
+from rotationzoo.errors import RotationZooError
+from rotationzoo.geometry import Geometry, cached_layers
+
+NAME = "vllm"
+TAKES = Takes(heads=False, mean=False, clip="side", windows=False)
+
+
+def check(geometry: Geometry, serving: Serving) -> None:
+    """Raise `RotationZooError` for what the pull request cannot run."""
+    one_dim("vLLM's pull request", geometry)
+    for layer in cached_layers(geometry):
+        if serving.group_size is not None and serving.group_size < layer.key_dim:
+            raise RotationZooError(
+                f"vLLM's pull request keeps one scale a head, and this artifact has groups of {serving.group_size}", hint=OTHERS
+            )
+
+
+def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
+    """Write the pair to `work`; the launch line names it in `final`."""
+    value = serving.value or identity_like(serving.key, serving.geometry)
+    paths = {letter: torch_files.file_name(letter, side) for letter, side in (("k", serving.key), ("v", value))}
+    for letter, side in (("k", serving.key), ("v", value)):
+        torch_files.write(work / paths[letter], letter, side, serving.provenance)
+    key_clip, value_clip = serving.clip
+    environment = {
+        "VLLM_OSCAR_K_ROTATION_PATH": str(final / paths["k"]),
+        "VLLM_OSCAR_V_ROTATION_PATH": str(final / paths["v"]),
+        "VLLM_OSCAR_K_CLIP_RATIO": number(key_clip, off=0),
+        "VLLM_OSCAR_V_CLIP_RATIO": number(value_clip, off=0),
+        "VLLM_OSCAR_GROUP_SIZE": str(serving.group),
+    }
+    notes = [
+        "needs a vLLM with pull request 46774",
+        "a path that is wrong, or a layer that is missing, serves without rotation and says so only in the log",
+    ]
+    return Launch([f"vllm serve {serving.model or 'MODEL'} --kv-cache-dtype oscar_int2"], environment, notes)

@@ -1,0 +1,229 @@
+"""Rotation files that others made: found, checked, and recognised from what is in them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rotationzoo import rotation
+from rotationzoo.engines import SIDES, Foreign, Side, gguf, mlx, torch_files
+from rotationzoo.errors import RotationZooError
+from rotationzoo.rope import pair_contrast
+
+ORTHOGONAL = 5e-3  # what SGLang's own loader allows; the published files have 3e-8
+# Contrast of RoPE pairs (rope.py): below the first there is a mark, above the second there is none.
+_MARK, _NO_MARK = 0.5, 0.75
+_STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
+DATA_FREE = ("identity", "hadamard", "h_pbr", "pbr", "random")
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a file says its matrices are."""
+
+    statistic: str | None
+    composition: str
+
+
+def gather(files: Sequence[Path]) -> tuple[Foreign, Foreign]:
+    """The key and the value side in the given files, or in a folder that holds one pair. Raises `RotationZooError`."""
+    paths = [path.expanduser() for path in files]
+    if len(paths) == 1 and paths[0].is_dir():
+        paths = _pair_in(paths[0])
+    for path in paths:
+        if not path.is_file():
+            raise RotationZooError(
+                f"there is no file {path}", hint="give the two rotation files, or the folder that holds them"
+            )
+        if marker := next(path.parent.glob(".oscar_*.pending.json"), None):
+            raise RotationZooError(
+                f"{path.parent} holds a pair that somebody is writing, or stopped writing half-way ({marker.name})",
+                hint="let the server or export that wrote it finish, or run it again",
+            )
+    read = [side for path in paths for side in _read(path)]
+    found: dict[str, Foreign] = {}
+    for side in read:
+        if side.side is None:
+            raise RotationZooError(
+                f"nothing says whether {side.path.name} holds keys or values", hint="rename it to start with k_ or v_"
+            )
+        if side.side in found:
+            raise RotationZooError(f"{found[side.side].path.name} and {side.path.name} both hold {side.side}s")
+        found[side.side] = side
+    for name in SIDES:
+        if name not in found:
+            raise RotationZooError(
+                f"there is no file for the {name}s", hint="give both: keys and values have rotations of their own"
+            )
+    return found["key"], found["value"]
+
+
+def check(key: Foreign, value: Foreign, described: Mapping[str, Described]) -> None:
+    """Raise `RotationZooError` unless both sides are orthogonal matrices of the same layers, and what their names say."""
+    for side in (key, value):
+        check_matrices(side)
+    _check_pair(key, value)
+    _check_names(key, value, described)
+
+
+def describe(side: Foreign) -> Described:
+    """Statistic and composition in our words, from what a file says."""
+    said, content = side.calibration, side.content.objective
+    statistic = said.get(f"{side.side}_statistic")
+    if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", content):
+        known = parts[2] in rotation.COMPOSITIONS
+        return Described(statistic or _STATISTICS[parts[1]], parts[2] if known else rotation.GIVEN)
+    if content == "cov_eig_hadamard_perhead":
+        return Described(side.side, "rdesc_h")
+    if content in ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo"):
+        return Described(statistic or ("query" if side.side == "key" else "key_energy"), said.get("composition", "r_h_pbr"))
+    plain = re.sub(r"_perhead$|_center$|-[kv]$", "", content)
+    if plain in DATA_FREE:
+        return Described(None, plain)
+    return Described(None, rotation.GIVEN)
+
+
+def recognise(key: Foreign, value: Foreign, described: Mapping[str, Described]) -> tuple[str, list[str]]:
+    """The composition, and remarks: what the files say, held against the mark of RoPE on the statistic inside the keys.
+
+    Raises `RotationZooError` for keys and values swapped and for matrices that are stored transposed.
+    """
+    said = {described[side].composition for side in SIDES}
+    if len(said) > 1:
+        return rotation.GIVEN, [f"keys and values have different compositions: {' and '.join(sorted(said))}"]
+    (composition,) = said
+    if composition in (*DATA_FREE, rotation.GIVEN):
+        return composition, ["the files name no composition that is known"] if composition == rotation.GIVEN else []
+    marks = {name: _mark(side.content, composition) for name, side in (("key", key), ("value", value))}
+    if marks["key"] is None or marks["value"] is None:
+        return composition, ["too small a model to recognise orientation and composition from the matrices"]
+    if marks["key"] <= _MARK:
+        return composition, []
+    if marks["value"] <= _MARK and marks["key"] >= _NO_MARK:
+        raise RotationZooError(
+            f"keys and values are swapped: {value.path.name} bears the mark of RoPE and {key.path.name} does not",
+            hint="give the files their right names",
+        )
+    turned = replace(key.content, rotation={layer: matrix.mT for layer, matrix in key.content.rotation.items()})
+    others = [
+        (side, name) for side in (key.content, turned) for name in rotation.COMPOSITIONS if rotation.needs_statistics(name)
+    ]
+    best = min(others, key=lambda other: _mark(*other) or 1.0)
+    mark = _mark(*best) or 1.0
+    if mark <= _MARK and best[0] is turned:
+        raise RotationZooError(
+            f"{key.path.name} holds its matrices transposed: as x @ M^T they are {best[1]}", hint="add: --transposed"
+        )
+    if mark <= _MARK:
+        return best[1], [f"the files say {composition}; the matrices are {best[1]}"]
+    return composition, [f"orientation and composition could not be confirmed (contrast of RoPE pairs {marks['key']:.2f})"]
+
+
+def _mark(side: Side, composition: str) -> float | None:
+    """The contrast of RoPE pairs of the statistic inside rotations, were they of this composition."""
+    by_dim: dict[int, list[torch.Tensor]] = {}
+    for layer, matrix in side.rotation.items():
+        dim = matrix.shape[-1]
+        basis = rotation.recover_basis(matrix.reshape(-1, dim, dim), composition, dim)
+        weights = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim).sort(-1).values
+        by_dim.setdefault(dim, []).append(basis @ torch.diag_embed(weights) @ basis.mT)
+    found = [contrast for moments in by_dim.values() if (contrast := pair_contrast(torch.cat(moments))) is not None]
+    return max(found) if found else None
+
+
+def _read(path: Path) -> list[Foreign]:
+    if path.suffix == ".safetensors":
+        return [mlx.read(path)]
+    return gguf.read(path) if path.suffix == ".gguf" else [torch_files.read(path)]
+
+
+def _pair_in(folder: Path) -> list[Path]:
+    """The one file of keys and the one of values in a folder."""
+    names = sorted(p.name for p in folder.iterdir() if re.fullmatch(r"[kv]_(rotation|perhead)\w*\.(pt|safetensors)", p.name))
+    pair = [[name for name in names if name.startswith(letter)] for letter in "kv"]
+    if any(len(side) > 1 for side in pair):
+        raise RotationZooError(f"{folder} holds several pairs: {', '.join(names)}", hint="name the two files")
+    if not all(pair):
+        raise RotationZooError(
+            f"{folder} holds no pair of rotation files" + (f", only {', '.join(names)}" if names else ""),
+            hint="give the two files, such as k_rotation_qqt_r_h_pbr.pt and v_rotation_sst_r_h_pbr.pt",
+        )
+    return [folder / side[0] for side in pair]
+
+
+def turned(side: Foreign, transposed: bool) -> Foreign:
+    """With the matrices the right way round and eigenvalues ascending, float32."""
+    content = side.content
+    matrices = {layer: (m.mT if transposed else m).float().contiguous() for layer, m in content.rotation.items()}
+    notes = [*side.notes, *([f"{side.path.name} was read as transposed"] if transposed else [])]
+    if any(matrix.dtype != torch.float32 for matrix in content.rotation.values()):
+        notes.append(f"{side.path.name} is not float32; its matrices were converted")
+    eigenvalues = {layer: values.float() for layer, values in content.eigenvalues.items()}
+    descending = [layer for layer, values in eigenvalues.items() if (values.diff(dim=-1) < 0).any()]
+    if descending:
+        if any((eigenvalues[layer].diff(dim=-1) > 0).any() for layer in descending):
+            raise RotationZooError(f"the eigenvalues of layer {descending[0]} in {side.path.name} are in no order")
+        eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
+        notes.append(f"{side.path.name} has its eigenvalues in descending order; they were reversed")
+    return replace(side, content=replace(content, rotation=matrices, eigenvalues=eigenvalues), notes=tuple(notes))
+
+
+def check_matrices(side: Foreign) -> None:
+    """Square, finite and orthogonal, with eigenvalues and means to match."""
+    for layer, matrix in side.content.rotation.items():
+        what = f"layer {layer} of {side.path.name}"
+        if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2]:
+            raise RotationZooError(f"{what} is no square matrix, but {list(matrix.shape)}")
+        if not torch.isfinite(matrix).all():
+            raise RotationZooError(f"{what} is not finite", hint="do not use it: its calibration failed")
+        error = rotation.orthogonality_error(matrix)
+        if not error <= ORTHOGONAL:
+            raise RotationZooError(f"{what} is no orthogonal matrix (largest |R R^T - I| {error:.1e})", hint="do not use it")
+        for name, tensors in (("eigenvalues", side.content.eigenvalues), ("k_mean", side.content.mean)):
+            vector = tensors.get(layer)
+            if vector is not None and (vector.shape[-1] != matrix.shape[-1] or not torch.isfinite(vector).all()):
+                raise RotationZooError(f"{what} has {name} that are not finite or not of its dimension", hint="do not use it")
+
+
+def _check_pair(key: Foreign, value: Foreign) -> None:
+    """The same layers, and not the same matrices."""
+    if missing := sorted(key.content.rotation.keys() ^ value.content.rotation.keys()):
+        lacking = value if missing[0] in key.content.rotation else key
+        raise RotationZooError(
+            f"{lacking.path.name} has no layer {missing[0]}, and the other side has", hint="fetch both again"
+        )
+    for name in ("generation_id", "config_sha256", "model"):
+        if key.calibration.get(name) != value.calibration.get(name):
+            raise RotationZooError(
+                f"{key.path.name} and {value.path.name} do not belong together: their {name} differs", hint="fetch both again"
+            )
+
+
+def _check_names(key: Foreign, value: Foreign, described: Mapping[str, Described]) -> None:
+    """No identity or Hadamard matrix under the name of a calibrated one, and no pair of copies."""
+    for side in (key, value):
+        said = described[side.side or "key"].composition
+        honest = said in DATA_FREE and not re.search(r"_(qqt|ktk|sst|vtv)_", side.path.stem)
+        for layer, matrix in side.content.rotation.items():
+            if (what := _data_free(matrix)) and not honest:
+                raise RotationZooError(
+                    f"{side.path.name} holds {what} in layer {layer} under the name of a calibrated one",
+                    hint="if that is what you want: rotationzoo calibrate MODEL --recipe hadamard (or identity)",
+                )
+    same = all(torch.equal(key.content.rotation[layer], value.content.rotation[layer]) for layer in key.content.rotation)
+    if same and described["key"].composition not in DATA_FREE:
+        raise RotationZooError(f"{key.path.name} and {value.path.name} hold the same matrices", hint="fetch both again")
+
+
+def _data_free(matrix: torch.Tensor) -> str | None:
+    """Whether all of `[.., D, D]` is a permutation or a Hadamard matrix, up to signs and order."""
+    size = matrix.abs()
+    if ((size < 1e-4) | ((size - 1).abs() < 1e-4)).all():
+        return (
+            "the identity matrix"
+            if torch.equal(matrix.diagonal(dim1=-2, dim2=-1), torch.ones(matrix.shape[:-1]))
+            else "a permutation"
+        )
+    return "a Hadamard matrix" if ((size - matrix.shape[-1] ** -0.5).abs() < 1e-4).all() else None

@@ -1,0 +1,212 @@
+"""Rotation files that others made -> an artifact, which keeps their matrices as they are."""
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotationzoo import artifact, card, foreign, models, rotation
+from rotationzoo.artifact import Artifact
+from rotationzoo.engines import Foreign, Side
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.foreign import DATA_FREE, Described
+from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, geometry_on_meta
+from rotationzoo.moments import tensor_name
+from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.source import Source, config_hash, find, has_weights, license_of, weights_fingerprint
+from rotationzoo.verify import ORTHOGONAL
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import as the user asked for it. What a file does not say, such as clip ratios, is the recipe `oscar-v1`'s."""
+
+    files: Sequence[Path]
+    output: Path
+    model: str | None = None
+    revision: str | None = None
+    clip: tuple[float, float] | None = None
+    windows: tuple[int, int] | None = None
+    group_size: int | None = None
+    transposed: bool = False
+    """The files hold R transposed, although their format does not."""
+    restart: bool = False
+
+
+def import_(job: Import) -> Artifact:
+    """Read, check and write. Raises `RotationZooError` for what is ambiguous or broken, naming it."""
+    started = time.monotonic()
+    if (job.output / artifact.MANIFEST).is_file() and not job.restart:
+        raise RotationZooError(f"{job.output} exists", hint="choose another place with --output, or replace it with --restart")
+    key, value = (foreign.turned(side, job.transposed) for side in foreign.gather(job.files))
+    described = {"key": foreign.describe(key), "value": foreign.describe(value)}
+    foreign.check(key, value, described)
+    source, geometry = _geometry(job, key, value)
+    composition, notes = foreign.recognise(key, value, described)
+    notes += [note for side in (key, value) for note in side.notes]
+    recipe = _recipe(job, key, value, described, composition)
+    rotations = _tensors(key, value, recipe, geometry)
+    statistics = recover_statistics(rotations, recipe, geometry)
+    if not statistics:
+        notes.append("no statistics can be recovered: the files have no eigenvalues, or an unknown composition")
+    error = max(rotation.orthogonality_error(t) for name, t in rotations.items() if name.endswith(".rotation"))
+    if error > ORTHOGONAL:
+        notes.append(f"the matrices are off orthogonality by {error:.0e}")
+    files = {side.path.name: {"size": side.path.stat().st_size, "sha256": artifact.sha256(side.path)} for side in (key, value)}
+    manifest: dict[str, Any] = {
+        "model": _model(source),
+        "geometry": geometry_json(geometry),
+        "recipe": recipe.model_dump(),
+        "recipe_sha256": recipe.hash,
+        "calibration": None,
+        "imported": {
+            "format": key.format,
+            "files": files,
+            "objectives": {"key": key.content.objective, "value": value.content.objective},
+            "calibration": {k: v for k, v in key.calibration.items() if isinstance(v, str | int | float | bool)},
+            "notes": notes,
+        },
+        "identity": {side.path.name: files[side.path.name]["sha256"] for side in (key, value)},
+        "versions": {name: version(name) for name in ("rotationzoo", "torch", "transformers")}
+        | {"python": platform.python_version()},
+        "run": {"device": "cpu", "dtype": None, "seconds": round(time.monotonic() - started, 3), "peak_memory_bytes": None},
+        "metrics": {"orthogonality_error": error},
+    }
+    return artifact.write(job.output, rotations, statistics or None, manifest, card.render)
+
+
+def recover_statistics(rotations: Mapping[str, torch.Tensor], recipe: Recipe, geometry: Geometry) -> dict[str, torch.Tensor]:
+    """`Sigma = U diag(lambda) U^T`, float64 `[H or 1, D, D]`, for every side that has eigenvalues and a known composition."""
+    found: dict[str, torch.Tensor] = {}
+    if not recipe.has_eigenbasis:
+        return found
+    for layer in cached_layers(geometry):
+        for side, kind in (("key", recipe.key_statistic), ("value", recipe.value_statistic)):
+            name = f"layers.{layer.index}.{side}"
+            if (eigenvalues := rotations.get(f"{name}.eigenvalues")) is None:
+                continue
+            matrix = rotations[f"{name}.rotation"]
+            basis = rotation.recover_basis(matrix, recipe.composition, recipe.group(matrix.shape[-1]))
+            moment = basis @ torch.diag_embed(eigenvalues.double()) @ basis.mT
+            found[tensor_name(layer.index, kind)] = (moment + moment.mT) / 2
+    return found
+
+
+def _geometry(job: Import, key: Foreign, value: Foreign) -> tuple[Source | None, Geometry]:
+    """Of the named model, which the files must fit; without one, what the files alone tell."""
+    layers = sorted(key.content.rotation)
+    if job.model is None:
+        steps = {after - before for before, after in pairwise(layers)}
+        if len(steps) > 1:
+            gap = next(i for i, j in pairwise(layers) if j - i > min(steps))
+            raise RotationZooError(
+                f"{key.path.name} may lack layers after layer {gap}: the numbers of those it has are irregular",
+                hint="name the model, which tells: --model MODEL",
+            )
+        return None, [_layer(layer, key.content.rotation[layer], value.content.rotation[layer]) for layer in layers]
+    source = find(job.model, job.revision)
+    geometry = geometry_on_meta(models.on_meta(models.load_config(source), source.name))
+    if geometry is None:
+        raise UnsupportedModel(f"what {job.model} caches shows only with its weights", hint="import without --model")
+    _check_model(job.model, source, key)
+    for side, content in (("key", key.content), ("value", value.content)):
+        _check_fit(job.model, side, content, geometry)
+    return source, geometry
+
+
+def _layer(index: int, key: torch.Tensor, value: torch.Tensor) -> Layer:
+    heads = max(tensor.shape[0] if tensor.ndim == 3 else 1 for tensor in (key, value))
+    return Layer(index, index, heads, heads, key.shape[-1], value.shape[-1])
+
+
+def _check_fit(model: str, side: str, content: Side, geometry: Geometry) -> None:
+    cached = {layer.index: layer for layer in cached_layers(geometry)}
+    wrong = f"these files are not for {model}"
+    if missing := sorted(cached.keys() - content.rotation.keys()):
+        raise RotationZooError(f"{wrong}: they have no {side} rotation for layer {missing[0]}", hint="check the model")
+    if extra := sorted(content.rotation.keys() - cached.keys()):
+        raise RotationZooError(f"{wrong}: they have layer {extra[0]}, which caches no {side}s there", hint="check the model")
+    for index, layer in cached.items():
+        matrix, dim = content.rotation[index], layer.key_dim if side == "key" else layer.value_dim
+        if matrix.shape[-1] != dim or (matrix.ndim == 3 and len(matrix) != layer.kv_heads):
+            raise RotationZooError(
+                f"{wrong}: layer {index} has {layer.kv_heads} KV heads with {side}s of {dim}, the file {list(matrix.shape)}",
+                hint="check the model",
+            )
+
+
+def _check_model(model: str, source: Source, key: Foreign) -> None:
+    """What a file says of its model must not contradict the name that the user gives."""
+    said = key.calibration
+    config = said.get("config_sha256")
+    named = str(said.get("model") or said.get("model_path") or "")
+    contradicts = config != config_hash(source) if config else _last(named) not in ("", _last(model))
+    if contradicts and (config or source.revision is not None):
+        raise RotationZooError(
+            f"{key.path.name} says that it was made for {named or 'another config'}, and not for {model}",
+            hint=f"name that model: --model {named}" if named else "check the model",
+        )
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1].lower()
+
+
+def _model(source: Source | None) -> dict[str, Any]:
+    if source is None:
+        unknown = ("revision", "license", "config_sha256", "weights_fingerprint")
+        return {"id": "unknown", "architecture": "unknown", **dict.fromkeys(unknown)}
+    config = models.load_config(source)
+    return {
+        "id": source.name,
+        "revision": source.revision,
+        "license": license_of(source),
+        "architecture": (config.architectures or [type(config).__name__])[0],
+        "config_sha256": config_hash(source),
+        # Of the weights that the user says the files are for; nothing in the files vouches for it.
+        "weights_fingerprint": weights_fingerprint(source) if has_weights(source) else None,
+    }
+
+
+def _recipe(job: Import, key: Foreign, value: Foreign, described: Mapping[str, Described], composition: str) -> Recipe:
+    per_head = key.content.per_head or value.content.per_head
+    defaults = PRESETS["oscar-v1"]
+    changes: dict[str, Any] = {
+        "name": composition if composition in DATA_FREE else "imported",
+        "composition": composition,
+        "pooling": "head" if per_head else "layer",
+        "key_statistic": described["key"].statistic or defaults.key_statistic,
+        "value_statistic": described["value"].statistic or defaults.value_statistic,
+        "center_keys": bool(key.content.mean),
+        "group_size": job.group_size,
+    }
+    if job.clip:
+        changes["key_clip"], changes["value_clip"] = job.clip
+    if job.windows:
+        changes["sink"], changes["recent"] = job.windows
+    recipe = Recipe.model_validate({**defaults.model_dump(), **changes})
+    published = {"name", "group_size", "key_clip", "value_clip", "sink", "recent"}
+    same = recipe.model_dump(exclude=published) == defaults.model_dump(exclude=published)
+    return recipe.model_copy(update={"name": "oscar-v1"}) if same else recipe
+
+
+def _tensors(key: Foreign, value: Foreign, recipe: Recipe, geometry: Geometry) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in cached_layers(geometry):
+        for name, side, clip in (("key", key.content, recipe.key_clip), ("value", value.content, recipe.value_clip)):
+            prefix = f"layers.{layer.index}.{name}"
+            heads = layer.kv_heads if recipe.pooling == "head" else 1
+            dim = side.rotation[layer.index].shape[-1]
+            tensors[f"{prefix}.rotation"] = side.rotation[layer.index].expand(heads, dim, dim).contiguous()
+            if layer.index in side.eigenvalues:
+                tensors[f"{prefix}.eigenvalues"] = side.eigenvalues[layer.index].expand(heads, dim).contiguous()
+            tensors[f"{prefix}.clip"] = torch.full((layer.kv_heads,), clip, dtype=torch.float64)
+            if layer.index in side.mean:
+                tensors[f"{prefix}.mean"] = side.mean[layer.index].float().expand(layer.kv_heads, dim).contiguous()
+    return tensors
