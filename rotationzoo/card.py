@@ -27,6 +27,12 @@ def render(manifest: dict[str, Any]) -> str:
         if data
         else "none: the rotation does not depend on data"
     )
+    made = f"Made by rotationzoo {manifest['versions']['rotationzoo']} with the recipe `{recipe.name}`"
+    if imported := manifest.get("imported"):
+        said = ", ".join(f"{name} {value}" for name, value in imported["calibration"].items()) or "nothing"
+        text = f"not known to rotationzoo; the imported files say: {said}"
+        made = f"Imported by rotationzoo {manifest['versions']['rotationzoo']}, matrices unchanged, from\n"
+        made += ", ".join(f"`{name}` (sha256 `{file['sha256']}`)" for name, file in imported["files"].items())
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
@@ -34,9 +40,9 @@ def render(manifest: dict[str, Any]) -> str:
 # 2-bit KV cache rotations for {model["id"]}
 
 Orthogonal matrices to multiply keys and values with before they are stored in 2 bits: {matrices}, key and value, in
-{len(cached)} layers. Made by rotationzoo {manifest["versions"]["rotationzoo"]} with the recipe `{recipe.name}`.
+{len(cached)} layers. {made}.
 
-* Model: `{model["id"]}`, revision `{model["revision"] or "local folder"}`, {model["architecture"]}
+* Model: {_model(model)}
 * Calibration text: {text}
 * Largest `|R R^T - I|`: {manifest["metrics"]["orthogonality_error"]:.1e}
 
@@ -72,6 +78,12 @@ Bits per cached element with the first {recipe.sink} and the last {recipe.recent
 |---|---|---|
 {_checksums(manifest["files"])}
 """
+
+
+def _model(model: dict[str, Any]) -> str:
+    if model["config_sha256"] is None:
+        return "nobody has said which"
+    return f"`{model['id']}`, revision `{model['revision'] or 'local folder'}`, {model['architecture']}"
 
 
 def _pictures(files: dict[str, Any]) -> str:

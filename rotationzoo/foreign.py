@@ -16,6 +16,8 @@ ORTHOGONAL = 5e-3  # what SGLang's own loader allows; the published files have 3
 # Contrast of RoPE pairs (rope.py): below the first there is a mark, above the second there is none.
 _MARK, _NO_MARK = 0.5, 0.75
 _STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
+# What the names mean where eigenvectors are in descending order.
+_DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
 DATA_FREE = ("identity", "hadamard", "h_pbr", "pbr", "random")
 
 
@@ -73,8 +75,10 @@ def describe(side: Foreign) -> Described:
     said, content = side.calibration, side.content.objective
     statistic = said.get(f"{side.side}_statistic")
     if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", content):
-        known = parts[2] in rotation.COMPOSITIONS
-        return Described(statistic or _STATISTICS[parts[1]], parts[2] if known else rotation.GIVEN)
+        composition = parts[2] if parts[2] in rotation.COMPOSITIONS else rotation.GIVEN
+        if side.descending:
+            composition = _DESCENDING.get(composition, rotation.GIVEN)
+        return Described(statistic or _STATISTICS[parts[1]], composition)
     if content == "cov_eig_hadamard_perhead":
         return Described(side.side, "rdesc_h")
     if content in ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo"):
@@ -167,7 +171,8 @@ def turned(side: Foreign, transposed: bool) -> Foreign:
             raise RotationZooError(f"the eigenvalues of layer {descending[0]} in {side.path.name} are in no order")
         eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
         notes.append(f"{side.path.name} has its eigenvalues in descending order; they were reversed")
-    return replace(side, content=replace(content, rotation=matrices, eigenvalues=eigenvalues), notes=tuple(notes))
+    turned_round = replace(content, rotation=matrices, eigenvalues=eigenvalues)
+    return replace(side, content=turned_round, notes=tuple(notes), descending=bool(descending))
 
 
 def check_matrices(side: Foreign) -> None:

@@ -47,6 +47,8 @@ class Foreign:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     """What the file says of how it was made."""
     notes: tuple[str, ...] = ()
+    descending: bool = False
+    """Whether the file has its largest eigenvalue first."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rotationzoo.engines import Foreign, Side
 from rotationzoo.errors import RotationZooError
 
 _SIDE_OF = {"qqt": "key", "ktk": "key", "sst": "value", "vtv": "value"}
-_CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_"
+_CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 _COMPANIONS = ("q_rotation", "o_rotation")  # of rotations that are not orthogonal
 
 

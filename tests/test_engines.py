@@ -1,0 +1,534 @@
+"""Exports, read the way each engine reads them: exact attention without quantization, the engine's own codes with it."""
+
+import fcntl
+import json
+import multiprocessing
+import re
+import time
+from pathlib import Path
+
+import architectures
+import engines
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from rotationzoo import artifact, card, int2
+from rotationzoo import export as exporting
+from rotationzoo.artifact import Artifact
+from rotationzoo.collect import collect
+from rotationzoo.engines import Options, torch_files
+from rotationzoo.errors import RotationZooError
+from rotationzoo.export import ENGINES, Request, export
+from rotationzoo.fit import fit
+from rotationzoo.foreign import gather
+from rotationzoo.geometry import Layer, cached_layers, geometry_from_json, geometry_json, geometry_of
+from rotationzoo.hadamard import hadamard
+from rotationzoo.moments import to_tensors
+from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.verify import verify
+
+IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
+OSCAR = PRESETS["oscar"].model_copy(update={"sink": 8, "recent": 16})
+CENTERED = OSCAR.model_copy(update={"center_keys": True})
+# What an engine does not take, agreed to.
+AGREED = {
+    "sglang": {}, "onnx": {}, "mlx": {},
+    "vllm": {"pooled": True, "windows": (0, 0)}, "llama.cpp": {"pooled": True, "clip": (0.96, 0.96)},
+}  # fmt: skip
+
+
+def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifact:
+    """An artifact of a tiny random model, with statistics."""
+    model = architectures.build(family, **changes)
+    geometry = geometry_of(model)
+    statistics = collect(model, geometry, [IDS], recipe.model_copy(update={"sink": 8}))
+    tensors = fit(statistics, recipe, geometry)
+    manifest = {
+        "model": {
+            "id": f"tiny/{family}", "revision": "0" * 40, "license": None, "architecture": family,
+            "config_sha256": "1" * 64, "weights_fingerprint": "2" * 64,
+        },
+        "geometry": geometry_json(geometry), "recipe": recipe.model_dump(), "recipe_sha256": recipe.hash,
+        "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64}, "identity": {},
+        "versions": {"rotationzoo": "0"}, "run": {}, "metrics": {"orthogonality_error": 0.0},
+    }  # fmt: skip
+    return artifact.write(folder, tensors, to_tensors(statistics), manifest, card.render)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Artifacts by family and recipe, each made once."""
+    known: dict[tuple, Artifact] = {}
+
+    def get(family: str = "qwen3", recipe: Recipe = OSCAR, **changes) -> Artifact:
+        key = family, recipe.hash, json.dumps(changes, sort_keys=True)
+        if key not in known:
+            known[key] = make(tmp_path_factory.mktemp("made") / family, family, recipe, **changes)
+        return known[key]
+
+    return get
+
+
+def layers_of(there: Artifact) -> list[Layer]:
+    return cached_layers(geometry_from_json(there.manifest["geometry"]))
+
+
+def base_for(there: Artifact, folder: Path, architecture: str = "qwen3") -> Path:
+    layers = geometry_from_json(there.manifest["geometry"])
+    last, one = max(layer.index for layer in layers), layers[0]
+    shape = dict(layers=last + 1, hidden=64, heads=one.query_heads, kv_heads=one.kv_heads, dim=one.key_dim)
+    return engines.write_base(folder / "base.gguf", architecture=architecture, **shape)
+
+
+def exported(engine: str, there: Artifact, folder: Path, **changes):
+    options = {**AGREED[engine], **changes}
+    if engine == "llama.cpp" and "options" not in options:
+        folder.mkdir(parents=True, exist_ok=True)
+        options["options"] = Options(base=base_for(there, folder))
+    return export(there, Request(engine, folder / "out", **options))
+
+
+def matrices(there: Artifact, layer, side: str, pooled: bool) -> torch.Tensor:
+    """What the engine should multiply by, `[H, D, D]`."""
+    recipe = Recipe.model_validate(there.manifest["recipe"])
+    tensors = exporting._pooled(there, recipe, geometry_from_json(there.manifest["geometry"])) if pooled else there.rotations()
+    return tensors[f"layers.{layer.index}.{side}.rotation"].expand(layer.kv_heads, -1, -1)
+
+
+def rows_of(layer, side: str, tokens: int = 24) -> torch.Tensor:
+    dim = layer.key_dim if side == "key" else layer.value_dim
+    generator = torch.Generator().manual_seed(layer.index)
+    return torch.randn(layer.kv_heads, tokens, dim, generator=generator) * (1 + torch.arange(dim) % 5)
+
+
+def attend(q, k, v):
+    scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    scores = np.where(np.tri(q.shape[-2], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+def check_engine(engine: str, there: Artifact, done, transpose: bool = False) -> None:
+    """Attention through the export is exact, and rows are stored as the codec says."""
+    pooled = bool(AGREED[engine].get("pooled"))
+    recipe = Recipe.model_validate(there.manifest["recipe"])
+    for layer in layers_of(there):
+        rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
+        k, v, q = rows_of(layer, "key").numpy(), rows_of(layer, "value").numpy(), rows_of(layer, "key").numpy()[:, ::-1]
+        rotated_q = rotate("key", layer.index, q)
+        back = rotate("value", layer.index, np.stack([np.eye(layer.value_dim, dtype=np.float32)] * len(v))).swapaxes(-1, -2)
+        through = attend(rotated_q, rotate("key", layer.index, k), rotate("value", layer.index, v)) @ back
+        if not recipe.center_keys:
+            assert np.abs(through - attend(q, k, v)).max() < 1e-4  # measured 1e-5
+        for side, rows in (("key", k), ("value", v)):
+            clip = done_clip(engine, recipe, side)
+            group = recipe.group(rows.shape[-1])
+            matrix = matrices(there, layer, side, pooled)
+            expected_rows = torch.from_numpy(rows)
+            if recipe.center_keys and side == "key":
+                expected_rows = expected_rows - there.rotations()[f"layers.{layer.index}.key.mean"][:, None]
+            wanted = expected_rows @ (matrix.mT if transpose else matrix)
+            codes, packed = engines.STORE[engine](rotate(side, layer.index, rows), clip, group)
+            if engine == "llama.cpp":
+                reference = engines.store_q2_0(wanted.numpy(), clip, group)
+                assert_codes(codes, reference[0])
+                continue
+            form = int2.FORMATS.get(engine, int2.SGLANG)
+            stored = int2.quantize(wanted, clip, group, form).codes
+            assert_codes(codes, stored.numpy())
+            same = (codes == stored.numpy()).all(-1)
+            assert (packed == int2.pack(stored, form.packing).numpy())[same].all()
+
+
+def assert_codes(found: np.ndarray, expected: np.ndarray) -> None:
+    """Equal; a product of two libraries may differ in the last bit, which moves at most one code in a thousand."""
+    different = (found != expected).mean()
+    assert different < 1e-3, f"{different:.1%} of the codes differ"
+
+
+def done_clip(engine: str, recipe: Recipe, side: str) -> float:
+    agreed = AGREED[engine].get("clip")
+    return agreed[0] if agreed else recipe.key_clip if side == "key" else recipe.value_clip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_export_read_as_the_engine_does(engine, made, tmp_path):
+    there = made(head_dim=32)
+    done = exported(engine, there, tmp_path)
+    check_engine(engine, there, done)
+    with pytest.raises(AssertionError, match="of the codes differ"):
+        check_engine(engine, there, done, transpose=True)
+    record = json.loads((done.path / "export.json").read_text())
+    assert record["artifact"] == there.identity
+    assert record["files"] == {name: artifact.sha256(done.path / name) for name in record["files"]}
+    assert {path.name for path in done.path.iterdir()} == {*record["files"], "export.json"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_layers_of_a_hybrid_keep_their_numbers(engine, made, tmp_path):
+    """Only layer 3 of four caches keys; a loader that counted cached layers would take it for layer 0."""
+    there = made("qwen3_5", head_dim=32)
+    agreed = {}
+    if engine == "llama.cpp":
+        base = base_for(there, tmp_path, "qwen35")
+        agreed = {"options": Options(base=base), "clip": (1.0, 1.0), "windows": (0, 0)}
+    done = exported(engine, there, tmp_path / "x", **agreed)
+    if engine != "llama.cpp":
+        check_engine(engine, there, done)
+        return
+    names = {tensor.name for tensor in gguf.GGUFReader(next(done.path.glob("*.gguf"))).tensors}
+    assert {name for name in names if "rot" in name} == {"blk.3.attn_k_rot.weight", "blk.3.attn_v_rot.weight"}
+
+
+# Gemma 4 has two head dimensions, MiMo keys of 16 with values of 12.
+SUPPORTS = {
+    "gemma4": {"sglang": None, "mlx": None, "onnx": "the cache of another layer", "vllm": None, "llama.cpp": "32 channels"},
+    "mimo_v2_flash": {
+        "sglang": "head dimension 12", "mlx": "head dimension 12", "onnx": "values of dimension 12",
+        "vllm": "values of dimension 12", "llama.cpp": "values of dimension 12",
+    },
+    "phi3": {"sglang": "head dimension 24", "mlx": "head dimension 24", "onnx": None, "vllm": None, "llama.cpp": "32 channels"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "engine"), [(family, engine) for family in SUPPORTS for engine in ENGINES])
+def test_other_geometries_are_served_or_refused(family, engine, made, tmp_path):
+    changes = {"hidden_size": 96} if family == "phi3" else {}
+    there = made(family, **changes)
+    reason = SUPPORTS[family][engine]
+    if reason is None:
+        check_engine(engine, there, exported(engine, there, tmp_path))
+        return
+    with pytest.raises(RotationZooError, match=reason):
+        exported(engine, there, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_head_dimensions_in_a_gguf(made, tmp_path):
+    """Gemma 4's loader sizes each layer; Qwen3's does not."""
+    there = made("gemma4", head_dim=32, global_head_dim=64)
+    geometry = layers_of(there)
+    assert [layer.key_dim for layer in geometry] == [32, 64]
+    for architecture in ("gemma4", "qwen3"):
+        base = engines.write_base(tmp_path / f"{architecture}.gguf", 2, 64, 4, 2, 32, architecture)
+        widen(base, tmp_path / "wide.gguf", "blk.1.attn_k.weight", geometry[1])
+        request = Request(
+            "llama.cpp", tmp_path / architecture, pooled=True, clip=(1.0, 1.0), windows=(0, 0),
+            options=Options(base=tmp_path / "wide.gguf"),
+        )  # fmt: skip
+        if architecture == "qwen3":
+            with pytest.raises(RotationZooError, match="loads one head dimension"):
+                export(there, request)
+            continue
+        done = export(there, request)
+        assert done.launch.environment["LLAMA_KV_V_ROT"] == "1"
+        rotate = engines.read_llama(done.path, {}, 2)
+        for layer in geometry:
+            matrix = matrices(there, layer, "key", pooled=True)
+            rows = rows_of(layer, "key")
+            assert np.abs(rotate("key", layer.index, rows.numpy()) - (rows @ matrix).numpy()).max() < 1e-5
+
+
+def widen(base: Path, target: Path, name: str, layer) -> None:
+    """A copy of a GGUF file with one projection of another width."""
+    reader = gguf.GGUFReader(base)
+    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        if tensor.name == name:
+            data = np.zeros((layer.kv_heads * layer.key_dim, data.shape[1]), np.float16)
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ---- what an engine does not take
+
+
+def test_what_an_engine_does_not_take_is_refused_with_the_whole_command(made, tmp_path):
+    there = made(recipe=CENTERED, head_dim=32)
+    with pytest.raises(RotationZooError, match=r"one rotation per layer.*keep their mean.*a single clip ratio") as refused:
+        exported("llama.cpp", there, tmp_path, pooled=False, clip=None)
+    assert "--to llama.cpp --base MODEL.gguf --pooled --uncentered --clip 0.96" in refused.value.hint
+    with pytest.raises(RotationZooError, match="no tokens kept exact") as refused:
+        exported("vllm", there, tmp_path, windows=None)
+    assert refused.value.hint.endswith("--to vllm --pooled --uncentered --windows 0/0")
+    done = exported("vllm", there, tmp_path, uncentered=True)
+    assert len(done.reduced) == 3, done.reduced
+
+
+def test_clip_ratios_of_single_heads(made, tmp_path):
+    there = made(head_dim=32)
+    tensors = there.rotations()
+    tensors["layers.1.key.clip"][1] = 0.9
+    changed = artifact.write(tmp_path / "changed", tensors, there.statistics(), dict(there.manifest), card.render)
+    for engine, words in (("sglang", "one clip ratio for all keys"), ("onnx", "one a layer")):
+        with pytest.raises(RotationZooError, match=words) as refused:
+            exported(engine, changed, tmp_path / engine)
+        assert refused.value.hint.endswith("--clip 0.96/0.92")
+    tensors["layers.1.key.clip"][0] = 0.9
+    changed = artifact.write(tmp_path / "changed", tensors, there.statistics(), dict(there.manifest), card.render)
+    done = exported("onnx", changed, tmp_path / "onnx")
+    attributes = json.loads((done.path / "attributes.json").read_text())["layers"]
+    assert [attributes[layer]["k_quant_rho"] for layer in "012"] == [0.96, 0.9, 0.96]
+    done = exported("sglang", changed, tmp_path / "sglang", clip=(1.0, 0.92))
+    assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
+    assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
+
+
+def test_other_refusals(made, tmp_path):
+    there = made(head_dim=32)
+    with pytest.raises(RotationZooError, match="multiples of 8"):
+        exported("sglang", there, tmp_path, windows=(60, 256))
+    with pytest.raises(RotationZooError, match="no token is kept exact"):
+        exported("onnx", there, tmp_path, windows=(0, 0))
+    with pytest.raises(RotationZooError, match="one scale a head"):
+        exported("vllm", made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32), tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(RotationZooError, match="holds other files"):
+        exported("sglang", there, tmp_path)
+    bare = artifact.write(tmp_path / "bare", there.rotations(), None, dict(there.manifest), card.render)
+    with pytest.raises(RotationZooError, match="has no statistics"):
+        exported("vllm", bare, tmp_path / "vllm")
+
+
+# ---- SGLang
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_sglang_versions(made, tmp_path, pooled):
+    there = made(head_dim=32)
+    done = exported("sglang", there, tmp_path, pooled=pooled)
+    names = (
+        ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"]
+        if pooled
+        else ["k_rotation_perhead.pt", "v_rotation_perhead.pt"]
+    )
+    assert sorted(done.files) == names
+    content = torch.load(done.path / names[0], weights_only=True)
+    assert list(content) == ["format_version", "objective", "source_grouping", "calibration", "layers"]
+    assert content["format_version"] == (1 if pooled else 2)
+    assert content["source_grouping"] == ("layer" if pooled else "per_kv_head")
+    assert [type(layer) for layer in content["layers"]] == [int] * 4
+    assert content["layers"][1]["rotation"].shape == ((32, 32) if pooled else (2, 32, 32))
+    eigenvalues = content["layers"][1]["eigenvalues"]
+    assert (eigenvalues.diff(dim=-1) >= 0).all()
+    assert all(isinstance(value, str | int | float | bool) for value in content["calibration"].values())
+    assert content["calibration"]["generation_id"] == there.identity[:32]
+    if pooled:  # the rotation of the mean moment, not the mean of rotations
+        moment = there.statistics()["layers.1.query.second_moment"].mean(0)
+        diagonal = torch.linalg.eigvalsh(moment)
+        assert torch.allclose(eigenvalues.double(), diagonal, rtol=1e-5)
+
+
+def test_sglang_version_3_carries_the_key_mean(made, tmp_path):
+    there = made(recipe=CENTERED, head_dim=32)
+    done = exported("sglang", there, tmp_path)
+    assert sorted(done.files) == ["k_rotation_oscar2_center.pt", "v_rotation_oscar2_center.pt"]
+    keys = torch.load(done.path / "k_rotation_oscar2_center.pt", weights_only=True)
+    assert keys["format_version"] == 3
+    assert keys["transform"] == {"key": "center", "centered": True, "orthogonal": True}
+    assert torch.equal(keys["layers"][2]["k_mean"], there.statistics()["layers.2.key.mean"].float())
+    assert all("k_mean" not in e for e in torch.load(done.path / "v_rotation_oscar2_center.pt")["layers"].values())
+    check_engine("sglang", there, done)
+    # the mean taken from all keys moves every score of a query by the same number
+    layer = layers_of(there)[2]
+    rotate = engines.read_sglang(done.path, done.launch.environment, layer.kv_heads)
+    q, k, v = (rows_of(layer, side).numpy() for side in ("key", "key", "value"))
+    rotated_q = q @ there.rotations()["layers.2.key.rotation"].numpy()
+    assert np.abs(attend(rotated_q, rotate("key", 2, k), v) - attend(q, k, v)).max() < 1e-4
+    shared = exported("sglang", there, tmp_path / "pooled", pooled=True)
+    entry = torch.load(shared.path / "k_rotation_oscar2_center.pt")["layers"][0]
+    assert (entry["rotation"].shape, entry["k_mean"].shape) == ((32, 32), (2, 32))
+
+
+def test_a_data_free_artifact_says_so_in_its_name(made, tmp_path):
+    there = made(recipe=PRESETS["hadamard"], head_dim=32)
+    done = exported("sglang", there, tmp_path)
+    assert sorted(done.files) == ["k_rotation_hadamard_perhead.pt", "v_rotation_hadamard_perhead.pt"]
+    done = exported("sglang", there, tmp_path / "2", pooled=True)
+    assert sorted(done.files) == ["k_rotation_hadamard.pt", "v_rotation_hadamard.pt"]
+
+
+def reader_holds(path: str, started, seconds: float) -> None:
+    """A server that loads a pair under its shared lock."""
+    with open(path, "a+") as handle:
+        fcntl.flock(handle.fileno(), fcntl.LOCK_SH)
+        started.set()
+        time.sleep(seconds)
+
+
+def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
+    there, other = made(head_dim=32), made(recipe=OSCAR.model_copy(update={"value_statistic": "value"}), head_dim=32)
+    done = exported("sglang", there, tmp_path)
+    assert not list(done.path.glob(".oscar*")), "a new folder appears whole"
+    exported("sglang", other, tmp_path)
+    (lock,) = (tmp_path / "locks").iterdir()
+    (complete,) = done.path.glob(".oscar_*.complete.json")
+    assert lock.stem.removeprefix("oscar_") == complete.name.split("_")[1].split(".")[0]
+
+    started = multiprocessing.get_context("spawn").Event()
+    reader = multiprocessing.get_context("spawn").Process(target=reader_holds, args=(str(lock), started, 1.0))
+    reader.start()
+    assert started.wait(60)
+    begun = time.monotonic()
+    exported("sglang", there, tmp_path)
+    assert time.monotonic() - begun > 0.5, "it waits for the server that reads the pair"
+    reader.join()
+
+    moves = []
+
+    def stop_after_the_first(source, target):
+        moves.append(target)
+        if len(moves) == 2:
+            raise KeyboardInterrupt
+        original(source, target)
+
+    original = exporting.os.replace
+    monkeypatch.setattr(exporting.os, "replace", stop_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        exported("sglang", other, tmp_path)
+    monkeypatch.setattr(exporting.os, "replace", original)
+    assert list(done.path.glob(".oscar_*.pending.json")), "a server that looks now stops"
+    with pytest.raises(RotationZooError, match="stopped writing half-way"):
+        gather([done.path])
+    whole = exported("sglang", other, tmp_path)
+    assert not list(done.path.glob(".oscar_*.pending.json"))
+    assert {name: artifact.sha256(done.path / name) for name in whole.files} == whole.files
+
+
+# ---- llama.cpp
+
+
+def test_a_gguf_keeps_everything_else(made, tmp_path):
+    there = made(head_dim=32)
+    base = base_for(there, tmp_path)
+    done = exported("llama.cpp", there, tmp_path, options=Options(base=base))
+    before, after = gguf.GGUFReader(base), gguf.GGUFReader(next(done.path.glob("*.gguf")))
+    tensors = {tensor.name: tensor for tensor in after.tensors}
+    for tensor in before.tensors:
+        copy = tensors.pop(tensor.name)
+        assert (copy.tensor_type, list(copy.shape)) == (tensor.tensor_type, list(tensor.shape))
+        assert copy.data.tobytes() == tensor.data.tobytes(), tensor.name
+    assert sorted(tensors) == sorted(f"blk.{i}.attn_{s}_rot.weight" for i in range(4) for s in "kv")
+    counted = ("GGUF.tensor_count", "GGUF.kv_count")
+    for name, field in before.fields.items():
+        if name not in counted:
+            assert after.fields[name].contents() == field.contents(), name
+            assert after.fields[name].types == field.types, name
+    notes = {name: f.contents() for name, f in after.fields.items() if name.startswith("rotationzoo.")}
+    assert notes["rotationzoo.generation_id"] == there.identity[:32]
+    assert notes["rotationzoo.engine_hadamard"] is False
+    assert any("cancels the calibrated one" in note for note in done.launch.notes)
+    assert done.launch.environment == {
+        "LLAMA_KV_NO_HADAMARD": "1", "LLAMA_ATTN_ROT_DISABLE": "1", "LLAMA_KV_CLIP_RATIO": "0.96",
+        "LLAMA_KV_HP_SINK": "8", "LLAMA_KV_HP_RECENT": "16",
+    }  # fmt: skip
+    with pytest.raises(RotationZooError, match="has rotations already"):
+        exported("llama.cpp", there, tmp_path / "again", options=Options(base=next(done.path.glob("*.gguf"))))
+
+
+def test_the_engines_own_hadamard_is_counted_on(made, tmp_path):
+    """With it, what the engine multiplies by is R again; without, the engine's Hadamard would cancel the calibrated one."""
+    there = made(head_dim=32)
+    done = exported("llama.cpp", there, tmp_path, options=Options(base_for(there, tmp_path), engine_hadamard=True))
+    assert "LLAMA_KV_NO_HADAMARD" not in done.launch.environment
+    rotate = engines.read_llama(done.path, {}, 2)
+    layers = layers_of(there)
+    for layer in layers:
+        rows, matrix = rows_of(layer, "key"), matrices(there, layer, "key", pooled=True)
+        by_engine = rotate("key", layer.index, rows.numpy()) @ hadamard(32).float().numpy()
+        assert np.abs(by_engine - (rows @ matrix).numpy()).max() < 1e-4
+    first = matrices(there, layers[0], "key", pooled=True)[0]
+    _, basis = torch.linalg.eigh(there.statistics()["layers.0.query.second_moment"].mean(0))
+    overlap = (basis.mT @ (first.double() @ hadamard(32))).abs()
+    assert (overlap.amax(0) > 0.999).all(), "columns of R H are eigenvectors: R alone is not what such an engine should have"
+    keys, _ = gather([next(done.path.glob("*.gguf"))])
+    assert torch.allclose(keys.content.rotation[0], first, atol=1e-6)
+
+
+def test_bases_that_do_not_fit(made, tmp_path):
+    there = made(head_dim=32)
+    for shape, reason in (
+        (dict(layers=2), "layer 2 should have 2 KV heads of 32"),
+        (dict(kv_heads=1), "has 32 rows"),
+        (dict(architecture="llama"), "of architecture llama"),
+        (dict(architecture="qwen3moe"), "neither clips nor keeps tokens exact"),
+    ):
+        options = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "dim": 32, **shape}
+        base = engines.write_base(tmp_path / "wrong.gguf", **options)
+        with pytest.raises(RotationZooError, match=reason):
+            exported("llama.cpp", there, tmp_path, options=Options(base=base))
+    (tmp_path / "none.gguf").write_bytes(b"GGUF or not")
+    with pytest.raises(RotationZooError, match="is no GGUF file"):
+        exported("llama.cpp", there, tmp_path, options=Options(base=tmp_path / "none.gguf"))
+    with pytest.raises(RotationZooError, match="model's own file") as refused:
+        exported("llama.cpp", there, tmp_path, options=Options())
+    assert "--base" in refused.value.hint
+
+
+# ---- values in the weights
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_that_need_no_value_rotation(engine, made, tmp_path):
+    there = made(head_dim=32)
+    done = exported(engine, there, tmp_path, values_absorbed=True)
+    layer = layers_of(there)[1]
+    rows = rows_of(layer, "value").numpy()
+    if engine in ("llama.cpp", "onnx"):
+        with pytest.raises((KeyError, IndexError)):
+            engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)("value", 1, rows)
+    else:
+        rotate = engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)
+        assert np.array_equal(rotate("value", 1, rows), rows)
+    if engine == "sglang":
+        assert "v_rotation_identity.pt" in done.files, "under its own name"
+
+
+# ---- the command line and the docs
+
+
+def test_the_command_prints_what_starts_the_engine(made, inside):
+    there = made(head_dim=32)
+    result = inside("export", there.folder, "--to", "sglang")
+    assert result.returncode == 0, result.stderr
+    folder = inside.folder / "exports" / f"{there.folder.name}-sglang"
+    assert f"SGLANG_OSCAR_K_ROTATION_PATH={folder}/k_rotation_perhead.pt \\" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(
+        "python -m sglang.launch_server --model-path tiny/qwen3 --kv-cache-dtype int2"
+    )
+    assert "Note: needs OSCAR's SGLang" in result.stderr
+    data = json.loads(inside("export", there.folder, "--to", "sglang", "--json").stdout)
+    assert data["environment"]["SGLANG_MIXED_KV_PREFIX_TOKENS"] == "8"
+    assert set(data) == {"engine", "path", "files", "command", "environment", "notes", "reduced"}
+    assert inside("export", there.folder).returncode == 2
+    assert "--clip 2" in inside("export", there.folder, "--to", "mlx", "--clip", "2").stderr
+
+
+def test_the_engines_page_says_what_the_code_does(made, tmp_path):
+    """Each engine has a row, and its launch line there is the one that export prints for the default recipe."""
+    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
+    recipe = PRESETS["oscar"]
+    there = made(recipe=recipe, head_dim=128)
+    for engine in ENGINES:
+        assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.M), engine
+        changes = {"options": Options(base=base_for(there, tmp_path))} if engine == "llama.cpp" else {}
+        done = exported(engine, there, tmp_path / engine, **changes)
+        line = exporting.launch_line(done.launch).replace(str(done.path.absolute()), "FOLDER").replace("tiny/qwen3", "MODEL")
+        assert line in page, line
+
+
+def test_torch_files_hold_nothing_that_runs(made, tmp_path):
+    done = exported("sglang", made(head_dim=32), tmp_path)
+    for name in done.files:
+        torch.load(done.path / name, weights_only=True)
+        read = torch_files.read(done.path / name)
+        assert read.format == "V2"
+    assert verify(made(head_dim=32)).ok

@@ -1,0 +1,456 @@
+"""Files that others made, written here by code of our own after their tools, and what is wrong with them found and named."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import engines
+import pytest
+import torch
+from safetensors.torch import save_file
+from scipy.linalg import hadamard as sylvester
+from test_engines import AGREED, OSCAR, base_for, exported, made, make  # noqa: F401 (made is a fixture)
+
+from rotationzoo import rotation
+from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import calibrate
+from rotationzoo.engines import Options, torch_files
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluate import Evaluation, evaluate
+from rotationzoo.export import Request, export
+from rotationzoo.importing import Import, import_
+from rotationzoo.plan import Job
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.rope import pair_contrast
+from rotationzoo.verify import verify
+
+LAYERS, DIM = 9, 64
+KEY, VALUE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
+
+
+def query_moment(dim: int, seed: int) -> torch.Tensor:
+    """A second moment that RoPE leaves behind: the mean over positions of a turned one, pairs (i, i + D/2)."""
+    generator = torch.Generator().manual_seed(seed)
+    base = value_moment(dim, seed + 1000)
+    moment = torch.zeros(dim, dim, dtype=torch.float64)
+    for position in torch.randint(0, 100_000, (400,), generator=generator):
+        angle = position * 100.0 ** -(torch.arange(dim // 2).double() / (dim // 2))
+        turn = torch.zeros(dim, dim, dtype=torch.float64)
+        i = torch.arange(dim // 2)
+        turn[i, i], turn[i, i + dim // 2] = angle.cos(), angle.sin()
+        turn[i + dim // 2, i], turn[i + dim // 2, i + dim // 2] = -angle.sin(), angle.cos()
+        moment += turn.T @ base @ turn / 400
+    return moment
+
+
+def value_moment(dim: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(4 * dim, dim, generator=generator, dtype=torch.float64) * torch.rand(dim, generator=generator).exp() ** 3
+    rows = rows @ torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    return rows.T @ rows / len(rows)
+
+
+def published(moment: torch.Tensor, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """U H P and the eigenvalues, as the published code computes them; `descending` as the fork's calibrator does."""
+    dim = len(moment)
+    eigenvalues, vectors = torch.linalg.eigh(moment)
+    bits = dim.bit_length() - 1
+    reversal = [int(f"{i:0{bits}b}"[::-1], 2) for i in range(dim)]
+    order = torch.argsort(eigenvalues, descending=True).tolist()
+    if descending:
+        eigenvalues, vectors, order = eigenvalues.flip(0), vectors.flip(1), list(range(dim))
+    perm = [0] * dim
+    for i in range(dim):
+        perm[reversal[i]] = order[i]
+    mixed = vectors @ torch.from_numpy(sylvester(dim)).double() / dim**0.5
+    return mixed[:, perm].float().contiguous(), eigenvalues.float()
+
+
+MOMENTS = {
+    "key": {i: query_moment(DIM, i) for i in range(LAYERS)},
+    "value": {i: value_moment(DIM, 100 + i) for i in range(LAYERS)},
+}
+
+
+def v1(side: str, objective: str, layers=range(LAYERS), **options) -> dict:
+    table = {}
+    for i in layers:
+        matrix, eigenvalues = published(MOMENTS[side][i], **options)
+        table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": eigenvalues}
+    return {"format_version": 1, "objective": objective, "source_grouping": "layer", "layers": table}
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A folder with a pair in it, after a change; and the import of it."""
+
+    class Pair:
+        folder = tmp_path / "pair"
+        key, value = v1("key", "qqt_r_h_pbr"), v1("value", "sst_r_h_pbr")
+
+        def write(self, key_name: str = KEY, value_name: str = VALUE) -> Path:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+            torch.save(self.key, self.folder / key_name)
+            torch.save(self.value, self.folder / value_name)
+            return self.folder
+
+        def read(self, *names: str, **options) -> Artifact:
+            self.write(*names)
+            return import_(Import([self.folder], tmp_path / "imported", restart=True, **options))
+
+        def refused(self, *names: str, **options) -> str:
+            with pytest.raises(RotationZooError) as error:
+                self.read(*names, **options)
+            assert not (tmp_path / "imported").exists()
+            return f"{error.value} ({error.value.hint})"
+
+    return Pair()
+
+
+# ---- version 1
+
+
+def test_a_published_pair_comes_back(pair, tmp_path):
+    there = pair.read()
+    assert verify(there).ok, verify(there).problems
+    assert (there.manifest["recipe"]["name"], there.manifest["imported"]["notes"]) == ("oscar-v1", [])
+    assert not there.bound
+    assert there.manifest["imported"]["files"][KEY]["size"] == (pair.folder / KEY).stat().st_size
+    tensors, statistics = there.rotations(), there.statistics()
+    for i in range(LAYERS):
+        for side, kind in (("key", "query.second_moment"), ("value", "value.key_energy_moment")):
+            entry = getattr(pair, side)["layers"][i]
+            assert torch.equal(tensors[f"layers.{i}.{side}.rotation"][0], entry["rotation"])
+            assert torch.equal(tensors[f"layers.{i}.{side}.eigenvalues"][0], entry["eigenvalues"])
+            moment = statistics[f"layers.{i}.{kind}"][0]
+            assert (moment - MOMENTS[side][i]).norm() < 1e-6 * MOMENTS[side][i].norm()  # measured 2e-7
+            recomposed = recompose(moment, entry["rotation"])
+            assert (recomposed - entry["rotation"]).abs().max() < 1e-5  # measured 1e-6
+    assert pair_contrast(torch.cat([statistics[f"layers.{i}.query.second_moment"] for i in range(LAYERS)])) < 0.2
+    assert pair_contrast(torch.cat([statistics[f"layers.{i}.value.key_energy_moment"] for i in range(LAYERS)])) > 0.8
+
+    done = export(there, Request("sglang", tmp_path / "again"))
+    for name, before in ((KEY, pair.key), (VALUE, pair.value)):
+        after = torch.load(done.path / name, weights_only=True)
+        assert list(after) == list(before)
+        assert [type(value) for value in after.values()] == [type(value) for value in before.values()]
+        assert {name: after[name] for name in after if name != "layers"} == {n: before[n] for n in before if n != "layers"}
+        assert list(after["layers"]) == list(before["layers"])
+        for i, entry in before["layers"].items():
+            assert list(after["layers"][i]) == list(entry)
+            assert all(torch.equal(torch.as_tensor(after["layers"][i][n]), torch.as_tensor(entry[n])) for n in entry)
+
+
+def recompose(moment: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """U H P of a moment, with the signs of the eigenvectors in a given rotation."""
+    given = rotation.recover_basis(matrix, "r_h_pbr", len(matrix))
+    _, basis = rotation.eigenbasis(moment)
+    return rotation.compose(basis * (basis * given).sum(0).sign(), "r_h_pbr", len(matrix))
+
+
+def test_eigenvalues_are_optional(pair):
+    for side in (pair.key, pair.value):
+        for entry in side["layers"].values():
+            del entry["eigenvalues"]
+    there = pair.read()
+    assert verify(there).ok
+    assert there.statistics() is None
+    assert "no eigenvalues" in there.manifest["imported"]["notes"][0]
+
+
+def test_a_fork_whose_eigenvectors_descend(pair):
+    """It claims the published name; the order of its eigenvalues tells."""
+    pair.key, pair.value = v1("key", "qqt_r_h_pbr", descending=True), v1("value", "sst_r_h_pbr", descending=True)
+    there = pair.read()
+    notes = there.manifest["imported"]["notes"]
+    assert there.manifest["recipe"]["composition"] == "rdesc_h_br"
+    assert sum("descending order" in note for note in notes) == 2
+    assert verify(there).ok
+    moment = there.statistics()["layers.0.query.second_moment"][0]
+    assert (moment - MOMENTS["key"][0]).norm() < 1e-6 * moment.norm()
+
+
+def test_transposed_matrices_are_recognised(pair):
+    for side in (pair.key, pair.value):
+        for entry in side["layers"].values():
+            entry["rotation"] = entry["rotation"].T.contiguous()
+    assert "transposed: as x @ M^T they are r_h_pbr (add: --transposed)" in pair.refused()
+    there = pair.read(transposed=True)
+    expected, _ = published(MOMENTS["key"][0])
+    assert torch.equal(there.rotations()["layers.0.key.rotation"][0], expected)
+
+
+# ---- what is broken or ambiguous
+
+
+def broken(name: str, pair) -> tuple[str, ...]:
+    """Break a pair; the file names if they are part of it."""
+    key, value = pair.key["layers"], pair.value["layers"]
+    if name == "swapped by name":
+        return VALUE, KEY
+    if name == "swapped in content":
+        pair.key, pair.value = v1("value", "qqt_r_h_pbr"), v1("key", "sst_r_h_pbr")
+    elif name == "layer missing on one side":
+        del value[5]
+    elif name == "layer missing on both":
+        del key[5], value[5]
+    elif name == "not orthogonal":
+        key[3]["rotation"] = key[3]["rotation"] * 1.01
+    elif name == "not finite":
+        value[3]["rotation"][0, 0] = float("nan")
+    elif name == "identity":
+        key[0]["rotation"] = torch.eye(DIM)
+    elif name == "hadamard":
+        value[8]["rotation"] = torch.from_numpy(sylvester(DIM)).float()[:, torch.randperm(DIM)] / DIM**0.5
+    elif name == "the same matrices":
+        pair.value = {**pair.key, "objective": "sst_r_h_pbr"}
+    elif name == "eigenvalues in no order":
+        key[2]["eigenvalues"] = key[2]["eigenvalues"][torch.randperm(DIM, generator=torch.Generator().manual_seed(0))]
+    elif name == "eigenvalues in some layers":
+        del key[2]["eigenvalues"]
+    elif name == "wrong layer id":
+        key[2]["layer_id"] = 3
+    elif name == "not square":
+        key[2]["rotation"] = key[2]["rotation"][:32]
+    elif name == "no orthogonal pair":
+        key[0]["q_rotation"] = key[0]["rotation"]
+    elif name == "of two runs":
+        pair.key["calibration"], pair.value["calibration"] = {"generation_id": "a"}, {"generation_id": "b"}
+    elif name == "no side":
+        pair.key["objective"] = pair.value["objective"] = "unheard of"
+        return "a.pt", "b.pt"
+    elif name == "no table":
+        pair.key = {"rotation": key[0]["rotation"], "step": 3}
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "swapped by name": f"{KEY} is named as keys and says that it holds values",
+        "swapped in content": "keys and values are swapped: v_rotation_sst_r_h_pbr.pt bears the mark of RoPE",
+        "layer missing on one side": "v_rotation_sst_r_h_pbr.pt has no layer 5",
+        "layer missing on both": "may lack layers after layer 4",
+        "not orthogonal": "layer 3 of k_rotation_qqt_r_h_pbr.pt is no orthogonal matrix",
+        "not finite": "layer 3 of v_rotation_sst_r_h_pbr.pt is not finite",
+        "identity": "holds the identity matrix in layer 0 under the name of a calibrated one",
+        "hadamard": "holds a Hadamard matrix in layer 8 under the name of a calibrated one",
+        "the same matrices": "hold the same matrices",
+        "eigenvalues in no order": "eigenvalues of layer 2 in k_rotation_qqt_r_h_pbr.pt are in no order",
+        "eigenvalues in some layers": "has no eigenvalues for layer 2, and has for others",
+        "wrong layer id": "the entry of layer 2 says that it is layer 3",
+        "not square": "is no square matrix",
+        "no orthogonal pair": "not orthogonal, with a second matrix",
+        "of two runs": "do not belong together: their generation_id differs",
+        "no side": "holds no pair of rotation files",
+        "no table": "it has no table of layers",
+    }.items(),
+    ids=lambda value: value if " " not in value[:40] else None,
+)
+def test_what_is_broken_is_named(pair, name, words):
+    assert words in pair.refused(*broken(name, pair))
+
+
+def test_a_pair_that_somebody_is_writing(pair, tmp_path):
+    folder = pair.write()
+    (folder / ".oscar_0123456789abcdef.pending.json").write_text("{}")
+    with pytest.raises(RotationZooError, match="stopped writing half-way"):
+        import_(Import([folder], tmp_path / "imported"))
+    (folder / ".oscar_0123456789abcdef.pending.json").unlink()
+    (folder / "k_rotation_perhead.pt").write_bytes((folder / KEY).read_bytes())
+    with pytest.raises(RotationZooError, match="holds several pairs"):
+        import_(Import([folder], tmp_path / "imported"))
+    assert import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported")).manifest["imported"]["format"] == "V1"
+    with pytest.raises(RotationZooError, match="exists"):
+        import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported"))
+    with pytest.raises(RotationZooError, match="there is no file for the values"):
+        import_(Import([folder / KEY], tmp_path / "two"))
+
+
+class Dangerous:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def test_files_that_run_code_are_refused(pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pair.key["layers"][0]["note"] = Dangerous()
+    assert "cannot be opened as plain tensors" in pair.refused()
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_honest_data_free_files(pair):
+    eye = {i: {"layer_id": i, "rotation": torch.eye(DIM)} for i in range(LAYERS)}
+    pair.key = {"format_version": "identity-v1", "objective": "identity-k", "layers": eye}
+    pair.value = {"format_version": "identity-v1", "objective": "identity-v", "layers": eye}
+    assert "the identity matrix in layer 0 under the name of a calibrated one" in pair.refused()
+    there = pair.read("k_rotation.pt", "v_rotation.pt")
+    assert there.manifest["recipe"]["composition"] == "identity"
+    assert verify(there).ok, verify(there).problems
+
+
+# ---- other formats
+
+
+def test_one_rotation_per_head_of_the_published_fitter(tmp_path):
+    """K^T K, eigenvectors descending, times H; no eigenvalues, no permutation."""
+    folder = tmp_path / "perhead"
+    folder.mkdir()
+    for letter, side in (("k", "key"), ("v", "value")):
+        layers = {}
+        for i in range(LAYERS):
+            both = torch.stack([MOMENTS[side][i], MOMENTS[side][(i + 1) % LAYERS]])
+            _, vectors = torch.linalg.eigh(both)
+            matrix = vectors.flip(-1) @ torch.from_numpy(sylvester(DIM)).double() / DIM**0.5
+            layers[i] = {"layer_id": i, "rotation": matrix.float()}
+        content = {
+            "format_version": 2,
+            "objective": "cov_eig_hadamard_perhead",
+            "layers": layers,
+        }
+        torch.save(content, folder / f"{letter}_perhead.pt")
+    there = import_(Import([folder], tmp_path / "imported"))
+    assert verify(there).ok
+    recipe = there.manifest["recipe"]
+    assert (recipe["composition"], recipe["pooling"], recipe["key_statistic"]) == ("rdesc_h", "head", "key")
+    assert there.rotations()["layers.0.key.rotation"].shape == (2, DIM, DIM)
+    assert there.manifest["imported"]["format"] == "V2"
+    with pytest.raises(RotationZooError, match="has no statistics"):
+        export(there, Request("sglang", tmp_path / "out", pooled=True))
+    done = export(there, Request("sglang", tmp_path / "out"))
+    content = torch.load(done.path / "k_rotation_perhead.pt")
+    assert content["objective"] == "cov_eig_hadamard_perhead"
+    assert list(content["layers"][0]) == ["layer_id", "rotation"]
+
+
+@pytest.mark.parametrize("shape", ["bare", "flat", "stacked", "names"])
+def test_tables_that_only_vllm_reads(pair, shape):
+    for side in (pair.key, pair.value):
+        matrices = {i: entry["rotation"] for i, entry in side.pop("layers").items()}
+        side.clear()
+        if shape == "bare":
+            side["layers"] = matrices
+        elif shape == "flat":
+            side.update(matrices)
+        elif shape == "names":
+            side.update({f"layer_{i}": matrix for i, matrix in matrices.items()})
+        else:
+            side["stack"] = torch.stack(list(matrices.values()))
+    if shape == "stacked":
+        pair.key, pair.value = pair.key["stack"], pair.value["stack"]
+    there = pair.read()
+    assert there.manifest["recipe"]["composition"] == "given", "nothing says what they are"
+    assert verify(there).ok
+    expected, _ = published(MOMENTS["value"][4])
+    assert torch.equal(there.rotations()["layers.4.value.rotation"][0], expected)
+
+
+def test_mlx_files_are_transposed_back(tmp_path):
+    """As mlx-lm writes them: M with x @ M^T, and no word of the composition."""
+    folder = tmp_path / "mlx"
+    folder.mkdir()
+    for name, side in (("k_rotation", "key"), ("v_rotation", "value")):
+        tensors = {f"layer_{i}": published(MOMENTS[side][i])[0].T.contiguous() for i in range(LAYERS)}
+        save_file(tensors, folder / f"{name}.safetensors")
+    there = import_(Import([folder], tmp_path / "imported"))
+    assert torch.equal(there.rotations()["layers.2.key.rotation"][0], published(MOMENTS["key"][2])[0])
+    save_file({"rotation": torch.eye(DIM)}, folder / "k_rotation.safetensors")
+    with pytest.raises(RotationZooError, match="one matrix for all layers"):
+        import_(Import([folder], tmp_path / "other"))
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "mlx", "llama.cpp"])
+@pytest.mark.parametrize("centered", [False, True])
+def test_what_export_writes_import_reads(engine, centered, made, tmp_path):  # noqa: F811
+    recipe = OSCAR.model_copy(update={"center_keys": centered})
+    there = made(recipe=recipe, head_dim=32)
+    changes = {"uncentered": True} if centered and engine != "sglang" else {}
+    done = exported(engine, there, tmp_path, **changes)
+    files = [next(done.path.glob("*.gguf"))] if engine == "llama.cpp" else [done.path]
+    back = import_(Import(files, tmp_path / "back"))
+    assert verify(back).ok, verify(back).problems
+    again = export(back, Request(engine, tmp_path / "again", options=Options(base_for(there, tmp_path)), **AGREED[engine]))
+    for name in done.files:
+        if name.endswith(".pt"):
+            one, two = torch_files.read(done.path / name), torch_files.read(again.path / name)
+            for i, matrix in one.content.rotation.items():
+                assert torch.equal(matrix, two.content.rotation[i])
+                assert not one.content.mean or torch.equal(one.content.mean[i], two.content.mean[i])
+            assert one.calibration == two.calibration, "what was known of the calibration is kept"
+        elif name.endswith(".safetensors"):
+            assert (done.path / name).read_bytes() == (again.path / name).read_bytes()
+        elif name.endswith(".gguf"):
+            for rows in (torch.randn(1, 4, 32).numpy(),):
+                first, second = (engines.read_llama(folder, {}, 1)("key", 3, rows) for folder in (done.path, again.path))
+                assert (first == second).all()
+    assert back.manifest["recipe"]["composition"] == "r_h_pbr"
+
+
+# ---- bound to a model
+
+
+@pytest.fixture
+def of_tiny(tiny, tmp_path):
+    """A pair that fits the tiny model, and its artifact."""
+    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=512, length=256), "pooling": "layer"})
+    there = calibrate(Job(str(tiny), recipe, tmp_path / "own", device="cpu"))
+    return export(there, Request("sglang", tmp_path / "files")).path, there
+
+
+def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
+    folder, own = of_tiny
+    there = import_(Import([folder], tmp_path / "bound", model=str(tiny)))
+    assert there.bound
+    assert there.manifest["geometry"] == own.manifest["geometry"]
+    assert there.rotations()["layers.0.key.clip"].shape == (2,)
+    assert verify(there, str(tiny)).ok, verify(there, str(tiny)).problems
+    for name, tensor in own.rotations().items():
+        assert torch.equal(there.rotations()[name], tensor), name
+    job = Evaluation(str(tiny), [own.folder, there.folder], Data(tokens=1024, length=512), device="cpu", queries=4)
+    arms = evaluate(job)["arms"]
+    assert arms["bound"]["perplexity"] == arms["own"]["perplexity"]
+
+
+def test_files_of_another_model(tiny, of_tiny, tmp_path, made):  # noqa: F811
+    folder, _ = of_tiny
+    with pytest.raises(RotationZooError, match="says that it was made for") as error:
+        import_(Import([folder], tmp_path / "bound", model="demo"))
+    assert "--model" in error.value.hint
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        content = torch.load(folder / name)
+        del content["calibration"]
+        torch.save(content, folder / name)
+    with pytest.raises(RotationZooError, match=r"not for demo: they have no key rotation for layer 2"):
+        import_(Import([folder], tmp_path / "bound", model="demo"))
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        content = torch.load(folder / name)
+        content["layers"][1]["rotation"] = content["layers"][1]["rotation"].expand(3, -1, -1).clone()
+        del content["layers"][1]["eigenvalues"], content["layers"][0]["eigenvalues"]
+        torch.save(content, folder / name)
+    with pytest.raises(RotationZooError, match=r"layer 1 has 2 KV heads with keys of 16, the file \[3, 16, 16\]"):
+        import_(Import([folder], tmp_path / "bound", model=str(tiny)))
+
+
+def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
+    there = pair.read()
+    assert verify(there, str(tiny)).problems == ["bound to no model: nobody has said which one the imported files are for"]
+    with pytest.raises(RotationZooError, match="how many there are"):
+        export(there, Request("onnx", tmp_path / "onnx"))
+
+
+def test_the_command(pair, inside):
+    folder = pair.write()
+    result = inside("import", folder, "--json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert (data["layers"], data["recipe"], data["artifact"]) == (LAYERS, "oscar-v1", "rotations/pair-imported")
+    assert "bound to no model" in result.stderr
+    card = (inside.folder / "rotations" / "pair-imported" / "README.md").read_text()
+    assert KEY in card
+    assert "imported" in card
+    assert inside("verify", "rotations/pair-imported").returncode == 0
+    assert inside("inspect", "rotations/pair-imported").returncode == 0
+    assert "exists" in inside("import", folder).stderr
+    assert inside("import", inside.folder / "none").stderr.startswith("Error: there is no file")
