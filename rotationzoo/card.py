@@ -14,6 +14,7 @@ CONTEXT = 131072  # tokens at which bits per element are stated
 def render(manifest: dict[str, Any]) -> str:
     """The README.md of an artifact, with front matter that the hubs understand."""
     model, recipe = manifest["model"], Recipe.model_validate(manifest["recipe"])
+    name = "MODEL" if model["config_sha256"] is None else model["id"]
     cached = cached_layers(geometry_from_json(manifest["geometry"]))
     front: dict[str, Any] = {"library_name": "rotationzoo", "tags": ["kv-cache", "2-bit", "rotation"]}
     if "/" in model["id"] and model["revision"]:
@@ -33,11 +34,14 @@ def render(manifest: dict[str, Any]) -> str:
         text = f"not known to rotationzoo; the imported files say: {said}"
         made = f"Imported by rotationzoo {manifest['versions']['rotationzoo']}, matrices unchanged, from\n"
         made += ", ".join(f"`{name}` (sha256 `{file['sha256']}`)" for name, file in imported["files"].items())
+    title = "a model that nobody has named" if name == "MODEL" else name
+    stored_key = "(k - mean) R_K" if recipe.center_keys else "k R_K"
+    groups = f"quantization groups of {recipe.group_size} channels" if recipe.group_size else "one quantization group a head"
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
 
-# 2-bit KV cache rotations for {model["id"]}
+# 2-bit KV cache rotations for {title}
 
 Orthogonal matrices to multiply keys and values with before they are stored in 2 bits: {matrices}, key and value, in
 {len(cached)} layers. {made}.
@@ -46,14 +50,19 @@ Orthogonal matrices to multiply keys and values with before they are stored in 2
 * Calibration text: {text}
 * Largest `|R R^T - I|`: {manifest["metrics"]["orthogonality_error"]:.1e}
 
-Row vectors, after RoPE: `q R_K`, `k R_K`, `v R_V`, and the attention output times `R_V^T`. Scores and outputs are unchanged
-before quantization. In `rotations.safetensors`, `layers.N.key.rotation` and `layers.N.value.rotation` are float32
-`[KV heads, D, D]`, with a first dimension of 1 when the heads share one; N counts all layers of the model.
+Row vectors, after RoPE: `q R_K`, `{stored_key}`, `v R_V`, and the attention output times `R_V^T`. Scores (but for what a
+softmax ignores) and outputs are unchanged before quantization. In `rotations.safetensors`, `layers.N.key.rotation` and
+`layers.N.value.rotation` are float32 `[KV heads, D, D]`, with a first dimension of 1 when the heads share one; N counts all
+layers of the model.
 
 ## Use
 
-    rotationzoo verify FOLDER --model {model["id"]}   # whole, orthogonal, and of this model
-    rotationzoo evaluate {model["id"]} FOLDER        # what it costs, on your text
+    rotationzoo verify FOLDER --model {name}   # whole, orthogonal, and of this model
+    rotationzoo evaluate {name} FOLDER        # what it costs, on your text
+    rotationzoo export FOLDER --to sglang     # or vllm, llama.cpp, mlx, onnx: files, and the command that starts it
+
+To serve with: clip ratios {recipe.key_clip:g} for keys and {recipe.value_clip:g} for values,
+the first {recipe.sink} and the last {recipe.recent} tokens exact, {groups}.
 
 ```python
 from safetensors.torch import load_file

@@ -17,7 +17,7 @@ from rotationzoo.errors import ModelUnavailable, as_unavailable, first_sentence
 
 DEMO = Path(__file__).parent / "data" / "demo" / "model"
 # Root files only: subfolders hold other formats of the same weights.
-_FILES = ["README.md", "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_FILES = ["README.md", "LICENSE*", "NOTICE*", "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
