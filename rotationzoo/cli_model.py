@@ -235,27 +235,46 @@ def report(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -
 def verify(
     artifact: ArtifactFolder,
     model: Annotated[str | None, typer.Option(help="Also check that it was made for this model.")] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also run the model, and look for the rotations in what it computes.")
+    ] = False,
     revision: Revision = None,
+    device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Check that an artifact is whole, orthogonal and of its model."""
+    out = Output(json, quiet)
+    if run and model is None:
+        raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact import Artifact
     from rotationzoo.verify import verify as check
 
     opened = Artifact.open(artifact)
     hush_libraries()
     found = check(opened, model, revision)
+    agreement = None
+    if run and model is not None and found.orthogonality_error is not None:
+        from rotationzoo.probe import probe
+
+        with out.progress() as progress:
+            agreement = probe(opened, model, revision, device, progress)
+        if agreement.foreign:
+            found.problems.append(f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)")
 
     def human() -> None:
         for problem in found.problems:
             print(f"Problem: {problem}")
         if found.ok:
             print(f"{artifact} is sound (largest |R R^T - I| {found.orthogonality_error:.1e})")
+        if agreement:
+            print(f"Agreement with what {model} computes: keys {agreement.key:.2f}, values {agreement.value:.2f} of 1 ", end="")
+            print(f"({agreement.verdict})")
         print(f"Checked: {', '.join(found.checked)}")
 
     data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
-    Output(json, quiet).result(data, opened.identity if found.ok else "", human)
+    data |= {"agreement": asdict(agreement) if agreement else None}
+    out.result(data, opened.identity if found.ok else "", human)
     if not found.ok:
         raise RotationZooError(
             f"{artifact} is not to be used: {len(found.problems)} problem{'s' * (len(found.problems) > 1)} found",

@@ -64,6 +64,9 @@ def pull(
     revision: Annotated[str | None, typer.Option(help="The model's revision that they should be made for.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
     local_dir: Annotated[Path | None, typer.Option(help="Put them here and not into the cache.")] = None,
+    to: Annotated[
+        Literal["sglang", "vllm", "mlx", "onnx"] | None, typer.Option("--to", help="Also export them for this engine.")
+    ] = None,
     index: IndexPlace = None,
     repo: ZooRepo = None,
     json: Json = False,
@@ -71,7 +74,7 @@ def pull(
 ) -> None:
     """Fetch rotations that somebody published, with every hash checked.
 
-    rotationzoo pull Qwen/Qwen3-8B
+    rotationzoo pull Qwen/Qwen3-8B --to sglang
     """
     out = Output(json, quiet)
     hush_libraries()
@@ -86,7 +89,20 @@ def pull(
         pulled = pulling.pull(found, entry, copy, local_dir, progress)
     out.note(f"Read {found.origin}")
     out.note(f"Took {why}, from {copy.repo} on {copy.hub}")
-    show_pull(out, pulled)
+    if to is None:
+        show_pull(out, pulled)
+        return
+    from rotationzoo.artifact import Artifact
+    from rotationzoo.export import Request, export
+    from rotationzoo.importing import Import, import_
+    from rotationzoo.tables import show_export
+
+    there = (
+        Artifact.open(pulled.path)
+        if entry.format == "rotationzoo"
+        else import_(Import([pulled.path], default_output(entry.model, "imported"), model=entry.model, revision=revision))
+    )
+    show_export(out, export(there, Request(str(to), Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}")))
 
 
 @app.command("list")

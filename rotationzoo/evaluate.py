@@ -216,6 +216,10 @@ def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> No
     if job.layers is not None and (unknown := job.layers - known):
         raise UsageError(f"{job.model} has no attention in layer {min(unknown)}: it has layers {_ranges(known)}")
     for there in artifacts:
+        if not there.bound:
+            raise RotationZooError(
+                f"{there.folder} is bound to no model", hint=f"import its files again with --model {job.model}"
+            )
         if there.manifest["geometry"] != geometry_json(geometry):
             raise RotationZooError(
                 f"{there.folder} was made for a model of other layers, heads or dimensions than {job.model}: "

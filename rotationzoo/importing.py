@@ -40,10 +40,11 @@ class Import:
 
 
 def import_(job: Import) -> Artifact:
-    """Read, check and write. Raises `RotationZooError` for what is ambiguous or broken, naming it."""
+    """Read, check and write; an artifact of this very import that is there already is returned as it is.
+
+    Raises `RotationZooError` for what is ambiguous or broken, naming it.
+    """
     started = time.monotonic()
-    if (job.output / artifact.MANIFEST).is_file() and not job.restart:
-        raise RotationZooError(f"{job.output} exists", hint="choose another place with --output, or replace it with --restart")
     key, value = (foreign.turned(side, job.transposed) for side in foreign.gather(job.files))
     described = {"key": foreign.describe(key), "value": foreign.describe(value)}
     foreign.check(key, value, described)
@@ -51,6 +52,9 @@ def import_(job: Import) -> Artifact:
     composition, notes = foreign.recognise(key, value, described)
     notes += [note for side in (key, value) for note in side.notes]
     recipe = _recipe(job, key, value, described, composition)
+    identity = _identity(job, key, value, recipe)
+    if (finished := _finished(job, identity)) is not None:
+        return finished
     rotations = _tensors(key, value, recipe, geometry)
     statistics = recover_statistics(rotations, recipe, geometry)
     if not statistics:
@@ -72,13 +76,30 @@ def import_(job: Import) -> Artifact:
             "calibration": {k: v for k, v in key.calibration.items() if isinstance(v, str | int | float | bool)},
             "notes": notes,
         },
-        "identity": {side.path.name: files[side.path.name]["sha256"] for side in (key, value)},
+        "identity": identity,
         "versions": {name: version(name) for name in ("rotationzoo", "torch", "transformers")}
         | {"python": platform.python_version()},
         "run": {"device": "cpu", "dtype": None, "seconds": round(time.monotonic() - started, 3), "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": error},
     }
     return artifact.write(job.output, rotations, statistics or None, manifest, card.render)
+
+
+def _identity(job: Import, key: Foreign, value: Foreign, recipe: Recipe) -> dict[str, str]:
+    """What decides the result."""
+    model = {"model": job.model, "revision": job.revision or ""} if job.model else {}
+    return {"key": artifact.sha256(key.path), "value": artifact.sha256(value.path), "recipe": recipe.hash, **model}
+
+
+def _finished(job: Import, identity: dict[str, str]) -> Artifact | None:
+    if job.restart or not (job.output / artifact.MANIFEST).is_file():
+        return None
+    there = Artifact.open(job.output)
+    if there.manifest["identity"] != identity:
+        raise RotationZooError(
+            f"{job.output} exists and holds other work", hint="choose another place with --output, or replace it with --restart"
+        )
+    return None if there.damaged_files() else there
 
 
 def recover_statistics(rotations: Mapping[str, torch.Tensor], recipe: Recipe, geometry: Geometry) -> dict[str, torch.Tensor]:

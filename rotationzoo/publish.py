@@ -34,6 +34,11 @@ def prepare(there: Artifact, repo: str, statistics: bool = True) -> Upload:
     """Raises `RotationZooError` for an artifact that is not sound: it is verified first."""
     if not re.fullmatch(index.REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
+    if not there.bound:
+        raise RotationZooError(
+            f"{there.folder} is not published: nobody has said which model it is for",
+            hint="import its files again with --model MODEL",
+        )
     found = verify(there)
     if not found.ok:
         raise RotationZooError(

@@ -219,6 +219,8 @@ def show_pull(out: Output, pulled: Pulled) -> None:
         "notes": pulled.notes,
     }  # fmt: skip
     out.result(data, str(pulled.path), lambda: print(pulled.path))
+    if pulled.entry.format == "oscar":
+        out.note(f"Note: make an artifact of them with: rotationzoo import {pulled.path} --model {pulled.entry.model}")
 
 
 _SHORT = {"huggingface": "hf", "modelscope": "ms"}

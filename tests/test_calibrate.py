@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rotationzoo import artifact as artifacts
 from rotationzoo import calibrate as jobs
-from rotationzoo import models
+from rotationzoo import card, models
 from rotationzoo import plan as plans
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
@@ -107,6 +107,26 @@ def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
     heads = 1 if recipe.pooling == "layer" else 2
     assert artifact.rotations()["layers.0.key.rotation"].shape == (heads, 16, 16)
     assert len(summarize(artifact)) == 2
+
+
+@pytest.mark.parametrize("base", ["oscar", "hadamard"])
+def test_a_recipe_that_centers_keeps_the_key_mean(base, tiny, tmp_path):
+    recipe = PRESETS[base].model_copy(update={"center_keys": True, "data": Data(tokens=512, length=256)})
+    there = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
+    assert verify(there).ok, verify(there).problems
+    rotations, statistics = there.rotations(), there.statistics()
+    for layer in (0, 1):
+        assert torch.equal(rotations[f"layers.{layer}.key.mean"], statistics[f"layers.{layer}.key.mean"].float())
+    assert "(k - mean) R_K" in (there.folder / "README.md").read_text()
+    rotations["layers.1.key.mean"] += 1
+    changed = artifacts.write(there.folder, rotations, statistics, dict(there.manifest), card.render)
+    assert verify(changed).problems == ["key mean not that of the statistics: layer 1"]
+
+
+def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):
+    recipe = PRESETS["oscar"].model_copy(update={"composition": "given"})
+    with pytest.raises(RotationZooError, match="stands for imported matrices"):
+        calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
 
 
 def test_random_rotations_differ_by_head_and_layer(tiny, tmp_path):

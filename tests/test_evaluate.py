@@ -65,6 +65,23 @@ def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
 
 
+def test_a_key_mean_is_lost_on_nobody_but_the_codec():
+    """Without quantization it changes nothing, whatever it is; with it, keys far from zero are stored far better."""
+    model = architectures.build("llama")
+    arm = random_arm(model)
+    shift = 50 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    tensors = {**arm.tensors, **{f"layers.{i}.key.mean": shift for i in range(4)}}
+    rows = torch.randn(2, 2, 8, 16) + shift[:, None]
+    centered = Arm("centered", tensors).stored(rows, "layers.0.key", int2.SGLANG)
+    assert (centered - rows).norm() < 0.2 * (arm.stored(rows, "layers.0.key", int2.SGLANG) - rows).norm()
+    values = torch.randn(2, 2, 8, 16)
+    same = [a.stored(values, "layers.0.value", int2.SGLANG) for a in (arm, Arm("centered", tensors))]
+    assert torch.equal(*same)
+    plain = logits(model)
+    found, _, _ = simulate(model, Arm("centered", tensors), Cache(sink=24, recent=0))
+    assert (found - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
 @pytest.mark.parametrize("name", calibrated)
 def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
     model = architectures.build(name)

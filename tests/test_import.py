@@ -8,6 +8,8 @@ from pathlib import Path
 import engines
 import pytest
 import torch
+import transformers
+from conftest import save_tiny
 from safetensors.torch import save_file
 from scipy.linalg import hadamard as sylvester
 from test_engines import AGREED, OSCAR, base_for, exported, made, make  # noqa: F401 (made is a fixture)
@@ -21,6 +23,7 @@ from rotationzoo.evaluate import Evaluation, evaluate
 from rotationzoo.export import Request, export
 from rotationzoo.importing import Import, import_
 from rotationzoo.plan import Job
+from rotationzoo.publish import prepare
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.rope import pair_contrast
 from rotationzoo.verify import verify
@@ -263,8 +266,11 @@ def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     with pytest.raises(RotationZooError, match="holds several pairs"):
         import_(Import([folder], tmp_path / "imported"))
     assert import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported")).manifest["imported"]["format"] == "V1"
-    with pytest.raises(RotationZooError, match="exists"):
-        import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported"))
+    before = (tmp_path / "imported" / "manifest.json").stat().st_ino
+    import_(Import([folder / KEY, folder / VALUE], tmp_path / "imported"))
+    assert (tmp_path / "imported" / "manifest.json").stat().st_ino == before, "the same import is not done twice"
+    with pytest.raises(RotationZooError, match="holds other work"):
+        import_(Import([folder / VALUE, folder / KEY], tmp_path / "imported", clip=(1.0, 1.0)))
     with pytest.raises(RotationZooError, match="there is no file for the values"):
         import_(Import([folder / KEY], tmp_path / "two"))
 
@@ -438,6 +444,32 @@ def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
     assert verify(there, str(tiny)).problems == ["bound to no model: nobody has said which one the imported files are for"]
     with pytest.raises(RotationZooError, match="how many there are"):
         export(there, Request("onnx", tmp_path / "onnx"))
+    with pytest.raises(RotationZooError, match="is bound to no model"):
+        evaluate(Evaluation(str(tiny), [there.folder], Data(tokens=1024, length=512), device="cpu"))
+    with pytest.raises(RotationZooError, match="nobody has said which model"):
+        prepare(there, "some/zoo")
+
+
+def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path, inside):
+    """Same shapes, other weights: nothing in the files says it, what the model computes does."""
+    folder, _ = of_tiny
+    twin = save_tiny(tmp_path / "twin")
+    model = transformers.AutoModelForCausalLM.from_pretrained(twin)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(twin)
+    for name, right in ((tiny, True), (twin, False)):
+        there = import_(Import([folder], tmp_path / f"bound-{right}", model=str(name)))
+        assert verify(there, str(name)).ok, "by its files alone"
+        result = inside("verify", there.folder, "--model", name, "--run", "--device", "cpu", "--json")
+        data = json.loads(result.stdout)
+        assert data["ok"] is right
+        assert (min(data["agreement"].values()) > 0.3) is right, data["agreement"]  # measured 0.36 and 0.00
+    assert "not made of what" in data["problems"][0]
+    assert inside("verify", there.folder, "--run").returncode == 2
 
 
 def test_the_command(pair, inside):
@@ -452,5 +484,5 @@ def test_the_command(pair, inside):
     assert "imported" in card
     assert inside("verify", "rotations/pair-imported").returncode == 0
     assert inside("inspect", "rotations/pair-imported").returncode == 0
-    assert "exists" in inside("import", folder).stderr
+    assert "holds other work" in inside("import", folder, "--clip", "1").stderr
     assert inside("import", inside.folder / "none").stderr.startswith("Error: there is no file")

@@ -37,6 +37,7 @@ FLOORS = [
         "importing",
         "export",
         "absorb",
+        "probe",
         "summary",
         "simulate",
         "tally",

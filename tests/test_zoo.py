@@ -408,6 +408,28 @@ def test_a_rotation_of_the_makers_is_pulled_checked_and_locked(zoo, tmp_path):
     assert "cannot be reached; these are the files recorded earlier" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
 
 
+def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
+    """What the makers publish is imported, bound to its model and exported; our own is exported as it is."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    save_foreign(zoo, tmp_path)
+    zoo.hf.create("Qwen/Qwen3-8B")
+    zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
+    done = ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json"))
+    assert done["path"] == "exports/Qwen3-8B-oscar-v1-sglang"
+    assert sorted(done["files"]) == ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"]
+    assert "--model-path Qwen/Qwen3-8B" in done["command"][0]
+    there = Artifact.open(zoo.folder / "rotations" / "Qwen3-8B-imported")
+    assert there.manifest["model"]["revision"] == zoo.hf.head("Qwen/Qwen3-8B")
+    assert ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json")) == done
+    assert "one rotation per KV head" not in zoo.run("pull", "Qwen/Qwen3-8B").stderr
+    assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
+
+    ok(zoo.run("push", made, ZOO, "--json"))
+    own = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "mlx", "--json"))
+    assert own["path"] == "exports/demo-oscar-mlx"
+    assert "accept that with: rotationzoo export" in refused(zoo.run("pull", "demo", "--repo", ZOO, "--to", "vllm"))
+
+
 class Dangerous:
     def __reduce__(self):
         return os.system, ("touch pwned",)
