@@ -473,6 +473,19 @@ def test_bases_that_do_not_fit(made, tmp_path):
     assert "--base" in refused.value.hint
 
 
+# ---- MLX
+
+
+def test_mlx_itself_multiplies_by_the_rotation(made, tmp_path):
+    mx = pytest.importorskip("mlx.core")
+    there = made(head_dim=32)
+    done = exported("mlx", there, tmp_path)
+    stored = mx.load(str(done.path / "k_rotation.safetensors"))
+    rows = rows_of(layers_of(there)[1], "key")
+    found = np.array(mx.array(rows.numpy()) @ mx.swapaxes(stored["layer_1"], -1, -2))
+    assert np.abs(found - (rows @ there.rotations()["layers.1.key.rotation"]).numpy()).max() < 1e-4
+
+
 # ---- values in the weights
 
 

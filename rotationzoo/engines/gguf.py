@@ -197,5 +197,7 @@ def _package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise RotationZooError("gguf is not installed", hint="run: pip install gguf") from error
+        raise RotationZooError(
+            "gguf is not installed", hint="run: pip install 'rotationzoo[engines]', or pip install gguf"
+        ) from error
     return gguf

@@ -36,7 +36,9 @@ def check(geometry: Geometry, serving: Serving) -> None:
     try:
         import onnx  # noqa: F401
     except ImportError as error:
-        raise RotationZooError("onnx is not installed", hint="run: pip install onnx") from error
+        raise RotationZooError(
+            "onnx is not installed", hint="run: pip install 'rotationzoo[engines]', or pip install onnx"
+        ) from error
 
 
 def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
