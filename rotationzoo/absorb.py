@@ -23,11 +23,12 @@ from rotationzoo.artifact import Artifact, disk_errors, install, temporary_sibli
 from rotationzoo.capture import Attention, decoder, intercept
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
+from rotationzoo.export import ABSORBED as RECORD
 from rotationzoo.geometry import Geometry, geometry_json, geometry_on_meta
 from rotationzoo.source import Source, fetch, find, weight_files, weights_fingerprint
 from rotationzoo.verify import verify
 
-RECORD, _INDEX = "rotationzoo.json", "model.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SERVE = "serve the model as it is and rotate its values on the way to the cache, with the artifact"

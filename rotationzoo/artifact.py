@@ -1,5 +1,6 @@
 """One artifact: a folder that is whole or not there, with checksums of everything in it."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UsageError
 
 SCHEMA = 1
 ROTATIONS, STATISTICS, MANIFEST, CARD = "rotations.safetensors", "statistics.safetensors", "manifest.json", "README.md"
@@ -68,7 +69,7 @@ class Artifact:
     @property
     def bound(self) -> bool:
         """Whether it is known which model it was made for; False for imported files until somebody names one."""
-        return self.manifest["model"]["config_sha256"] is not None
+        return self.manifest["model"].get("config_sha256") is not None
 
     @property
     def identity(self) -> str:
@@ -159,15 +160,27 @@ def add(
 def temporary_sibling(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder`, on the same file system so that a rename is atomic; gone at the end if still there.
 
-    Its name is fixed, so that the next run clears away what a killed one left.
+    Its name is fixed, so that the next run clears away what a killed one left; it is locked, so that two runs do not share it.
+    Raises `RotationZooError` where another process holds it.
     """
     work = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work.mkdir(parents=True, exist_ok=True)
+    held = os.open(work, os.O_RDONLY)
     try:
-        yield work
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RotationZooError(
+                f"another process is writing {folder}", hint="run the command again when it is done"
+            ) from error
+        for path in work.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        os.close(held)
 
 
 def install(work: Path, folder: Path) -> None:
@@ -183,6 +196,19 @@ def install(work: Path, folder: Path) -> None:
         recover(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise `RotationZooError` unless there is nothing at `folder`, or an artifact and nothing else, or no place for one."""
+    if folder.name in ("", ".."):
+        raise UsageError(f"{folder} is no folder that an artifact can replace", hint="name a new folder with --output")
+    if (folder / MANIFEST).is_file():
+        if foreign := Artifact.open(folder).foreign_files():
+            raise RotationZooError(
+                f"{folder} also holds {foreign[0]}, which is no part of an artifact", hint="choose another place with --output"
+            )
+    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise RotationZooError(f"{folder} exists and is no artifact", hint="choose another place with --output")
 
 
 def recover(folder: Path) -> None:

@@ -33,7 +33,7 @@ def render(manifest: dict[str, Any]) -> str:
         said = ", ".join(f"{name} {value}" for name, value in imported["calibration"].items()) or "nothing"
         text = f"not known to rotationzoo; the imported files say: {said}"
         made = f"Imported by rotationzoo {manifest['versions']['rotationzoo']}, matrices unchanged, from\n"
-        made += ", ".join(f"`{name}` (sha256 `{file['sha256']}`)" for name, file in imported["files"].items())
+        made += ", ".join(f"`{file['name']}` (sha256 `{file['sha256']}`)" for file in imported["files"].values())
     title = "a model that nobody has named" if name == "MODEL" else name
     stored_key = "(k - mean) R_K" if recipe.center_keys else "k R_K"
     groups = f"quantization groups of {recipe.group_size} channels" if recipe.group_size else "one quantization group a head"

@@ -31,8 +31,8 @@ def export(
         bool, typer.Option("--engine-hadamard", help="llama.cpp: leave the last Hadamard transform to the engine's own.")
     ] = False,
     values_absorbed: Annotated[
-        bool, typer.Option("--values-absorbed", help="The weights carry the value rotation already.")
-    ] = False,
+        Path | None, typer.Option(metavar="FOLDER", help="Serve this model, whose weights carry the value rotation already.")
+    ] = None,
     absorb_values: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Write this model with the value rotation in its weights.")
     ] = None,
@@ -55,6 +55,8 @@ def export(
 
     opened = Artifact.open(artifact)
     if absorb_values is not None:
+        if pooled or uncentered or clip or windows or base or engine_hadamard or values_absorbed:
+            raise UsageError("--absorb-values goes with --output alone", hint="give the other options with --to")
         hush_libraries()
         from rotationzoo.absorb import absorb
 
@@ -63,8 +65,8 @@ def export(
             show_absorbed(out, absorb(opened, absorb_values, target, progress), artifact)
         return
     from rotationzoo.engines import Options
-    from rotationzoo.export import Request
     from rotationzoo.export import export as write
+    from rotationzoo.serving import Request
 
     request = Request(
         engine=str(to),
@@ -145,6 +147,6 @@ def _windows(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     sink, _, recent = text.partition("/")
-    if not (sink.isdigit() and recent.isdigit()):
+    if not (sink.isdecimal() and recent.isdecimal() and text.isascii()):
         raise UsageError(f"--windows {text} has no sink/recent", hint="write it as: --windows 64/256")
     return int(sink), int(recent)

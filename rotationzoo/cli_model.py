@@ -273,10 +273,12 @@ def verify(
         print(f"Checked: {', '.join(found.checked)}")
 
     data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
-    data |= {"agreement": asdict(agreement) if agreement else None}
+    data |= {"agreement": asdict(agreement)} if agreement else {}
     out.result(data, opened.identity if found.ok else "", human)
     if not found.ok:
         raise RotationZooError(
             f"{artifact} is not to be used: {len(found.problems)} problem{'s' * (len(found.problems) > 1)} found",
-            hint="fetch it again, or make it again with rotationzoo calibrate; its card says from what model, recipe and text",
+            hint="import its files again with --model MODEL"
+            if not opened.bound
+            else "fetch it again, or make it again with rotationzoo calibrate; its card says from what model, recipe and text",
         )

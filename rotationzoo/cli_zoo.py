@@ -93,8 +93,9 @@ def pull(
         show_pull(out, pulled)
         return
     from rotationzoo.artifact import Artifact
-    from rotationzoo.export import Request, export
+    from rotationzoo.export import export
     from rotationzoo.importing import Import, import_
+    from rotationzoo.serving import Request
     from rotationzoo.tables import show_export
 
     there = (

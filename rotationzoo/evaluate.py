@@ -294,7 +294,7 @@ def parse_windows(text: str | None) -> list[tuple[int, int]]:
     windows = []
     for part in filter(None, (text or "").split(",")):
         sink, _, recent = part.partition("/")
-        if not (sink.strip().isdigit() and recent.strip().isdigit()):
+        if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
             raise UsageError(f"--windows has no sink/recent in {part!r}", hint="write it as: --windows 64/256,128/1024")
         windows.append((int(sink), int(recent)))
     return list(dict.fromkeys(windows))

@@ -5,20 +5,19 @@ import os
 import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 
 from rotationzoo.artifact import Artifact, disk_errors, sha256, temporary_sibling
-from rotationzoo.engines import SIDES, Launch, Options, Serving, Side, Takes, gguf, mlx, onnx, sglang, vllm
+from rotationzoo.engines import SIDES, Launch, Options, Serving, Takes, gguf, mlx, onnx, sglang, vllm
 from rotationzoo.errors import RotationZooError
-from rotationzoo.fit import fit
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
-from rotationzoo.moments import from_tensors
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotation import GIVEN
+from rotationzoo.serving import Clips, Request, assemble, per_head
+from rotationzoo.verify import verify
 
 
 class Engine(Protocol):
@@ -33,21 +32,8 @@ class Engine(Protocol):
 
 ENGINES = {module.NAME: cast(Engine, module) for module in (sglang, vllm, gguf, mlx, onnx)}
 RECORD = "export.json"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asks for and agrees to. `clip` (ratios of keys and of values) and `windows` (sink and recent tokens)
-    replace the artifact's own."""
-
-    engine: str
-    output: Path | None = None
-    pooled: bool = False
-    uncentered: bool = False
-    clip: tuple[float, float] | None = None
-    windows: tuple[int, int] | None = None
-    values_absorbed: bool = False
-    options: Options = field(default_factory=Options)
+ABSORBED = "rotationzoo.json"
+"""What `absorb` leaves in the model that it writes."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +50,17 @@ class Exported:
 def export(there: Artifact, request: Request) -> Exported:
     """Write the files of one engine. Raises `RotationZooError` for what it cannot honour and the request does not reduce."""
     engine = ENGINES[request.engine]
+    if problems := verify(there).problems:
+        raise RotationZooError(
+            f"{there.folder} is not exported: {problems[0]}", hint=f"see: rotationzoo verify {shlex.quote(str(there.folder))}"
+        )
     recipe = Recipe.model_validate(there.manifest["recipe"])
+    absorbed = _absorbed_model(there, request)
     geometry = geometry_from_json(there.manifest["geometry"])
     tensors = there.rotations()
     clips = _clips(tensors, geometry, request)
     reduced = _reductions(there, request, engine.TAKES, recipe, geometry, tensors, clips)
-    if request.pooled and _per_head(tensors, geometry):
-        tensors = _pooled(there, recipe, geometry)
-    sink, recent = request.windows or (recipe.sink, recipe.recent)
-    key, value = (_side(there, tensors, recipe, geometry, side, request) for side in SIDES)
-    serving = Serving(
-        model=there.manifest["model"]["id"] if there.bound else None,
-        geometry=geometry,
-        key=key,
-        value=None if request.values_absorbed else value,
-        clips={layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()},
-        group_size=recipe.group_size,
-        sink=sink,
-        recent=recent,
-        provenance=_provenance(there, recipe, request),
-    )
+    serving = assemble(there, request, clips, absorbed)
     engine.check(geometry, serving)
     target = request.output or Path("exports") / f"{there.folder.resolve().name}-{request.engine}"
     _check_target(target)
@@ -110,10 +87,6 @@ def launch_line(launch: Launch) -> str:
     return variables + "\n".join(launch.command)
 
 
-Clips = Mapping[int, tuple[list[float], list[float]]]
-"""Layer -> the different clip ratios of its heads, of keys and of values."""
-
-
 def _clips(tensors: Mapping[str, torch.Tensor], geometry: Geometry, request: Request) -> Clips:
     found = {}
     for layer in cached_layers(geometry):
@@ -132,20 +105,17 @@ def _reductions(
     clips: Clips,
 ) -> list[str]:
     """What is left out as the request says. Raises `RotationZooError`, with the whole command, for what it does not say."""
-    reduced, refused, flags = [], [], []
+    reduced: list[str] = []
+    refused: list[tuple[str, str]] = []
 
     def reduce(needed: bool, agreed: bool, what: str, flag: str) -> None:
         if needed and agreed:
             reduced.append(what)
         elif needed:
-            refused.append(what)
-            flags.append(flag)
+            refused.append((what, flag))
 
-    per_head = _per_head(tensors, geometry)
-    reduce(
-        per_head and (request.pooled or not takes.heads), request.pooled, "one rotation per layer instead of one per KV head",
-        "--pooled",
-    )  # fmt: skip
+    shared = "one rotation per layer instead of one per KV head"
+    reduce(per_head(tensors, geometry) and (request.pooled or not takes.heads), request.pooled, shared, "--pooled")
     reduce(
         recipe.center_keys and (request.uncentered or not takes.mean),
         request.uncentered,
@@ -169,73 +139,29 @@ def _reductions(
     if request.windows and request.windows != (recipe.sink, recipe.recent):
         reduced.append(f"windows {windows[0]}/{windows[1]} instead of {recipe.sink}/{recipe.recent}")
     if refused:
-        agreed = [flag for flag in ("--pooled", "--uncentered") if getattr(request, flag[2:])]
-        base = ["--base MODEL.gguf"] if request.engine == gguf.NAME else []
-        command = " ".join(["rotationzoo export", str(there.folder), "--to", request.engine, *base, *agreed, *flags])
+        wanted = ", ".join(f"{what} ({flag.split()[0]})" for what, flag in refused)
         raise RotationZooError(
-            f"{request.engine} cannot serve {there.folder} as it is, only with {', '.join(refused)}",
-            hint=f"accept that with: {command}",
+            f"{request.engine} cannot serve {there.folder} as it is, only with {wanted}",
+            hint=f"to accept that, add: {' '.join(flag for _, flag in refused)}",
         )
     return reduced
 
 
-def _per_head(tensors: Mapping[str, torch.Tensor], geometry: Geometry) -> bool:
-    return any(len(tensors[f"layers.{layer.index}.{side}.rotation"]) > 1 for layer in cached_layers(geometry) for side in SIDES)
-
-
-def _pooled(there: Artifact, recipe: Recipe, geometry: Geometry) -> dict[str, torch.Tensor]:
-    """Rotations fitted from the statistics pooled over heads; the mean of rotations would be no rotation."""
-    statistics = there.statistics()
-    if recipe.composition == GIVEN or (recipe.needs_statistics and statistics is None):
+def _absorbed_model(there: Artifact, request: Request) -> str | None:
+    """The model whose weights carry the value rotation of this very artifact."""
+    if request.values_absorbed is None:
+        return None
+    folder = request.values_absorbed
+    try:
+        record = json.loads((folder / ABSORBED).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise RotationZooError(
-            f"{there.folder} cannot be pooled: it has no statistics to fit one rotation per layer from",
-            hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
-        )
-    pooled = recipe.model_copy(update={"pooling": "layer"})
-    return fit(None if statistics is None else from_tensors(statistics), pooled, geometry)
-
-
-def _side(
-    there: Artifact, tensors: Mapping[str, torch.Tensor], recipe: Recipe, geometry: Geometry, side: str, request: Request
-) -> Side:
-    def of(kind: str) -> dict[int, torch.Tensor]:
-        names = {layer.index: f"layers.{layer.index}.{side}.{kind}" for layer in cached_layers(geometry)}
-        return {layer: tensors[name] for layer, name in names.items() if name in tensors}
-
-    rotation, eigenvalues = of("rotation"), of("eigenvalues")
-    if all(len(matrix) == 1 for matrix in rotation.values()):
-        rotation = {layer: matrix[0] for layer, matrix in rotation.items()}
-        eigenvalues = {layer: values[0] for layer, values in eigenvalues.items()}
-    mean = of("mean") if not request.uncentered else {}
-    imported = there.manifest.get("imported")
-    if imported and not request.pooled:
-        return Side(rotation, imported["objectives"][side], eigenvalues, mean)
-    return Side(rotation, objective(recipe, side), eigenvalues, mean)
-
-
-def objective(recipe: Recipe, side: str) -> str:
-    """Statistic and composition in the words of OSCAR's files; which V^T S^T S V it was is in the provenance."""
-    if not recipe.has_eigenbasis:
-        return recipe.composition
-    words = {"query": "qqt", "key": "ktk", "output": "sst", "key_energy": "sst", "value": "vtv"}
-    return f"{words[recipe.key_statistic if side == 'key' else recipe.value_statistic]}_{recipe.composition}"
-
-
-def _provenance(there: Artifact, recipe: Recipe, request: Request) -> dict[str, str | int | float | bool]:
-    """Primitives alone, so that a `.pt` file loads without running anything. Of imported files what they said themselves."""
-    manifest = there.manifest
-    if "imported" in manifest:
-        return dict(manifest["imported"]["calibration"])
-    model, data = manifest["model"], manifest["calibration"] or {}
-    found = {
-        "fitter": f"rotationzoo {manifest['versions']['rotationzoo']}", "generation_id": there.identity[:32],
-        "model": model["id"], "model_revision": model["revision"], "config_sha256": model["config_sha256"],
-        "weights_fingerprint": model["weights_fingerprint"], "recipe": recipe.name, "recipe_sha256": manifest["recipe_sha256"],
-        "key_statistic": recipe.key_statistic, "value_statistic": recipe.value_statistic, "composition": recipe.composition,
-        "pooling": "layer" if request.pooled else recipe.pooling, "tokens": data.get("tokens"),
-        "text_sha256": data.get("fingerprint"), "post_rope": True, "accumulator_dtype": "float64",
-    }  # fmt: skip
-    return {name: value for name, value in found.items() if value is not None}
+            f"{folder} is no model with an absorbed value rotation: it has no {ABSORBED}",
+            hint=f"make one with: rotationzoo export {shlex.quote(str(there.folder))} --absorb-values MODEL",
+        ) from error
+    if not isinstance(record, dict) or record.get("artifact") != there.identity:
+        raise RotationZooError(f"{folder} carries the value rotation of another artifact", hint="export that one")
+    return str(folder.absolute())
 
 
 def _check_target(target: Path) -> None:
@@ -250,9 +176,11 @@ def _install(work: Path, target: Path, engine: str, launch: Launch) -> None:
         work.rename(target)
         return
     try:
-        earlier = json.loads((target / RECORD).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError):
-        earlier = {}
+        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
+        # Only names of files in the folder itself: who wrote this record is not known.
+        earlier = [name for name in record["files"] if isinstance(name, str) and Path(name).name == name]
+    except (OSError, ValueError, KeyError, TypeError):
+        earlier = []
     with ExitStack() as stack:
         if engine == sglang.NAME:
             stack.enter_context(sglang.replacing(launch.environment))
@@ -260,5 +188,5 @@ def _install(work: Path, target: Path, engine: str, launch: Launch) -> None:
         for name in names:
             os.replace(work / name, target / name)
         for name in earlier:
-            if name not in names:
+            if name not in names and (target / name).is_file():
                 (target / name).unlink(missing_ok=True)

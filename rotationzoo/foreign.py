@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from rotationzoo import rotation
-from rotationzoo.engines import SIDES, Foreign, Side, gguf, mlx, torch_files
+from rotationzoo.engines import SIDES, Foreign, Side, gguf, mlx, sglang, torch_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rope import pair_contrast
 
 ORTHOGONAL = 5e-3  # what SGLang's own loader allows; the published files have 3e-8
 # Contrast of RoPE pairs (rope.py): below the first there is a mark, above the second there is none.
-_MARK, _NO_MARK = 0.5, 0.75
+_MARK, _NO_MARK = 0.35, 0.75
 _STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
 # What the names mean where eigenvectors are in descending order.
 _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
@@ -39,11 +39,6 @@ def gather(files: Sequence[Path]) -> tuple[Foreign, Foreign]:
             raise RotationZooError(
                 f"there is no file {path}", hint="give the two rotation files, or the folder that holds them"
             )
-        if marker := next(path.parent.glob(".oscar_*.pending.json"), None):
-            raise RotationZooError(
-                f"{path.parent} holds a pair that somebody is writing, or stopped writing half-way ({marker.name})",
-                hint="let the server or export that wrote it finish, or run it again",
-            )
     read = [side for path in paths for side in _read(path)]
     found: dict[str, Foreign] = {}
     for side in read:
@@ -59,6 +54,12 @@ def gather(files: Sequence[Path]) -> tuple[Foreign, Foreign]:
             raise RotationZooError(
                 f"there is no file for the {name}s", hint="give both: keys and values have rotations of their own"
             )
+    _, pending, _ = sglang.markers(found["key"].path, found["value"].path)
+    if pending.exists():
+        raise RotationZooError(
+            f"{pending.parent} holds a pair that somebody is writing, or stopped writing half-way ({pending.name})",
+            hint="let the server or export that wrote it finish, or run it again",
+        )
     return found["key"], found["value"]
 
 
@@ -74,6 +75,7 @@ def describe(side: Foreign) -> Described:
     """Statistic and composition in our words, from what a file says."""
     said, content = side.calibration, side.content.objective
     statistic = said.get(f"{side.side}_statistic")
+    statistic = statistic if statistic in _STATISTICS.values() or statistic in ("output", "value", "key") else None
     if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", content):
         composition = parts[2] if parts[2] in rotation.COMPOSITIONS else rotation.GIVEN
         if side.descending:
@@ -82,14 +84,18 @@ def describe(side: Foreign) -> Described:
     if content == "cov_eig_hadamard_perhead":
         return Described(side.side, "rdesc_h")
     if content in ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo"):
-        return Described(statistic or ("query" if side.side == "key" else "key_energy"), said.get("composition", "r_h_pbr"))
+        composition = said.get("composition", "r_h_pbr")
+        known = composition if composition in rotation.COMPOSITIONS else rotation.GIVEN
+        return Described(statistic or ("query" if side.side == "key" else "key_energy"), known)
     plain = re.sub(r"_perhead$|_center$|-[kv]$", "", content)
     if plain in DATA_FREE:
         return Described(None, plain)
     return Described(None, rotation.GIVEN)
 
 
-def recognise(key: Foreign, value: Foreign, described: Mapping[str, Described]) -> tuple[str, list[str]]:
+def recognise(
+    key: Foreign, value: Foreign, described: Mapping[str, Described], group_size: int | None
+) -> tuple[str, list[str]]:
     """The composition, and remarks: what the files say, held against the mark of RoPE on the statistic inside the keys.
 
     Raises `RotationZooError` for keys and values swapped and for matrices that are stored transposed.
@@ -98,39 +104,50 @@ def recognise(key: Foreign, value: Foreign, described: Mapping[str, Described]) 
     if len(said) > 1:
         return rotation.GIVEN, [f"keys and values have different compositions: {' and '.join(sorted(said))}"]
     (composition,) = said
-    if composition in (*DATA_FREE, rotation.GIVEN):
-        return composition, ["the files name no composition that is known"] if composition == rotation.GIVEN else []
-    marks = {name: _mark(side.content, composition) for name, side in (("key", key), ("value", value))}
-    if marks["key"] is None or marks["value"] is None:
-        return composition, ["too small a model to recognise orientation and composition from the matrices"]
-    if marks["key"] <= _MARK:
+    if composition in DATA_FREE:
         return composition, []
-    if marks["value"] <= _MARK and marks["key"] >= _NO_MARK:
+    notes = ["the files name no composition that is known"] if composition == rotation.GIVEN else []
+    known = [name for name in rotation.COMPOSITIONS if rotation.needs_statistics(name)]
+    expected = known if composition == rotation.GIVEN else [composition]
+    mark = _mark(key, expected, group_size)
+    if mark is None:
+        return composition, [*notes, "too small a model to recognise orientation and composition from the matrices"]
+    if mark <= _MARK:
+        return composition, notes
+    if (_mark(value, expected, group_size) or 1) <= _MARK and mark >= _NO_MARK:
         raise RotationZooError(
             f"keys and values are swapped: {value.path.name} bears the mark of RoPE and {key.path.name} does not",
             hint="give the files their right names",
         )
-    turned = replace(key.content, rotation={layer: matrix.mT for layer, matrix in key.content.rotation.items()})
-    others = [
-        (side, name) for side in (key.content, turned) for name in rotation.COMPOSITIONS if rotation.needs_statistics(name)
-    ]
-    best = min(others, key=lambda other: _mark(*other) or 1.0)
-    mark = _mark(*best) or 1.0
-    if mark <= _MARK and best[0] is turned:
+    if (_mark(_transposed(key), known, group_size) or 1) <= _MARK:
         raise RotationZooError(
-            f"{key.path.name} holds its matrices transposed: as x @ M^T they are {best[1]}", hint="add: --transposed"
+            f"{key.path.name} holds its matrices transposed: R is its M^T",
+            hint="add --transposed, or leave it out if you gave it",
         )
-    if mark <= _MARK:
-        return best[1], [f"the files say {composition}; the matrices are {best[1]}"]
-    return composition, [f"orientation and composition could not be confirmed (contrast of RoPE pairs {marks['key']:.2f})"]
+    if (_mark(key, known, group_size) or 1) <= _MARK:
+        return rotation.GIVEN, [f"the files say {composition}, and the matrices are of another composition"]
+    return composition, [*notes, f"orientation and composition could not be confirmed (contrast of RoPE pairs {mark:.2f})"]
 
 
-def _mark(side: Side, composition: str) -> float | None:
-    """The contrast of RoPE pairs of the statistic inside rotations, were they of this composition."""
+def _transposed(side: Foreign) -> Foreign:
+    matrices = {layer: matrix.mT for layer, matrix in side.content.rotation.items()}
+    return replace(side, content=replace(side.content, rotation=matrices))
+
+
+def _mark(side: Foreign, compositions: Sequence[str], group_size: int | None) -> float | None:
+    """The least contrast of RoPE pairs of the statistic inside rotations, were they of one of these compositions. The order of
+    eigenvectors does not show in it, nor does a permutation of them."""
+    found = [mark for name in compositions if (mark := _mark_of(side.content, name, group_size)) is not None]
+    return min(found) if found else None
+
+
+def _mark_of(side: Side, composition: str, group_size: int | None) -> float | None:
     by_dim: dict[int, list[torch.Tensor]] = {}
     for layer, matrix in side.rotation.items():
         dim = matrix.shape[-1]
-        basis = rotation.recover_basis(matrix.reshape(-1, dim, dim), composition, dim)
+        if dim % (group_size or dim):
+            return None
+        basis = rotation.recover_basis(matrix.reshape(-1, dim, dim), composition, group_size or dim)
         weights = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim).sort(-1).values
         by_dim.setdefault(dim, []).append(basis @ torch.diag_embed(weights) @ basis.mT)
     found = [contrast for moments in by_dim.values() if (contrast := pair_contrast(torch.cat(moments))) is not None]
@@ -160,6 +177,10 @@ def _pair_in(folder: Path) -> list[Path]:
 def turned(side: Foreign, transposed: bool) -> Foreign:
     """With the matrices the right way round and eigenvalues ascending, float32."""
     content = side.content
+    for name, tensors in (("rotation", content.rotation), ("eigenvalues", content.eigenvalues), ("k_mean", content.mean)):
+        for layer, tensor in tensors.items():
+            if not tensor.is_floating_point() or not tensor.ndim:
+                raise RotationZooError(f"the {name} of layer {layer} in {side.path.name} is no table of real numbers")
     matrices = {layer: (m.mT if transposed else m).float().contiguous() for layer, m in content.rotation.items()}
     notes = [*side.notes, *([f"{side.path.name} was read as transposed"] if transposed else [])]
     if any(matrix.dtype != torch.float32 for matrix in content.rotation.values()):
@@ -188,8 +209,14 @@ def check_matrices(side: Foreign) -> None:
             raise RotationZooError(f"{what} is no orthogonal matrix (largest |R R^T - I| {error:.1e})", hint="do not use it")
         for name, tensors in (("eigenvalues", side.content.eigenvalues), ("k_mean", side.content.mean)):
             vector = tensors.get(layer)
-            if vector is not None and (vector.shape[-1] != matrix.shape[-1] or not torch.isfinite(vector).all()):
-                raise RotationZooError(f"{what} has {name} that are not finite or not of its dimension", hint="do not use it")
+            if vector is None:
+                continue
+            one_each = vector.shape == matrix.shape[:-1]
+            for_heads = name == "k_mean" and vector.ndim <= 2 and vector.shape[-1] == matrix.shape[-1]  # of a shared rotation
+            if not (one_each or (for_heads and matrix.ndim == 2)) or not torch.isfinite(vector).all():
+                raise RotationZooError(f"{what} has {name} that are not finite or not of its shape", hint="do not use it")
+            if name == "eigenvalues" and vector.min() < -1e-4 * vector.max().abs():
+                raise RotationZooError(f"{what} has negative eigenvalues: no second moment has", hint="do not use it")
 
 
 def _check_pair(key: Foreign, value: Foreign) -> None:

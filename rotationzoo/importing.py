@@ -14,7 +14,7 @@ import torch
 from rotationzoo import artifact, card, foreign, models, rotation
 from rotationzoo.artifact import Artifact
 from rotationzoo.engines import Foreign, Side
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel, first_sentence
 from rotationzoo.foreign import DATA_FREE, Described
 from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, geometry_on_meta
 from rotationzoo.moments import tensor_name
@@ -45,24 +45,40 @@ def import_(job: Import) -> Artifact:
     Raises `RotationZooError` for what is ambiguous or broken, naming it.
     """
     started = time.monotonic()
+    artifact.check_replaceable(job.output)
     key, value = (foreign.turned(side, job.transposed) for side in foreign.gather(job.files))
     described = {"key": foreign.describe(key), "value": foreign.describe(value)}
     foreign.check(key, value, described)
     source, geometry = _geometry(job, key, value)
-    composition, notes = foreign.recognise(key, value, described)
+    said = key.calibration
+    group_size = job.group_size or (said["group_size"] if isinstance(said.get("group_size"), int) else None)
+    for dim in {dim for layer in geometry for dim in (layer.key_dim, layer.value_dim)}:
+        if dim % (group_size or dim):
+            raise RotationZooError(
+                f"groups of {group_size} channels do not divide the head dimension {dim}", hint="--group-size"
+            )
+    composition, notes = foreign.recognise(key, value, described, group_size)
+    if composition == "r_pbr_hblock" and group_size is None:
+        composition = rotation.GIVEN
+        notes.append("the composition depends on the group size, which the files do not say: --group-size names it")
     notes += [note for side in (key, value) for note in side.notes]
-    recipe = _recipe(job, key, value, described, composition)
+    recipe, assumed = _recipe(job, key, value, described, composition, group_size)
+    notes += assumed
     identity = _identity(job, key, value, recipe)
     if (finished := _finished(job, identity)) is not None:
         return finished
     rotations = _tensors(key, value, recipe, geometry)
-    statistics = recover_statistics(rotations, recipe, geometry)
-    if not statistics:
-        notes.append("no statistics can be recovered: the files have no eigenvalues, or an unknown composition")
     error = max(rotation.orthogonality_error(t) for name, t in rotations.items() if name.endswith(".rotation"))
-    if error > ORTHOGONAL:
-        notes.append(f"the matrices are off orthogonality by {error:.0e}")
-    files = {side.path.name: {"size": side.path.stat().st_size, "sha256": artifact.sha256(side.path)} for side in (key, value)}
+    exact = error <= ORTHOGONAL
+    statistics = recover_statistics(rotations, recipe, geometry) if exact else {}
+    if not exact:
+        notes.append(f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered from them")
+    elif not statistics and recipe.composition not in DATA_FREE:
+        notes.append("no statistics can be recovered: the files have no eigenvalues, or an unknown composition")
+    files = {
+        name: {"name": side.path.name, "size": side.path.stat().st_size, "sha256": identity[name]}
+        for name, side in (("key", key), ("value", value))
+    }
     manifest: dict[str, Any] = {
         "model": _model(source),
         "geometry": geometry_json(geometry),
@@ -130,7 +146,7 @@ def _geometry(job: Import, key: Foreign, value: Foreign) -> tuple[Source | None,
                 f"{key.path.name} may lack layers after layer {gap}: the numbers of those it has are irregular",
                 hint="name the model, which tells: --model MODEL",
             )
-        return None, [_layer(layer, key.content.rotation[layer], value.content.rotation[layer]) for layer in layers]
+        return None, [_layer(layer, key.content, value.content) for layer in layers]
     source = find(job.model, job.revision)
     geometry = geometry_on_meta(models.on_meta(models.load_config(source), source.name))
     if geometry is None:
@@ -141,9 +157,15 @@ def _geometry(job: Import, key: Foreign, value: Foreign) -> tuple[Source | None,
     return source, geometry
 
 
-def _layer(index: int, key: torch.Tensor, value: torch.Tensor) -> Layer:
-    heads = max(tensor.shape[0] if tensor.ndim == 3 else 1 for tensor in (key, value))
-    return Layer(index, index, heads, heads, key.shape[-1], value.shape[-1])
+def _layer(index: int, key: Side, value: Side) -> Layer:
+    tables = key.rotation[index], value.rotation[index]
+    counts = {len(table) for table in tables if table.ndim == 3}
+    if index in key.mean and key.mean[index].ndim == 2:
+        counts.add(len(key.mean[index]))
+    if len(counts) > 1:
+        raise RotationZooError(f"the files disagree on the KV heads of layer {index}: {' and '.join(map(str, sorted(counts)))}")
+    heads = counts.pop() if counts else 1
+    return Layer(index, index, heads, heads, tables[0].shape[-1], tables[1].shape[-1])
 
 
 def _check_fit(model: str, side: str, content: Side, geometry: Geometry) -> None:
@@ -155,7 +177,9 @@ def _check_fit(model: str, side: str, content: Side, geometry: Geometry) -> None
         raise RotationZooError(f"{wrong}: they have layer {extra[0]}, which caches no {side}s there", hint="check the model")
     for index, layer in cached.items():
         matrix, dim = content.rotation[index], layer.key_dim if side == "key" else layer.value_dim
-        if matrix.shape[-1] != dim or (matrix.ndim == 3 and len(matrix) != layer.kv_heads):
+        per_head = [table for table in (matrix, content.mean.get(index)) if table is not None and table.shape[:-1].numel() > 1]
+        per_head = [table for table in per_head if table.ndim == (3 if table is matrix else 2)]
+        if matrix.shape[-1] != dim or any(len(table) != layer.kv_heads for table in per_head):
             raise RotationZooError(
                 f"{wrong}: layer {index} has {layer.kv_heads} KV heads with {side}s of {dim}, the file {list(matrix.shape)}",
                 hint="check the model",
@@ -172,6 +196,11 @@ def _check_model(model: str, source: Source, key: Foreign) -> None:
         raise RotationZooError(
             f"{key.path.name} says that it was made for {named or 'another config'}, and not for {model}",
             hint=f"name that model: --model {named}" if named else "check the model",
+        )
+    weights = said.get("weights_fingerprint")
+    if weights and has_weights(source) and weights != weights_fingerprint(source):
+        raise RotationZooError(
+            f"{key.path.name} says that it was made for other weights than those of {model}", hint="check the model"
         )
 
 
@@ -195,9 +224,12 @@ def _model(source: Source | None) -> dict[str, Any]:
     }
 
 
-def _recipe(job: Import, key: Foreign, value: Foreign, described: Mapping[str, Described], composition: str) -> Recipe:
-    per_head = key.content.per_head or value.content.per_head
+def _recipe(
+    job: Import, key: Foreign, value: Foreign, described: Mapping[str, Described], composition: str, group_size: int | None
+) -> tuple[Recipe, list[str]]:
+    """What the files and the user say, and remarks on what neither does."""
     defaults = PRESETS["oscar-v1"]
+    per_head = key.content.per_head or value.content.per_head
     changes: dict[str, Any] = {
         "name": composition if composition in DATA_FREE else "imported",
         "composition": composition,
@@ -205,16 +237,28 @@ def _recipe(job: Import, key: Foreign, value: Foreign, described: Mapping[str, D
         "key_statistic": described["key"].statistic or defaults.key_statistic,
         "value_statistic": described["value"].statistic or defaults.value_statistic,
         "center_keys": bool(key.content.mean),
-        "group_size": job.group_size,
+        "group_size": group_size,
     }
+    served = ("key_clip", "value_clip", "sink", "recent")
+    changes |= {name: key.calibration[name] for name in served if isinstance(key.calibration.get(name), int | float)}
     if job.clip:
         changes["key_clip"], changes["value_clip"] = job.clip
     if job.windows:
         changes["sink"], changes["recent"] = job.windows
-    recipe = Recipe.model_validate({**defaults.model_dump(), **changes})
-    published = {"name", "group_size", "key_clip", "value_clip", "sink", "recent"}
-    same = recipe.model_dump(exclude=published) == defaults.model_dump(exclude=published)
-    return recipe.model_copy(update={"name": "oscar-v1"}) if same else recipe
+    try:
+        recipe = Recipe.model_validate({**defaults.model_dump(), **changes})
+    except ValueError as error:
+        raise RotationZooError(f"{key.path.name} says what no recipe can: {first_sentence(error)}") from error
+    notes = []
+    if any(name not in changes for name in served):
+        notes.append(
+            f"the files do not say clip ratios or windows; assumed are {recipe.key_clip:g}/{recipe.value_clip:g} and "
+            f"{recipe.sink}/{recipe.recent}"
+        )
+    published = {"name", "group_size", *served}
+    if recipe.model_dump(exclude=published) == defaults.model_dump(exclude=published):
+        recipe = recipe.model_copy(update={"name": "oscar-v1"})
+    return recipe, notes
 
 
 def _tensors(key: Foreign, value: Foreign, recipe: Recipe, geometry: Geometry) -> dict[str, torch.Tensor]:

@@ -116,20 +116,15 @@ def check_output(job: Job) -> None:
     """The output can be written, and what is there may be replaced."""
     with artifact.disk_errors(job.output):
         artifact.recover(job.output)
+        artifact.check_replaceable(job.output)
         if (job.output / artifact.MANIFEST).is_file():
-            _check_replaceable(job, Artifact.open(job.output))
-        elif job.output.exists() and not (job.output.is_dir() and not any(job.output.iterdir())):
-            raise RotationZooError(f"{job.output} exists and is no artifact", hint="choose another place with --output")
+            _check_recipe_of(job, Artifact.open(job.output))
         with artifact.temporary_sibling(_ancestor(job.output) / job.output.name):
             pass
 
 
-def _check_replaceable(job: Job, there: Artifact) -> None:
+def _check_recipe_of(job: Job, there: Artifact) -> None:
     """Work of another recipe is replaced only when asked to, or when a run that was asked to goes on."""
-    if foreign := there.foreign_files():
-        raise RotationZooError(
-            f"{job.output} also holds {foreign[0]}, which is no part of an artifact", hint="choose another place with --output"
-        )
     if there.manifest["recipe_sha256"] != job.recipe.hash and not job.restart and not job.checkpoint.exists():
         theirs = f"{there.manifest['recipe'].get('name')} for {there.manifest['model'].get('id')}"
         raise RotationZooError(

@@ -54,6 +54,10 @@ def probe(
             f"{there.folder} holds no eigenbasis to look for in a model (composition {recipe.composition})",
             hint="leave --run out",
         )
+    if not there.bound:
+        raise RotationZooError(
+            f"{there.folder} is bound to no model", hint=f"import its files again with --model {model}, then ask again"
+        )
     geometry = geometry_from_json(there.manifest["geometry"])
     source = find(model, revision)
     config = models.load_config(source)

@@ -33,7 +33,10 @@ def _spectra(there: Artifact) -> bytes:
     layers = cached_layers(geometry_from_json(there.manifest["geometry"]))
     for axis, side, statistic in zip(axes, ("key", "value"), ("queries that read the keys", "attention outputs"), strict=True):
         for number, layer in enumerate(layers):
-            eigenvalues = rotations[f"layers.{layer.index}.{side}.eigenvalues"].double().clamp(min=1e-30)
+            stored = rotations.get(f"layers.{layer.index}.{side}.eigenvalues")
+            if stored is None:  # of imported files
+                continue
+            eigenvalues = stored.double().clamp(min=1e-30)
             shares = (eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0).flip(0)
             axis.plot(torch.arange(1, len(shares) + 1), shares, color=_shade(number, len(layers)), linewidth=1)
         axis.set(

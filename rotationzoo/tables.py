@@ -63,7 +63,7 @@ def show_export(out: Output, done: Exported) -> None:
 def show_absorbed(out: Output, model: Path, artifact: Path) -> None:
     def human() -> None:
         print(model)
-        print(f"Now export the keys: rotationzoo export {artifact} --to ENGINE --values-absorbed", file=sys.stderr)
+        print(f"Now export the keys: rotationzoo export {artifact} --to ENGINE --values-absorbed {model}", file=sys.stderr)
 
     out.result({"model": str(model)}, str(model), human)
 
@@ -75,7 +75,8 @@ def layer_table(artifact: Artifact, layers: list[LayerSummary]) -> None:
     for layer in layers:
         row = [str(layer.layer), str(layer.kv_heads)]
         for side in (layer.key, layer.value):
-            row += [str(side.dim), f"{side.effective_rank:.1f}", f"{side.top_1_share:.1%}", f"{side.top_8_share:.1%}"]
+            numbers = ((side.effective_rank, ".1f"), (side.top_1_share, ".1%"), (side.top_8_share, ".1%"))
+            row += [str(side.dim), *("-" if number is None else f"{number:{form}}" for number, form in numbers)]
         rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
     table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
     print("rank: effective rank of the statistic; top1, top8: share of its strongest")

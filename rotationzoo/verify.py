@@ -236,4 +236,4 @@ def _model_problems(artifact: Artifact, model: str, revision: str | None) -> tup
 
 def _sentences(layers: dict[str, list[int]]) -> list[str]:
     """`{"what": [0, 1]}` as `["what: layers 0, 1"]`."""
-    return [f"{what}: layer{'s' * (len(n) > 1)} {', '.join(map(str, n))}" for what, n in layers.items()]
+    return [f"{what}: layer{'s' * (len(n) > 1)} {', '.join(map(str, sorted(n)))}" for what, n in layers.items()]

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from rotationzoo import foreign, rotation
-from rotationzoo.export import Request, export
+from rotationzoo.export import export
 from rotationzoo.importing import Import, import_
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import Recipe
 from rotationzoo.rope import pair_contrast
+from rotationzoo.serving import Request
 from rotationzoo.verify import verify
 
 CLOSE = 1e-5

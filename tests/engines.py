@@ -151,7 +151,16 @@ def consecutive(codes: np.ndarray) -> np.ndarray:
 STORE = {"sglang": store_sglang, "vllm": store_vllm, "llama.cpp": store_q2_0, "mlx": store_mlx, "onnx": store_sglang}
 
 
-def write_base(path: Path, layers: int, hidden: int, heads: int, kv_heads: int, dim: int, architecture: str = "qwen3") -> Path:
+def write_base(
+    path: Path,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    architecture: str = "qwen3",
+    cached: set[int] | None = None,
+) -> Path:
     """A tiny model in a GGUF file, with metadata of every kind and weights in three types."""
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
@@ -171,7 +180,7 @@ def write_base(path: Path, layers: int, hidden: int, heads: int, kv_heads: int, 
     writer.add_token_types([1, 1, 1, 3])
     writer.add_chat_template("{{ messages }}")
     shapes = {"token_embd.weight": (64, hidden), "output_norm.weight": (hidden,)}
-    for i in range(layers):
+    for i in sorted(set(range(layers)) if cached is None else cached):  # the others are linear attention
         shapes |= {
             f"blk.{i}.attn_q.weight": (heads * dim, hidden),
             f"blk.{i}.attn_k.weight": (kv_heads * dim, hidden),

@@ -1,5 +1,6 @@
 """Files that others made, written here by code of our own after their tools, and what is wrong with them found and named."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,14 +19,16 @@ from rotationzoo import rotation
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.engines import Options, torch_files
-from rotationzoo.errors import RotationZooError
+from rotationzoo.engines.sglang import markers
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluate import Evaluation, evaluate
-from rotationzoo.export import Request, export
+from rotationzoo.export import export
 from rotationzoo.importing import Import, import_
 from rotationzoo.plan import Job
 from rotationzoo.publish import prepare
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.rope import pair_contrast
+from rotationzoo.serving import Request
 from rotationzoo.verify import verify
 
 LAYERS, DIM = 9, 64
@@ -118,9 +121,11 @@ def pair(tmp_path):
 def test_a_published_pair_comes_back(pair, tmp_path):
     there = pair.read()
     assert verify(there).ok, verify(there).problems
-    assert (there.manifest["recipe"]["name"], there.manifest["imported"]["notes"]) == ("oscar-v1", [])
+    assert there.manifest["recipe"]["name"] == "oscar-v1"
+    (note,) = there.manifest["imported"]["notes"]
+    assert note == "the files do not say clip ratios or windows; assumed are 0.96/0.92 and 64/256"
     assert not there.bound
-    assert there.manifest["imported"]["files"][KEY]["size"] == (pair.folder / KEY).stat().st_size
+    assert there.manifest["imported"]["files"]["key"]["size"] == (pair.folder / KEY).stat().st_size
     tensors, statistics = there.rotations(), there.statistics()
     for i in range(LAYERS):
         for side, kind in (("key", "query.second_moment"), ("value", "value.key_energy_moment")):
@@ -160,7 +165,7 @@ def test_eigenvalues_are_optional(pair):
     there = pair.read()
     assert verify(there).ok
     assert there.statistics() is None
-    assert "no eigenvalues" in there.manifest["imported"]["notes"][0]
+    assert any("no eigenvalues" in note for note in there.manifest["imported"]["notes"])
 
 
 def test_a_fork_whose_eigenvectors_descend(pair):
@@ -179,7 +184,7 @@ def test_transposed_matrices_are_recognised(pair):
     for side in (pair.key, pair.value):
         for entry in side["layers"].values():
             entry["rotation"] = entry["rotation"].T.contiguous()
-    assert "transposed: as x @ M^T they are r_h_pbr (add: --transposed)" in pair.refused()
+    assert "transposed: R is its M^T (add --transposed" in pair.refused()
     there = pair.read(transposed=True)
     expected, _ = published(MOMENTS["key"][0])
     assert torch.equal(there.rotations()["layers.0.key.rotation"][0], expected)
@@ -211,6 +216,14 @@ def broken(name: str, pair) -> tuple[str, ...]:
         pair.value = {**pair.key, "objective": "sst_r_h_pbr"}
     elif name == "eigenvalues in no order":
         key[2]["eigenvalues"] = key[2]["eigenvalues"][torch.randperm(DIM, generator=torch.Generator().manual_seed(0))]
+    elif name == "eigenvalues of a number":
+        key[2]["eigenvalues"] = torch.tensor(3.0)
+    elif name == "eigenvalues below zero":
+        key[2]["eigenvalues"] = key[2]["eigenvalues"] - key[2]["eigenvalues"].mean()
+    elif name == "complex":
+        key[2]["rotation"] = key[2]["rotation"].to(torch.complex64)
+    elif name == "twice":
+        key["2"] = key[2]
     elif name == "eigenvalues in some layers":
         del key[2]["eigenvalues"]
     elif name == "wrong layer id":
@@ -229,6 +242,101 @@ def broken(name: str, pair) -> tuple[str, ...]:
     return ()
 
 
+def junk(name: str, pair) -> None:
+    """What some file in the world holds where a table of ours is."""
+    key = pair.key["layers"]
+    if name == "transform":
+        pair.key["transform"] = "center"
+    elif name == "calibration":
+        pair.key["calibration"] = pair.value["calibration"] = ["a list"]
+    elif name == "statistic":
+        pair.key["calibration"] = pair.value["calibration"] = {"key_statistic": "foo", "key_clip": 0.9, "group_size": "64"}
+    elif name == "composition":
+        pair.key["objective"], pair.value["objective"] = "oscar2_perhead", "oscar2_v_pre_wo"
+        pair.key["calibration"] = pair.value["calibration"] = {"composition": "foo"}
+    elif name == "string ids":
+        pair.key["layers"] = {str(i): {**entry, "layer_id": str(i)} for i, entry in key.items()}
+
+
+@pytest.mark.parametrize("name", ["transform", "calibration", "statistic", "composition", "string ids"])
+def test_odd_tables_do_no_harm(pair, name):
+    junk(name, pair)
+    there = pair.read()
+    assert verify(there).ok
+    assert torch.equal(there.rotations()["layers.1.key.rotation"][0], published(MOMENTS["key"][1])[0])
+
+
+def test_half_precision_is_kept_without_statistics(pair):
+    for side in (pair.key, pair.value):
+        for entry in side["layers"].values():
+            entry["rotation"] = entry["rotation"].bfloat16()
+    there = pair.read()
+    assert verify(there).ok, verify(there).problems
+    assert there.statistics() is None
+    assert any("off orthogonality" in note for note in there.manifest["imported"]["notes"])
+
+
+@pytest.mark.parametrize("what", ["swapped", "transposed"])
+def test_matrices_tell_where_files_say_nothing(pair, what):
+    """Bare tables without a word of their composition."""
+    if what == "swapped":
+        pair.key, pair.value = pair.value, pair.key
+    for side in (pair.key, pair.value):
+        for entry in side["layers"].values():
+            entry["rotation"] = entry["rotation"].T.contiguous() if what == "transposed" else entry["rotation"]
+            del entry["eigenvalues"]
+        side["objective"] = "unheard of"
+    words = {"swapped": "keys and values are swapped", "transposed": "holds its matrices transposed"}
+    assert words[what] in pair.refused("k_rotation.pt", "v_rotation.pt")
+
+
+def test_a_pooled_centered_pair_can_be_pooled_again(made, tmp_path):  # noqa: F811
+    there = made(recipe=OSCAR.model_copy(update={"center_keys": True}), head_dim=32)
+    back = import_(Import([exported("sglang", there, tmp_path).path], tmp_path / "back"))
+    shared = export(back, Request("sglang", tmp_path / "shared", pooled=True))
+    content = torch.load(shared.path / "k_rotation_oscar2_center.pt")
+    assert content["layers"][0]["k_mean"].shape == (2, 32)
+    assert content["calibration"]["pooling"] == "layer"
+    again = import_(Import([shared.path], tmp_path / "again"))
+    assert again.rotations()["layers.0.key.rotation"].shape == (1, 32, 32)
+    assert verify(again).ok, verify(again).problems
+
+
+def test_the_group_size_travels_with_the_files(made, tmp_path):  # noqa: F811
+    recipe = OSCAR.model_copy(update={"composition": "r_pbr_hblock", "group_size": 16, "sink": 8, "recent": 16})
+    there = made(recipe=recipe, head_dim=32)
+    done = export(there, Request("sglang", tmp_path / "out", clip=(0.8, 0.7), windows=(8, 16)))
+    back = import_(Import([done.path], tmp_path / "back"))
+    found = back.manifest["recipe"]
+    assert [found[name] for name in ("group_size", "key_clip", "value_clip", "sink", "recent")] == [16, 0.8, 0.7, 8, 16]
+    moment = there.statistics()["layers.1.query.second_moment"]
+    assert (back.statistics()["layers.1.query.second_moment"] - moment).norm() < 1e-5 * moment.norm()
+    for name in done.files:
+        content = torch.load(done.path / name)
+        del content["calibration"]
+        torch.save(content, done.path / name)
+    unknown = import_(Import([done.path], tmp_path / "unknown"))
+    assert unknown.statistics() is None
+    assert any("--group-size names it" in note for note in unknown.manifest["imported"]["notes"])
+    with pytest.raises(RotationZooError, match="do not divide"):
+        import_(Import([done.path], tmp_path / "odd", group_size=33))
+
+
+def test_nothing_that_is_no_artifact_is_replaced(pair, tmp_path):
+    folder = pair.write()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "work").write_text("")
+    (tmp_path / "file").write_text("")
+    for place in ("mine", "file", "pair"):
+        for restart in (False, True):
+            with pytest.raises(RotationZooError, match="exists and is no artifact"):
+                import_(Import([folder], tmp_path / place, restart=restart))
+    assert (tmp_path / "mine" / "work").exists()
+    assert (folder / KEY).exists()
+    with pytest.raises(UsageError):
+        import_(Import([folder], Path(".")))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     {
@@ -242,6 +350,10 @@ def broken(name: str, pair) -> tuple[str, ...]:
         "hadamard": "holds a Hadamard matrix in layer 8 under the name of a calibrated one",
         "the same matrices": "hold the same matrices",
         "eigenvalues in no order": "eigenvalues of layer 2 in k_rotation_qqt_r_h_pbr.pt are in no order",
+        "eigenvalues of a number": "the eigenvalues of layer 2 in k_rotation_qqt_r_h_pbr.pt is no table of real numbers",
+        "eigenvalues below zero": "negative eigenvalues",
+        "complex": "the rotation of layer 2 in k_rotation_qqt_r_h_pbr.pt is no table of real numbers",
+        "twice": "has layer 2 twice",
         "eigenvalues in some layers": "has no eigenvalues for layer 2, and has for others",
         "wrong layer id": "the entry of layer 2 says that it is layer 3",
         "not square": "is no square matrix",
@@ -258,10 +370,13 @@ def test_what_is_broken_is_named(pair, name, words):
 
 def test_a_pair_that_somebody_is_writing(pair, tmp_path):
     folder = pair.write()
-    (folder / ".oscar_0123456789abcdef.pending.json").write_text("{}")
+    pair_id, pending, _ = markers(folder / KEY, folder / VALUE)
+    assert pair_id == hashlib.sha256(f"K={(folder / KEY).resolve()}\0V={(folder / VALUE).resolve()}".encode()).hexdigest()[:16]
+    pending.write_text("{}")
     with pytest.raises(RotationZooError, match="stopped writing half-way"):
         import_(Import([folder], tmp_path / "imported"))
-    (folder / ".oscar_0123456789abcdef.pending.json").unlink()
+    pending.rename(folder / ".oscar_0123456789abcdef.pending.json")
+    import_(Import([folder], tmp_path / "of another pair"))
     (folder / "k_rotation_perhead.pt").write_bytes((folder / KEY).read_bytes())
     with pytest.raises(RotationZooError, match="holds several pairs"):
         import_(Import([folder], tmp_path / "imported"))
@@ -453,6 +568,10 @@ def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
 def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path, inside):
     """Same shapes, other weights: nothing in the files says it, what the model computes does."""
     folder, _ = of_tiny
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        content = torch.load(folder / name)
+        del content["calibration"]
+        torch.save(content, folder / name)
     twin = save_tiny(tmp_path / "twin")
     model = transformers.AutoModelForCausalLM.from_pretrained(twin)
     torch.manual_seed(5)

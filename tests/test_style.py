@@ -35,6 +35,7 @@ FLOORS = [
         "foreign",
         "verify",
         "importing",
+        "serving",
         "export",
         "absorb",
         "probe",

@@ -113,6 +113,11 @@ class Options:
     """Leave the last Hadamard transform to the engine, which applies its own."""
 
 
+def mapping(content: Any) -> Mapping[str, Any]:
+    """What a file has where a table is expected, or an empty one: foreign files hold all sorts of things."""
+    return content if isinstance(content, Mapping) else {}
+
+
 def power_of_two(engine: str, geometry: Geometry) -> None:
     """Raise `RotationZooError` for an engine that runs powers of two alone."""
     dims = sorted({dim for layer in cached_layers(geometry) for dim in (layer.key_dim, layer.value_dim)})
@@ -128,6 +133,15 @@ def one_dim(engine: str, geometry: Geometry) -> None:
             raise RotationZooError(
                 f"{engine} cannot run keys of dimension {layer.key_dim} with values of dimension {layer.value_dim}", hint=OTHERS
             )
+
+
+def one_group(engine: str, geometry: Geometry, serving: "Serving") -> None:
+    """Raise `RotationZooError` where an engine's one group size cannot mean the whole head of every layer."""
+    dims = {dim for layer in cached_layers(geometry) for dim in (layer.key_dim, layer.value_dim)}
+    if serving.group_size is None and len(dims) > 1:
+        raise RotationZooError(
+            f"{engine} takes one group size, and this artifact's groups are whole heads of {sorted(dims)} channels", hint=OTHERS
+        )
 
 
 OTHERS = "docs/engines.md says what each engine takes"

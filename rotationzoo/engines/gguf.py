@@ -4,6 +4,7 @@ The graph computes `ggml_mul_mat(rot, K)`, which is `K @ R` for a tensor that ho
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from rotationzoo.engines import OTHERS, SIDES, Foreign, Launch, Options, Serving, Side, Takes, number, one_dim
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
-from rotationzoo.hadamard import hadamard
+from rotationzoo.rotation import block_hadamard
 
 NAME = "llama.cpp"
 TAKES = Takes(heads=False, mean=False, clip="one", windows=True)
@@ -45,7 +46,7 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     _check_base(reader, architecture, options.base, serving)
     name = f"{options.base.stem}-rot-kv.gguf"
     tensors = {
-        _TENSOR[kind].format(layer): _stored(matrix, options.engine_hadamard)
+        _TENSOR[kind].format(layer): np.ascontiguousarray(_followed(kind, matrix, options.engine_hadamard).mT.numpy())
         for kind, side in (("key", serving.key), ("value", serving.value))
         if side is not None
         for layer, matrix in side.rotation.items()
@@ -59,7 +60,8 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     said = ["needs OSCAR's fork of llama.cpp (branch zhongzhu/llamacpp)" if kind == "q2_0" else "needs llama-cpp-turboquant"]
     environment: dict[str, str] = {}
     if options.engine_hadamard:
-        said.append("these rotations need the Hadamard transform that llama.cpp applies itself: leave it on")
+        said.append("these rotations need llama.cpp's own attention rotation (its pull request 21038): see that it is on")
+        environment["LLAMA_KV_NO_HADAMARD"] = "1"
     else:
         environment |= {"LLAMA_KV_NO_HADAMARD": "1", "LLAMA_ATTN_ROT_DISABLE": "1"}
         said.append(
@@ -74,7 +76,7 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
         environment["LLAMA_KV_V_ROT"] = "1"
     if serving.value is None:
         said.append("no value rotation is written: the base must be converted from weights that carry it")
-    command = f"llama-server -m {final / name} --cache-type-k {kind} --cache-type-v {kind} -fa on"
+    command = f"llama-server -m {shlex.quote(str(final / name))} --cache-type-k {kind} --cache-type-v {kind} -fa on"
     return Launch([command], environment, said)
 
 
@@ -96,22 +98,28 @@ def read(path: Path) -> list[Foreign]:
         raise RotationZooError(f"{path.name} has its value rotation in its weights, from which it cannot be read")
     said: tuple[str, ...] = ()
     if notes.get("engine_hadamard"):
-        for side in matrices.values():
+        for kind, side in matrices.items():
             for layer, matrix in side.items():
-                side[layer] = (matrix.double() @ hadamard(matrix.shape[-1])).float()
+                side[layer] = (matrix.double() @ _engine_transform(kind, matrix.shape[-1])).float()
         said = ("written for an engine that adds a Hadamard transform; it has been added here",)
     sides = {side: Side(dict(sorted(matrices[side].items())), str(notes.get(f"{side}_objective", "unknown"))) for side in SIDES}
     return [Foreign(path, "GGUF", side, sides[side], notes, said) for side in SIDES]
 
 
-def _stored(matrix: torch.Tensor, engine_hadamard: bool) -> np.ndarray:
-    """What the file holds of a rotation `[D, D]`: R^T, or (R H)^T where the engine multiplies by H afterwards."""
-    if engine_hadamard:
-        dim = matrix.shape[-1]
-        if dim & (dim - 1):
-            raise RotationZooError(f"llama.cpp applies no Hadamard transform to all of head dimension {dim}", hint=OTHERS)
-        matrix = (matrix.double() @ hadamard(dim).mT).float()
-    return np.ascontiguousarray(matrix.mT.numpy())
+def _engine_transform(kind: str, dim: int) -> torch.Tensor:
+    """The Hadamard transform `[D, D]` that llama.cpp's attention rotation applies: blocks of 64 channels for values, for keys
+    the largest power of two that divides the head (`llama_kv_cache::build_input_k_rot` and `build_input_v_rot`)."""
+    block = 64
+    while kind == "key" and dim % (2 * block) == 0:
+        block *= 2
+    if dim % block:
+        raise RotationZooError(f"llama.cpp rotates no heads of dimension {dim} itself", hint="leave --engine-hadamard out")
+    return block_hadamard(dim, block)
+
+
+def _followed(kind: str, matrix: torch.Tensor, engine_hadamard: bool) -> torch.Tensor:
+    """What the graph must multiply by, `[D, D]`: R, or R H where the engine multiplies by H afterwards (H H = I)."""
+    return (matrix.double() @ _engine_transform(kind, len(matrix))).float() if engine_hadamard else matrix
 
 
 def _check_base(reader: Any, architecture: str, base: Path, serving: Serving) -> None:
@@ -131,18 +139,27 @@ def _check_base(reader: Any, architecture: str, base: Path, serving: Serving) ->
     if int(_field(reader, "split.count") or 1) > 1:
         raise RotationZooError(f"{base.name} is one part of several", hint="join them first with: llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    shared = any(layer.owner != layer.index for layer in serving.geometry)
+    blocks = {int(found[1]) for name in tensors if (found := re.fullmatch(r"blk\.(\d+)\.attn_k\.weight", name))}
+    if not shared and (more := sorted(blocks - {layer.index for layer in cached_layers(serving.geometry)})):
+        raise RotationZooError(
+            f"{base.name} is no model of this artifact: layer {more[0]} caches keys there, and has no rotation here",
+            hint="give the base that was converted from the model of the artifact",
+        )
     if rotated := next((name for name in tensors if _PATTERN.fullmatch(name)), None):
         raise RotationZooError(f"{base.name} has rotations already ({rotated})", hint="start from the file without them")
     for layer in cached_layers(serving.geometry):
-        weight = tensors.get(f"blk.{layer.index}.attn_k.weight")
-        rows = int(weight.shape[1]) if weight is not None else 0  # ggml's order: inputs first
-        heads = rows / layer.key_dim
-        if weight is None or heads != (layer.kv_heads if layer.kv_heads > 1 else heads // 1):
-            raise RotationZooError(
-                f"{base.name} is no model of this artifact: layer {layer.index} should have {layer.kv_heads} KV heads of "
-                f"{layer.key_dim}, and its attn_k.weight has {rows} rows",
-                hint="give the base that was converted from the model of the artifact",
-            )
+        for name in (f"blk.{layer.index}.attn_k.weight", f"blk.{layer.index}.attn_v.weight"):
+            if name not in tensors and name.endswith("v.weight"):
+                continue  # some layers of Gemma 4 have keys for values
+            rows = int(tensors[name].shape[1]) if name in tensors else 0  # ggml's order: inputs first
+            fits = rows and not rows % layer.key_dim if serving.model is None else rows == layer.kv_heads * layer.key_dim
+            if not fits:
+                raise RotationZooError(
+                    f"{base.name} is no model of this artifact: layer {layer.index} should have {layer.kv_heads} KV heads of "
+                    f"{layer.key_dim}, and its {name.split('.', 2)[2]} has {rows} rows",
+                    hint="give the base that was converted from the model of the artifact",
+                )
 
 
 def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndarray], notes: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rotationzoo.engines import Foreign, Launch, Options, Serving, Side, Takes, identity_like, power_of_two
+from rotationzoo.engines import Foreign, Launch, Options, Serving, Side, Takes, identity_like, mapping, one_group, power_of_two
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry
 
@@ -22,6 +22,7 @@ METADATA = "metadata.json"
 def check(geometry: Geometry, serving: Serving) -> None:
     """Raise `RotationZooError` for what it cannot run."""
     power_of_two("MLX", geometry)
+    one_group("MLX", geometry, serving)
 
 
 def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
@@ -40,8 +41,11 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     command = [
         "from pathlib import Path",
         "from mlx_lm.models.oscar import OscarConfig",
-        f"config = OscarConfig(group_size={serving.group}, sink_tokens={serving.sink}, recent_tokens={serving.recent},",
-        f'    k_clip_ratio={key_clip}, v_clip_ratio={value_clip}, rotation_dir=Path("{final}"))',
+        "",
+        "config = OscarConfig(",
+        f"    group_size={serving.group}, sink_tokens={serving.sink}, recent_tokens={serving.recent}, "
+        f"k_clip_ratio={key_clip}, v_clip_ratio={value_clip}, rotation_dir=Path({json.dumps(str(final))})",
+        ")",
     ]
     notes = ["needs mlx-lm with pull request 1789, which was closed unmerged", "clips within each group, not within the row"]
     return Launch(command, {}, notes)
@@ -62,10 +66,10 @@ def read(path: Path) -> Foreign:
         rotation[int(number[1])] = tensor.mT.contiguous()
     metadata = path.with_name(METADATA)
     try:
-        content = json.loads(metadata.read_text(encoding="utf-8")) if metadata.is_file() else {}
+        said = mapping(json.loads(metadata.read_text(encoding="utf-8")) if metadata.is_file() else {})
     except ValueError as error:
         raise RotationZooError(f"{metadata} is damaged: it is no JSON") from error
     side = next((side for side, name in FILES.items() if path.name.startswith(name[:2])), None)
-    objective = (content.get("objectives") or {}).get(side, "unknown")
-    content = Side(dict(sorted(rotation.items())), objective), content.get("provenance") or {}
-    return Foreign(path, "MLX", side, content[0], content[1])  # type: ignore[arg-type]
+    objective = str(mapping(said.get("objectives")).get(side or "", "unknown"))
+    content = Side(dict(sorted(rotation.items())), objective)
+    return Foreign(path, "MLX", side, content, mapping(said.get("provenance")))  # type: ignore[arg-type]

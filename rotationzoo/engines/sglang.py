@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,10 +44,12 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     for letter, side in (("k", serving.key), ("v", value)):
         version = 3 if serving.key.mean else None
         torch_files.write(work / paths[letter], letter, side, serving.provenance, version)
+    dims = {dim for layer in cached_layers(serving.geometry) for dim in (layer.key_dim, layer.value_dim)}
+    # Left out, the whole head of each layer is one group.
+    group = f" --kv-cache-quant-group-size {serving.group}" if serving.group_size or len(dims) == 1 else ""
     command = [
-        f"python -m sglang.launch_server --model-path {serving.model or 'MODEL'} --kv-cache-dtype int2"
-        f" --kv-cache-quant-group-size {serving.group} --page-size {_PAGE}"
-        " --prefill-attention-backend triton --decode-attention-backend triton"
+        f"python -m sglang.launch_server --model-path {shlex.quote(serving.model or 'MODEL')} --kv-cache-dtype int2"
+        f"{group} --page-size {_PAGE} --prefill-attention-backend triton --decode-attention-backend triton"
     ]
     notes = ["needs OSCAR's SGLang, or a SGLang with pull request 32129"]
     if len(cached_layers(serving.geometry)) < max(layer.index for layer in serving.geometry) + 1:
@@ -72,17 +75,24 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
 @contextmanager
 def replacing(environment: dict[str, str]) -> Iterator[None]:
     """Hold the pair's lock alone while its files are replaced, with a marker that stays if this process dies half-way."""
-    key, value = (
-        os.path.realpath(environment[f"SGLANG_OSCAR_{letter}_ROTATION_PATH"]) for letter in ("K", "V")
-    )  # as the server spells them
-    pair = hashlib.sha256(f"K={key}\0V={value}".encode()).hexdigest()[:16]
-    pending, complete = (Path(key).parent / f".oscar_{pair}.{state}.json" for state in ("pending", "complete"))
+    key, value = (Path(environment[f"SGLANG_OSCAR_{letter}_ROTATION_PATH"]) for letter in ("K", "V"))
+    pair, pending, complete = markers(key, value)
     locks = Path(os.environ.get("SGLANG_OSCAR_CALIBRATION_LOCK_DIR") or Path(tempfile.gettempdir()) / "sglang-oscar-locks")
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / f"oscar_{pair}.lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        content = json.dumps({"key": key, "value": value, "writer": "rotationzoo"})
+        content = json.dumps({"key": str(key), "value": str(value), "writer": "rotationzoo"})
         pending.write_text(content, encoding="utf-8")
         yield
         complete.write_text(content, encoding="utf-8")
-        pending.unlink()
+        for marker in pending.parent.glob(".oscar_*.json"):  # this pair's, and those of files that are no longer here
+            if marker != complete:
+                marker.unlink()
+
+
+def markers(key: Path, value: Path) -> tuple[str, Path, Path]:
+    """A pair's id, and the files that say that it is half written, or whole, as the server computes them."""
+    paths = [os.path.realpath(path) for path in (key, value)]
+    pair = hashlib.sha256(f"K={paths[0]}\0V={paths[1]}".encode()).hexdigest()[:16]
+    pending, complete = (Path(paths[0]).parent / f".oscar_{pair}.{state}.json" for state in ("pending", "complete"))
+    return pair, pending, complete

@@ -4,6 +4,7 @@
 so that they load with `weights_only=True`. Nothing else is ever unpickled here.
 """
 
+import io
 import os
 import re
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from rotationzoo.engines import Foreign, Side
+from rotationzoo.engines import Foreign, Side, mapping
 from rotationzoo.errors import RotationZooError
 
 _SIDE_OF = {"qqt": "key", "ktk": "key", "sst": "value", "vtv": "value"}
@@ -56,8 +57,10 @@ def write(path: Path, letter: str, side: Side, provenance: Mapping[str, Any], ve
         }
         for layer in sorted(side.rotation)
     }
+    buffer = io.BytesIO()  # torch's own writer turns a full disk into an error of another kind
+    torch.save(content, buffer)
     with path.open("wb") as file:
-        torch.save(content, file)
+        file.write(buffer.getbuffer())
         file.flush()
         os.fsync(file.fileno())
 
@@ -67,9 +70,8 @@ def read(path: Path) -> Foreign:
     content = _load(path)
     table = content if isinstance(content, Mapping) else {}
     layers = _layers(path, content)
-    if any(name in entry for entry in layers.values() for name in _COMPANIONS) or (
-        (table.get("transform") or {}).get("orthogonal") is False
-    ):
+    transform = mapping(table.get("transform"))
+    if any(name in entry for entry in layers.values() for name in _COMPANIONS) or transform.get("orthogonal") is False:
         raise RotationZooError(
             f"{path.name} holds rotations that are not orthogonal, with a second matrix for queries or outputs",
             hint="ask for orthogonal ones: 2-bit rows of one scale do not survive the others",
@@ -83,14 +85,14 @@ def read(path: Path) -> Foreign:
         raise RotationZooError(f"{path.name} is no rotation file: its layers have no rotation")
     objective = str(table.get("objective") or "unknown")
     side = Side(tensors["rotation"], objective, tensors["eigenvalues"], tensors["k_mean"])
-    return Foreign(path, _version(table, side), side_of(path, objective, table), side, table.get("calibration") or {})
+    return Foreign(path, _version(table, side), side_of(path, objective, table), side, mapping(table.get("calibration")))
 
 
 def side_of(path: Path, objective: str, table: Mapping[str, Any]) -> Literal["key", "value"] | None:
     """What a file holds, from its name and from what it says itself. Raises `RotationZooError` if the two differ."""
     named = {"k": "key", "v": "value"}.get(path.stem[:1]) if re.match(r"[kv](_|$)", path.stem) else None
     said = _SIDE_OF.get(objective.split("_")[0]) or {"identity-k": "key", "identity-v": "value"}.get(objective)
-    said = said or next((side for side in ("key", "value") if side in (table.get("transform") or {})), None)
+    said = said or next((side for side in ("key", "value") if side in mapping(table.get("transform"))), None)
     if objective.startswith("optr_output_aware_"):
         said = "key" if objective.endswith("_k") else "value"
     if objective.startswith("oscar2_v_"):
@@ -128,7 +130,9 @@ def _layers(path: Path, content: Any) -> dict[int, dict[str, Any]]:
         if number is None or not isinstance(entry, Mapping):
             break
         layer = int(number[1])
-        if entry.get("layer_id", layer) != layer:
+        if layer in found:
+            raise RotationZooError(f"{path.name} has layer {layer} twice")
+        if str(entry.get("layer_id", layer)) != str(layer):
             raise RotationZooError(f"{path.name}: the entry of layer {layer} says that it is layer {entry['layer_id']}")
         found[layer] = dict(entry)
     else:

@@ -1,8 +1,9 @@
 """vLLM with the 2-bit cache of pull request 46774: a pair of `.pt` files with one matrix a layer."""
 
+import shlex
 from pathlib import Path
 
-from rotationzoo.engines import OTHERS, Launch, Options, Serving, Takes, identity_like, number, one_dim, torch_files
+from rotationzoo.engines import OTHERS, Launch, Options, Serving, Takes, identity_like, number, one_dim, one_group, torch_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
 
@@ -13,6 +14,7 @@ TAKES = Takes(heads=False, mean=False, clip="side", windows=False)
 def check(geometry: Geometry, serving: Serving) -> None:
     """Raise `RotationZooError` for what the pull request cannot run."""
     one_dim("vLLM's pull request", geometry)
+    one_group("vLLM's pull request", geometry, serving)
     for layer in cached_layers(geometry):
         if serving.group_size is not None and serving.group_size < layer.key_dim:
             raise RotationZooError(
@@ -38,4 +40,4 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
         "needs a vLLM with pull request 46774",
         "a path that is wrong, or a layer that is missing, serves without rotation and says so only in the log",
     ]
-    return Launch([f"vllm serve {serving.model or 'MODEL'} --kv-cache-dtype oscar_int2"], environment, notes)
+    return Launch([f"vllm serve {shlex.quote(serving.model or 'MODEL')} --kv-cache-dtype oscar_int2"], environment, notes)
