@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -24,8 +25,10 @@ from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotation import orthogonality_error
+from rotationzoo.search import search, shared_clip
 from rotationzoo.source import Source, config_hash, fetch, license_of, weights_fingerprint
 
+_TAUGHT = 16  # rows that learning sees
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
 
 
@@ -57,6 +60,11 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     if recipe.needs_statistics:
         fetch(source, weights=False)
         text = corpus.read(recipe.data, models.load_tokenizer(source))
+        if recipe.search is not None and len(text.rows) < 3:
+            raise RotationZooError(
+                f"{len(text.rows)} rows are too few to choose on some that the others have not seen",
+                hint="give at least three: more --tokens, or a shorter --length",
+            )
     check_room(job, known)
     if text is not None or known.geometry is None:
         progress("fetching the weights", 0, 0)
@@ -68,12 +76,14 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     if (finished := _finished(job, identity)) is not None:
         return finished
 
-    geometry, statistics, dtype = known.geometry, None, None
+    geometry, statistics, dtype, found = known.geometry, None, None, None
     if text is not None or geometry is None:
         with models.forward_errors(job.model, job.batch, recipe.data.length):
-            geometry, statistics, dtype = _run_model(job, known, text, checkpoint, progress)
+            geometry, statistics, dtype, found = _run_model(job, known, text, checkpoint, progress)
     progress("composing rotations", 0, 0)
     rotations = fit(statistics, recipe, geometry)
+    if found is not None:
+        rotations |= found[0]
     assert known.config is not None
     manifest = {
         "model": {
@@ -100,6 +110,11 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         },
         "metrics": {"orthogonality_error": max_error(rotations)},
     }
+    if found is not None:
+        manifest["search"] = {
+            "shared_clip": {side: shared_clip(found[1], side) for side in ("key", "value")},
+            "layers": found[1],
+        }
     sums = to_tensors(statistics) if statistics is not None else None
     written = artifact.write(job.output, rotations, sums, manifest, card.render)
     checkpoint.remove()
@@ -123,8 +138,9 @@ def peak_memory_bytes() -> int:
 
 def _run_model(
     job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
-) -> tuple[Geometry, Statistics | None, str]:
-    """Load the model, look at it where `meta` could not, check the capture, collect the statistics; also the model's type."""
+) -> tuple[Geometry, Statistics | None, str, tuple[dict[str, torch.Tensor], dict[str, Any]] | None]:
+    """Load the model, look at it where `meta` could not, check the capture, collect the statistics and search; also the model's
+    type."""
     geometry = known.geometry
     assert known.config is not None
     with models.placement(job.device_map, job.max_memory) as placement:
@@ -137,11 +153,20 @@ def _run_model(
             geometry = geometry_of(model, ids)
             check_recipe(job.recipe, geometry)
         if text is None:
-            return geometry, None, dtype
+            return geometry, None, dtype, None
         progress("checking the capture", 0, 0)
         with torch.no_grad():
             check_transparent(model, ids)
-        return geometry, collect(model, geometry, text.batches(job.batch), job.recipe, checkpoint, progress), dtype
+        settings = job.recipe.search
+        held_out = [] if settings is None else text.rows[-min(settings.texts, len(text.rows) // 3) :]
+        fitted = replace(text, rows=text.rows[: len(text.rows) - len(held_out)])
+        statistics = collect(model, geometry, fitted.batches(job.batch), job.recipe, checkpoint, progress)
+        if settings is None:
+            return geometry, statistics, dtype, None
+        # The deadline counts from here: statistics are a small part of such a job.
+        deadline = None if job.budget is None else time.monotonic() + 60 * job.budget
+        found = search(model, geometry, statistics, fitted.rows[:_TAUGHT], held_out, job.recipe, deadline, progress)
+        return geometry, statistics, dtype, found
 
 
 def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
@@ -154,7 +179,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
         "text": text.fingerprint,
         "batch": str(job.batch),
         "device": _device_name(job) + (f", {job.device_map} {job.max_memory or ''}" if job.device_map else ""),
-        "dtype": str(job.torch_dtype),
+        "dtype": str(job.torch_dtype) + (f", {job.budget} minutes" if job.budget is not None else ""),
         "versions": f"torch {torch.__version__}, transformers {version('transformers')}",
     }
 

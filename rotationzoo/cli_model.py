@@ -28,7 +28,7 @@ from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo: a small model that ships with this.")],
-    recipe: Annotated[str, typer.Option(help="oscar, oscar-v1, hadamard, identity, random, or a YAML file.")] = "oscar",
+    recipe: Annotated[str, typer.Option(help="best, oscar, oscar-v1, hadamard, identity, random, or a YAML file.")] = "oscar",
     data: Annotated[str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")] = None,
     subset: Annotated[str | None, typer.Option(help="The data set's configuration.")] = None,
     split: Annotated[str | None, typer.Option(help="The data set's split (train).")] = None,
@@ -38,13 +38,14 @@ def calibrate(
     length: Annotated[int | None, typer.Option(help="Tokens a row (2048).")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows a forward pass (4; 16 with a device map).")] = None,
-    output: Annotated[Path | None, typer.Option(help="Artifact folder (rotations/MODEL-RECIPE).")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Artifact folder (rotations/MODEL-RECIPE).")] = None,
     revision: Revision = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     max_memory: MaxMemory = None,
     restart: Annotated[bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")] = False,
+    budget: Annotated[float | None, typer.Option(min=0, help="Minutes for the search of recipes such as best.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; read only the config.")] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -82,6 +83,7 @@ def calibrate(
         device_map=device_map,
         max_memory=max_memory,
         restart=restart,
+        budget=budget,
     )
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")

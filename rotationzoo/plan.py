@@ -30,6 +30,8 @@ class Job:
     device_map: str | None = None
     max_memory: str | None = None
     restart: bool = False
+    budget: float | None = None
+    """Minutes that a search may take in all; None lets it finish."""
 
     def __post_init__(self) -> None:
         if self.output.name in ("", ".."):

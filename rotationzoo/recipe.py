@@ -36,6 +36,21 @@ class Data(_Frozen):
     """Order of the documents."""
 
 
+class Search(_Frozen):
+    """Choosing rotations and clip ratios on calibration text that the statistics have not seen."""
+
+    texts: Annotated[int, Field(gt=0)] = 8
+    """Rows of the calibration text that are held out for choosing; at most a third of them."""
+    queries: Annotated[int, Field(gt=0)] = 32
+    """Sampled queries of a row."""
+    steps: Annotated[int, Field(ge=0)] = 200
+    """Steps of learning; 0 chooses among closed forms alone."""
+    rate: Annotated[float, Field(gt=0)] = 0.004
+    """Of Adam, on the entries of a skew-symmetric matrix."""
+    format: Literal["sglang", "vllm", "mlx"] = "sglang"
+    """The engine's 2-bit format that everything is tried in."""
+
+
 class Recipe(_Frozen):
     """How statistics become rotations, and the cache that they are made for."""
 
@@ -65,6 +80,8 @@ class Recipe(_Frozen):
     """First and last tokens of a request that stay exact."""
     seed: int = 0
     """Of the composition `random`."""
+    search: Search | None = None
+    """None takes the composition and the clip ratios above for every head."""
     data: Data = Data()
 
     @field_validator("composition")
@@ -99,6 +116,8 @@ class Recipe(_Frozen):
 PRESETS = {
     "oscar": Recipe(),
     "oscar-v1": Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
+    "best": Recipe(name="best", center_keys=True, search=Search(), data=Data(tokens=65536)),
+    "best-uncentered": Recipe(name="best-uncentered", search=Search(), data=Data(tokens=65536)),
     "hadamard": Recipe(name="hadamard", composition="hadamard"),
     "identity": Recipe(name="identity", composition="identity"),
     "random": Recipe(name="random", composition="random"),

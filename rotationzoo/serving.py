@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,7 +73,10 @@ def pooled(there: Artifact, recipe: Recipe, geometry: Geometry) -> dict[str, tor
             hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
         )
     # The key mean is the artifact's own: what was recovered from imported files has none.
-    shared = recipe.model_copy(update={"pooling": "layer", "center_keys": False})
+    changes: dict[str, Any] = {"pooling": "layer", "center_keys": False, "search": None}
+    if found := there.manifest.get("search"):  # what was found for single heads is left behind, but for the clip
+        changes |= {f"{side}_clip": ratio for side, ratio in found["shared_clip"].items()}
+    shared = recipe.model_copy(update=changes)
     means = {name: tensor for name, tensor in there.rotations().items() if name.endswith(".mean")}
     return fit(None if statistics is None else from_tensors(statistics), shared, geometry) | means
 

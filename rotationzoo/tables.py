@@ -81,6 +81,25 @@ def layer_table(artifact: Artifact, layers: list[LayerSummary]) -> None:
     table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
     print("rank: effective rank of the statistic; top1, top8: share of its strongest")
     print("directions; error: largest |R R^T - I|")
+    if "search" in artifact.manifest:
+        _search_table(artifact.manifest["search"])
+
+
+def _search_table(found: dict[str, Any]) -> None:
+    """What was chosen for each head, and what it scores on held-out text beside the recipe's own rotation."""
+    rows = []
+    for layer, sides in found["layers"].items():
+        for side, chosen in sides.items():
+            for head, candidate in enumerate(chosen["candidate"]):
+                learned = chosen.get("learned", [False] * (head + 1))[head]
+                score = chosen["after_learning"][head] if learned else chosen["chosen"][head]
+                gain = score / chosen["own"][head] - 1 if chosen["own"][head] else 0.0
+                what = f"{candidate}, learned" if learned else candidate
+                rows.append([f"{layer} {side}s", str(head), what, f"{chosen['clip'][head]:.2f}", f"{gain:+.0%}"])
+    table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "clip", "score"], rows)
+    shared = found["shared_clip"]
+    print("score: attention KL of keys, error of the block for values, against the recipe's own")
+    print(f"For engines that take one clip ratio a side: {shared['key']:g} for keys, {shared['value']:g} for values")
 
 
 def show_plan(out: Output, job: Job, plan: Plan) -> None:

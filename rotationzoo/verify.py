@@ -154,7 +154,10 @@ def _clip_problems(rotations: dict[str, torch.Tensor], recipe: Recipe) -> list[s
     for name, tensor in rotations.items():
         if name.endswith(".clip"):
             _, index, side, _ = name.split(".")
-            if not (tensor == (recipe.key_clip if side == "key" else recipe.value_clip)).all():
+            if recipe.search is not None:
+                if not ((tensor > 0) & (tensor <= 1)).all():
+                    layers[f"{side} clip ratio not above 0 and at most 1"].append(int(index))
+            elif not (tensor == (recipe.key_clip if side == "key" else recipe.value_clip)).all():
                 layers[f"{side} clip ratio not that of the recipe"].append(int(index))
     return _sentences(layers)
 
@@ -163,7 +166,7 @@ def _origin_problems(
     rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor] | None, recipe: Recipe, geometry: Geometry
 ) -> list[str]:
     """Whether the rotations are those that the recipe makes of the statistics, or of nothing."""
-    if recipe.composition == rotation.GIVEN:
+    if recipe.composition == rotation.GIVEN or recipe.search is not None:  # learned: no formula makes them again
         return []
     if recipe.has_eigenbasis:
         return _statistics_problems(rotations, statistics, recipe) if statistics is not None else []

@@ -24,7 +24,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import geometry_of
 from rotationzoo.moments import to_tensors
 from rotationzoo.plan import Job, plan
-from rotationzoo.recipe import PRESETS, Data, Recipe, override
+from rotationzoo.recipe import PRESETS, Data, Recipe, Search, override
 from rotationzoo.source import find, weights_fingerprint
 from rotationzoo.summary import summarize
 from rotationzoo.verify import verify
@@ -99,6 +99,8 @@ def test_the_rotations_can_be_refitted_without_the_model(made):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
+    if recipe.search is not None:
+        recipe = recipe.model_copy(update={"sink": 8, "recent": 16, "search": Search(steps=2, queries=4)})
     artifact = calibrate(job(tiny, tmp_path, recipe))
     found = verify(artifact, str(tiny))
     assert found.ok, found.problems
