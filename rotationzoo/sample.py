@@ -42,10 +42,24 @@ class Sample:
         return both[..., :length] + both[..., length:], both[..., length:]
 
     def divergence(self, attention: torch.Tensor) -> torch.Tensor:
-        """KL of the exact attention to this one, mean over queries and the heads that read a KV head, `[H_kv]`, in nats."""
+        """KL of the exact attention to this one in nats, mean over queries and the heads that read a KV head, `[H_kv]`.
+
+        Queries weigh by how much they look for single stored tokens, the norm of their attention to what is stored: losing one
+        of these costs the model more than the same divergence where attention is spread.
+        """
         p, q = (_with_rest(t) for t in (self.exact, attention))
         divergence = (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1)
-        return divergence.mean((0, 2)).unflatten(0, (-1, self.group)).mean(1)
+        weight = self._stored_part().norm(dim=-1) + _LEAST
+        return self._mean(divergence * weight) / self._mean(weight)
+
+    def _stored_part(self) -> torch.Tensor:
+        """The exact attention to positions whose stored copy is read, `[1, H_q, Q, T]`."""
+        mask = self.attend.mask
+        assert mask is not None
+        return self.exact * (mask[..., self.key.shape[2] :] > torch.finfo(mask.dtype).min / 2)
+
+    def _mean(self, by_query: torch.Tensor) -> torch.Tensor:
+        return by_query.mean((0, 2)).unflatten(0, (-1, self.group)).mean(1)
 
     def error(self, stored: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Energy of what stored values change in the block's output, per KV head and relative to the block's own, `[H_kv]`.
@@ -65,6 +79,8 @@ class Sample:
         """`[H_kv, G, Q, D_v]`."""
         return torch.einsum("hgqt,htd->hgqd", attention[0].unflatten(0, (-1, self.group)), values[0])
 
+
+_LEAST = 1e-3  # weight of a query that reads nothing that is stored
 
 Samples = Mapping[int, list[Sample]]
 """Layer that owns a cache -> samples of all layers that read it."""

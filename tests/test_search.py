@@ -103,7 +103,13 @@ def test_samples_read_what_the_simulated_cache_reads(name):
     stored = arm.stored(sample.key, f"layers.{first}.key", CACHE.format)
     attention, part = sample.attention(stored)
     assert attention.shape == part.shape == sample.exact.shape
-    assert math.isclose(sample.divergence(attention).mean().item(), seen[first].mean().item(), rel_tol=2e-3, abs_tol=1e-7)
+    p, q = (torch.cat([t, 1 - t.sum(-1, keepdim=True)], -1).double().clamp(min=1e-30) for t in (sample.exact, attention))
+    plain = (p * (p / q).log()).sum(-1).mean()
+    assert math.isclose(plain.item(), seen[first].mean().item(), rel_tol=2e-3, abs_tol=1e-7)
+    weight = (sample.exact * (sample.attend.mask[..., 40:] > -1)).norm(dim=-1)
+    weighted = ((p * (p / q).log()).sum(-1) * weight).sum() / weight.sum()
+    heads = sample.divergence(attention)
+    assert heads.min() - 1e-6 <= weighted <= heads.max() * 1.05 + 1e-6
     assert sample.divergence(sample.attention(sample.key)[0]).max() < 1e-6, "exact keys cost nothing"
     assert sample.error(sample.value, part).max() == 0, "nor do exact values"
 
