@@ -85,6 +85,8 @@ def calibrate(
         restart=restart,
         budget=budget,
     )
+    if budget is not None and chosen.search is None:
+        raise UsageError(f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best")
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
     if dry_run:

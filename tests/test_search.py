@@ -259,6 +259,12 @@ def test_best_makes_an_artifact_that_is_better_on_the_demo_model(tmp_path):
     assert not any(layer["key"].get("learned") for layer in kept.manifest["search"]["layers"].values()), "no time to learn"
 
 
+def test_a_budget_is_for_recipes_that_search(inside):
+    result = inside("calibrate", "demo", "--recipe", "oscar", "--budget", "5")
+    assert result.returncode == 2
+    assert "--recipe best" in result.stderr
+
+
 def test_too_little_text_to_choose_on(tmp_path):
     recipe = PRESETS["best"].model_copy(update={"data": Data(tokens=1024, length=512)})
     with pytest.raises(RotationZooError, match="2 rows are too few"):
