@@ -4,10 +4,12 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +200,15 @@ def install(work: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raise `RotationZooError` unless there is nothing at `folder`, or an artifact and nothing else, or no place for one."""
+def check_name(folder: Path) -> None:
+    """Raise `UsageError` for a path that names no folder of its own, such as `.`."""
     if folder.name in ("", ".."):
         raise UsageError(f"{folder} is no folder that an artifact can replace", hint="name a new folder with --output")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise `RotationZooError` unless there is nothing at `folder`, or an artifact and nothing else, or no place for one."""
+    check_name(folder)
     if (folder / MANIFEST).is_file():
         if foreign := Artifact.open(folder).foreign_files():
             raise RotationZooError(
@@ -246,6 +253,11 @@ def write_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: dic
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """A manifest's `versions`."""
+    return {name: version(name) for name in ("rotationzoo", "torch", "transformers")} | {"python": platform.python_version()}
 
 
 def digest(data: bytes) -> str:

@@ -26,7 +26,7 @@ from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotation import orthogonality_error
 from rotationzoo.search import search, shared_clip
-from rotationzoo.source import Source, config_hash, fetch, license_of, weights_fingerprint
+from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
 
 _TAUGHT = 16  # rows that learning sees
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
@@ -86,21 +86,13 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         rotations |= found[0]
     assert known.config is not None
     manifest = {
-        "model": {
-            "id": source.name,
-            "revision": source.revision,
-            "license": license_of(source),
-            "architecture": (known.config.architectures or [type(known.config).__name__])[0],
-            "config_sha256": config_hash(source),
-            "weights_fingerprint": identity["weights"] or None,
-        },
+        "model": models.describe(source, known.config, identity["weights"] or None),
         "geometry": geometry_json(geometry),
         "recipe": recipe.model_dump(),
         "recipe_sha256": recipe.hash,
         "calibration": _describe(text, recipe),
         "identity": identity,
-        "versions": {name: version(name) for name in ("rotationzoo", "torch", "transformers")}
-        | {"python": platform.python_version()},
+        "versions": artifact.versions(),
         "run": {
             "device": _device_name(job),
             "dtype": dtype,

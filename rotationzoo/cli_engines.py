@@ -146,7 +146,9 @@ def _ratios(text: str | None) -> tuple[float, float] | None:
 def _windows(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    sink, _, recent = text.partition("/")
-    if not (sink.isdecimal() and recent.isdecimal() and text.isascii()):
-        raise UsageError(f"--windows {text} has no sink/recent", hint="write it as: --windows 64/256")
-    return int(sink), int(recent)
+    from rotationzoo.evaluate import parse_windows
+
+    windows = parse_windows(text)
+    if len(windows) != 1:
+        raise UsageError(f"--windows {text} is not one pair of sink/recent", hint="write it as: --windows 64/256")
+    return windows[0]

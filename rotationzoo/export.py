@@ -104,7 +104,7 @@ def _reductions(
     tensors: Mapping[str, torch.Tensor],
     clips: Clips,
 ) -> list[str]:
-    """What is left out as the request says. Raises `RotationZooError`, with the whole command, for what it does not say."""
+    """What is left out as the request says. Raises `RotationZooError`, with the flags, for what it does not say."""
     reduced: list[str] = []
     refused: list[tuple[str, str]] = []
 

@@ -8,17 +8,16 @@ from pathlib import Path
 import torch
 
 from rotationzoo import rotation
-from rotationzoo.engines import SIDES, Foreign, Side, gguf, mlx, sglang, torch_files
+from rotationzoo.engines import SIDES, WORDS, Foreign, Side, gguf, mlx, sglang, torch_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rope import pair_contrast
+from rotationzoo.rotation import DATA_FREE
 
 ORTHOGONAL = 5e-3  # what SGLang's own loader allows; the published files have 3e-8
 # Contrast of RoPE pairs (rope.py): below the first there is a mark, above the second there is none.
 _MARK, _NO_MARK = 0.35, 0.75
-_STATISTICS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
 # What the names mean where eigenvectors are in descending order.
 _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
-DATA_FREE = ("identity", "hadamard", "h_pbr", "pbr", "random")
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ def describe(side: Foreign) -> Described:
     """Statistic and composition in our words, from what a file says."""
     said, content = side.calibration, side.content.objective
     statistic = said.get(f"{side.side}_statistic")
-    statistic = statistic if statistic in _STATISTICS.values() or statistic in ("output", "value", "key") else None
+    statistic = statistic if statistic in WORDS.values() or statistic == "output" else None
     if parts := re.fullmatch(r"(qqt|ktk|sst|vtv)_(\w+?)(?:_perhead|_center)?", content):
         composition = parts[2] if parts[2] in rotation.COMPOSITIONS else rotation.GIVEN
         if side.descending:
             composition = _DESCENDING.get(composition, rotation.GIVEN)
-        return Described(statistic or _STATISTICS[parts[1]], composition)
+        return Described(statistic or WORDS[parts[1]], composition)
     if content == "cov_eig_hadamard_perhead":
         return Described(side.side, "rdesc_h")
     if content in ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo"):
@@ -177,10 +176,6 @@ def _pair_in(folder: Path) -> list[Path]:
 def turned(side: Foreign, transposed: bool) -> Foreign:
     """With the matrices the right way round and eigenvalues ascending, float32."""
     content = side.content
-    for name, tensors in (("rotation", content.rotation), ("eigenvalues", content.eigenvalues), ("k_mean", content.mean)):
-        for layer, tensor in tensors.items():
-            if not tensor.is_floating_point() or not tensor.ndim:
-                raise RotationZooError(f"the {name} of layer {layer} in {side.path.name} is no table of real numbers")
     matrices = {layer: (m.mT if transposed else m).float().contiguous() for layer, m in content.rotation.items()}
     notes = [*side.notes, *([f"{side.path.name} was read as transposed"] if transposed else [])]
     if any(matrix.dtype != torch.float32 for matrix in content.rotation.values()):

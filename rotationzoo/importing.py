@@ -1,10 +1,8 @@
 """Rotation files that others made -> an artifact, which keeps their matrices as they are."""
 
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,15 @@ import torch
 
 from rotationzoo import artifact, card, foreign, models, rotation
 from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import max_error
 from rotationzoo.engines import Foreign, Side
 from rotationzoo.errors import RotationZooError, UnsupportedModel, first_sentence
-from rotationzoo.foreign import DATA_FREE, Described
+from rotationzoo.foreign import Described
 from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, geometry_on_meta
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import PRESETS, Recipe
-from rotationzoo.source import Source, config_hash, find, has_weights, license_of, weights_fingerprint
+from rotationzoo.rotation import DATA_FREE
+from rotationzoo.source import Source, config_hash, find, has_weights, weights_fingerprint
 from rotationzoo.verify import ORTHOGONAL
 
 
@@ -68,7 +68,7 @@ def import_(job: Import) -> Artifact:
     if (finished := _finished(job, identity)) is not None:
         return finished
     rotations = _tensors(key, value, recipe, geometry)
-    error = max(rotation.orthogonality_error(t) for name, t in rotations.items() if name.endswith(".rotation"))
+    error = max_error(rotations)
     exact = error <= ORTHOGONAL
     statistics = recover_statistics(rotations, recipe, geometry) if exact else {}
     if not exact:
@@ -93,8 +93,7 @@ def import_(job: Import) -> Artifact:
             "notes": notes,
         },
         "identity": identity,
-        "versions": {name: version(name) for name in ("rotationzoo", "torch", "transformers")}
-        | {"python": platform.python_version()},
+        "versions": artifact.versions(),
         "run": {"device": "cpu", "dtype": None, "seconds": round(time.monotonic() - started, 3), "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": error},
     }
@@ -212,16 +211,9 @@ def _model(source: Source | None) -> dict[str, Any]:
     if source is None:
         unknown = ("revision", "license", "config_sha256", "weights_fingerprint")
         return {"id": "unknown", "architecture": "unknown", **dict.fromkeys(unknown)}
-    config = models.load_config(source)
-    return {
-        "id": source.name,
-        "revision": source.revision,
-        "license": license_of(source),
-        "architecture": (config.architectures or [type(config).__name__])[0],
-        "config_sha256": config_hash(source),
-        # Of the weights that the user says the files are for; nothing in the files vouches for it.
-        "weights_fingerprint": weights_fingerprint(source) if has_weights(source) else None,
-    }
+    # Of the weights that the user says the files are for; nothing in the files vouches for it.
+    fingerprint = weights_fingerprint(source) if has_weights(source) else None
+    return models.describe(source, models.load_config(source), fingerprint)
 
 
 def _recipe(

@@ -20,7 +20,7 @@ from transformers import (
 
 from rotationzoo.errors import ModelUnavailable, RotationZooError, UnsupportedModel, UsageError, as_unavailable
 from rotationzoo.geometry import CAUSAL_HINT
-from rotationzoo.source import Source, read_json, weight_files
+from rotationzoo.source import Source, config_hash, license_of, read_json, weight_files
 
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
@@ -41,6 +41,18 @@ def load_config(source: Source) -> PretrainedConfig:
         raise UnsupportedModel(f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT)
     _model_class(config, source.name)
     return config
+
+
+def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) -> dict[str, Any]:
+    """A manifest's `model`: what tells which model an artifact is for."""
+    return {
+        "id": source.name,
+        "revision": source.revision,
+        "license": license_of(source),
+        "architecture": (config.architectures or [type(config).__name__])[0],
+        "config_sha256": config_hash(source),
+        "weights_fingerprint": fingerprint,
+    }
 
 
 def _model_class(config: PretrainedConfig, name: str) -> Any:

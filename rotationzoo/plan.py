@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo import artifact, models
 from rotationzoo.artifact import Artifact
-from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError, as_unavailable
+from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe
 from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta
 from rotationzoo.recipe import Recipe
@@ -34,8 +34,7 @@ class Job:
     """Minutes that a search may take in all; None lets it finish."""
 
     def __post_init__(self) -> None:
-        if self.output.name in ("", ".."):
-            raise UsageError(f"{self.output} is no folder that an artifact can replace", hint="name a new folder with --output")
+        artifact.check_name(self.output)
 
     @property
     def checkpoint(self) -> Path:

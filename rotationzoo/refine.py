@@ -9,18 +9,6 @@ import torch
 from rotationzoo import int2
 from rotationzoo.sample import Sample
 
-Loss = Callable[[Sample, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
-"""A sample, and what rows look like when they come back from the cache -> loss `[H_kv]`."""
-
-
-def stored(
-    rows: torch.Tensor, matrix: torch.Tensor, mean: torch.Tensor, clip: torch.Tensor, group_size: int | None, form: int2.Format
-) -> torch.Tensor:
-    """Rows `[1, H, T, D]` as they come back from the cache, in their own frame. Differentiable in `matrix` `[H, D, D]`; `mean`
-    is `[H, D]` and `clip` `[H]`."""
-    rotated = (rows - mean[:, None]) @ matrix
-    return straight_through(rotated, clip[:, None], group_size, form) @ matrix.mT + mean[:, None]
-
 
 def straight_through(rows: torch.Tensor, clip: torch.Tensor, group_size: int | None, form: int2.Format) -> torch.Tensor:
     """`int2.round_trip`, bit by bit, with the gradient of its formula in which rounding counts as nothing.

@@ -63,6 +63,9 @@ def needs_statistics(composition: str) -> bool:
     return composition in _AROUND_EIGENBASIS
 
 
+DATA_FREE = tuple(name for name in COMPOSITIONS if not needs_statistics(name))
+
+
 def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Ascending eigenvalues `[..., D]` and eigenvectors as columns `[..., D, D]` of a symmetric float64 moment.
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from rotationzoo.capture import Attention, decoder, intercept
 from rotationzoo.geometry import Geometry
 from rotationzoo.models import input_device
-from rotationzoo.simulate import Cache, additive, doubled
+from rotationzoo.simulate import Cache, additive, divergence, doubled
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ class Sample:
         Queries weigh by how much they look for single stored tokens, the norm of their attention to what is stored: losing one
         of these costs the model more than the same divergence where attention is spread.
         """
-        p, q = (_with_rest(t) for t in (self.exact, attention))
-        divergence = (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1)
         weight = self._stored_part().norm(dim=-1) + _LEAST
-        return self._mean(divergence * weight) / self._mean(weight)
+        return self._mean(divergence(self.exact, attention) * weight) / self._mean(weight)
 
     def _stored_part(self) -> torch.Tensor:
         """The exact attention to positions whose stored copy is read, `[1, H_q, Q, T]`."""
@@ -154,9 +152,3 @@ def output_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, 
         for hook in hooks:
             hook.remove()
     return found
-
-
-def _with_rest(attention: torch.Tensor) -> torch.Tensor:
-    """With what the model's sinks took as one more position."""
-    rest = (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
-    return torch.cat([attention, rest.where(rest > 1e-5, 0)], dim=-1)

@@ -19,9 +19,9 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
 from rotationzoo.recipe import Recipe, Search
-from rotationzoo.refine import learn, stored
+from rotationzoo.refine import learn, straight_through
 from rotationzoo.sample import Sample, output_projections, take
-from rotationzoo.simulate import Cache
+from rotationzoo.simulate import Cache, stored
 
 COARSE = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.85, 0.82, 0.78, 0.74, 0.7, 0.6, 0.5)
 _BYTES = 4e9  # of samples held at a time
@@ -124,7 +124,7 @@ class _Layer:
         return self._learn("value", side, score, deadline)
 
     def _stored(self, rows: torch.Tensor, matrix: torch.Tensor, mean: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
-        return stored(rows, matrix, mean, clip, self.recipe.group_size, self.form)
+        return stored(rows, matrix, mean, clip, self.recipe.group_size, self.form, straight_through)
 
     def _rows(self, sample: Sample, side: str) -> torch.Tensor:
         return sample.key if side == "key" else sample.value

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact import Artifact, digest
-from rotationzoo.engines import SIDES, Options, Serving, Side
+from rotationzoo.engines import SIDES, WORDS, Options, Serving, Side
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import fit
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
@@ -109,7 +109,7 @@ def objective(recipe: Recipe, side: str) -> str:
     """Statistic and composition in the words of OSCAR's files; which V^T S^T S V it was is in the provenance."""
     if not recipe.has_eigenbasis:
         return recipe.composition
-    words = {"query": "qqt", "key": "ktk", "output": "sst", "key_energy": "sst", "value": "vtv"}
+    words = {ours: theirs for theirs, ours in WORDS.items()} | {"output": "sst"}
     return f"{words[recipe.key_statistic if side == 'key' else recipe.value_statistic]}_{recipe.composition}"
 
 

@@ -55,12 +55,28 @@ class Arm:
 
     def stored(self, rows: torch.Tensor, name: str, format: int2.Format) -> torch.Tensor:
         """Rows `[B, H, T, D]` as they come back from the cache, in their own frame and type; `name` is `layers.N.key`."""
-        rotation = self.tensors[f"{name}.rotation"].to(rows.device)
-        clip = self.tensors[f"{name}.clip"].to(rows.device)[:, None]
-        # A server subtracts the mean from every key of a request and never adds it: the softmax is the same.
-        mean = self.tensors[f"{name}.mean"].to(rows.device)[:, None] if f"{name}.mean" in self.tensors else 0
-        rotated = (rows.float() - mean) @ rotation
-        return (int2.round_trip(rotated, clip, self.group_size, format) @ rotation.mT + mean).to(rows.dtype)
+        matrix, clip = (self.tensors[f"{name}.{kind}"].to(rows.device) for kind in ("rotation", "clip"))
+        mean = self.tensors.get(f"{name}.mean", matrix.new_zeros(1, rows.shape[-1])).to(rows.device)
+        return stored(rows.float(), matrix, mean, clip, self.group_size, format).to(rows.dtype)
+
+
+def stored(
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    mean: torch.Tensor,
+    clip: torch.Tensor,
+    group_size: int | None,
+    form: int2.Format,
+    codec: Callable[..., torch.Tensor] = int2.round_trip,
+) -> torch.Tensor:
+    """Rows `[B, H, T, D]` as they come back from the cache, in their own frame.
+
+    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`; `codec` has the arguments of `int2.round_trip`.
+
+    A server subtracts the mean from every key of a request and never adds it: the softmax is the same.
+    """
+    rotated = (rows - mean[:, None]) @ matrix
+    return codec(rotated, clip[:, None], group_size, form) @ matrix.mT + mean[:, None]
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -146,8 +162,7 @@ class Simulation:
         query = query[:, :, at]
         p = replace(attend, mask=exact_mask).weights(query, key)
         q = replace(attend, mask=mask).weights(query, keys)
-        p, q = _with_rest(p), _with_rest(q[..., :length] + q[..., length:])
-        return (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1).mean(1)
+        return divergence(p.double(), (q[..., :length] + q[..., length:]).double()).mean(1)
 
 
 def doubled(attend: Attention, query: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -174,8 +189,13 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
+def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    """KL `[...]` in nats of two attentions `[..., T]`. What the model's sinks took counts as one more position."""
+    p, q = _with_rest(exact), _with_rest(attention)
+    return (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1)
+
+
 def _with_rest(weights: torch.Tensor) -> torch.Tensor:
-    """With what the model's sinks took as one more position; what rounding leaves of a softmax is nothing."""
-    weights = weights.double()
+    """With the rest to 1 as one more position; what rounding leaves of a softmax is nothing."""
     rest = 1 - weights.sum(-1, keepdim=True)
-    return torch.cat([weights, rest.where(rest > 1e-6, 0)], dim=-1)
+    return torch.cat([weights, rest.where(rest > 1e-5, 0)], dim=-1)

@@ -16,6 +16,10 @@ from rotationzoo.geometry import Geometry, cached_layers
 SIDES: tuple[Literal["key", "value"], ...] = ("key", "value")
 
 
+WORDS = {"qqt": "query", "ktk": "key", "sst": "key_energy", "vtv": "value"}
+"""OSCAR's words for statistics -> ours. Its `sst` is also what the exact `output` is called: the words know no difference."""
+
+
 @dataclass(frozen=True)
 class Side:
     """Keys or values of every layer."""

@@ -86,16 +86,16 @@ def read(path: Path) -> list[Foreign]:
     matrices: dict[str, dict[int, torch.Tensor]] = {"key": {}, "value": {}}
     for tensor in reader.tensors:
         if found := _PATTERN.fullmatch(tensor.name):
-            matrices["key" if found[2] == "k" else "value"][int(found[1])] = torch.from_numpy(
-                np.array(tensor.data, dtype=np.float32)
-            ).mT.contiguous()
+            stored = torch.from_numpy(np.array(tensor.data, dtype=np.float32))
+            matrices["key" if found[2] == "k" else "value"][int(found[1])] = stored.mT.contiguous()
     if not matrices["key"]:
         raise RotationZooError(f"{path.name} holds no key rotations", hint="give a file that has been baked with some")
     notes = {k.removeprefix(_NOTE): _field(reader, k) for k in reader.fields if k.startswith(_NOTE)}
-    if not matrices["value"] and notes.get("value_objective") != "in the weights":
-        raise RotationZooError(f"{path.name} has key rotations and no value rotations", hint="its weights may carry them")
     if not matrices["value"]:
-        raise RotationZooError(f"{path.name} has its value rotation in its weights, from which it cannot be read")
+        raise RotationZooError(
+            f"{path.name} has key rotations and no value rotations",
+            hint="its weights may carry them, from which they cannot be read",
+        )
     said: tuple[str, ...] = ()
     if notes.get("engine_hadamard"):
         for kind, side in matrices.items():
@@ -174,9 +174,8 @@ def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndar
         inner = field.types[-1] if kind == package.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
     for name, note in notes.items():
-        writer.add_string(f"{_NOTE}{name}", str(note)) if not isinstance(note, bool) else writer.add_bool(
-            f"{_NOTE}{name}", note
-        )
+        add = writer.add_bool if isinstance(note, bool) else writer.add_string
+        add(f"{_NOTE}{name}", note if isinstance(note, bool) else str(note))
     for tensor in reader.tensors:
         writer.add_tensor_info(tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, tensor.tensor_type)
     for name, matrix in tensors.items():

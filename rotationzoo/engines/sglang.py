@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rotationzoo.engines import Launch, Options, Serving, Takes, identity_like, number, power_of_two, torch_files
+from rotationzoo.engines import Launch, Options, Serving, Takes, number, power_of_two, torch_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
 
@@ -37,13 +37,7 @@ def check(geometry: Geometry, serving: Serving) -> None:
 
 def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
     """Write the pair to `work`; the launch line names it in `final`."""
-    value = serving.value or identity_like(serving.key, serving.geometry)
-    paths = {letter: torch_files.file_name(letter, side) for letter, side in (("k", serving.key), ("v", value))}
-    if serving.key.mean and value.objective != "identity":  # companions of one run carry one name
-        paths["v"] = paths["k"].replace("k_", "v_", 1)
-    for letter, side in (("k", serving.key), ("v", value)):
-        version = 3 if serving.key.mean else None
-        torch_files.write(work / paths[letter], letter, side, serving.provenance, version)
+    key, value = torch_files.write_pair(work, serving)
     dims = {dim for layer in cached_layers(serving.geometry) for dim in (layer.key_dim, layer.value_dim)}
     # Left out, the whole head of each layer is one group.
     group = f" --kv-cache-quant-group-size {serving.group}" if serving.group_size or len(dims) == 1 else ""
@@ -60,8 +54,8 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     key_clip, value_clip = serving.clip
     environment = {
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
-        "SGLANG_OSCAR_K_ROTATION_PATH": str(final / paths["k"]),
-        "SGLANG_OSCAR_V_ROTATION_PATH": str(final / paths["v"]),
+        "SGLANG_OSCAR_K_ROTATION_PATH": str(final / key),
+        "SGLANG_OSCAR_V_ROTATION_PATH": str(final / value),
         "SGLANG_OSCAR_K_CLIP_RATIO": number(key_clip, off=0),
         "SGLANG_OSCAR_V_CLIP_RATIO": number(value_clip, off=0),
         "SGLANG_MIXED_KV_PREFIX_TOKENS": str(serving.sink),

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from rotationzoo.engines import Foreign, Side, mapping
+from rotationzoo.engines import WORDS, Foreign, Serving, Side, identity_like, mapping
 from rotationzoo.errors import RotationZooError
 
-_SIDE_OF = {"qqt": "key", "ktk": "key", "sst": "value", "vtv": "value"}
+_SIDE_OF = {theirs: "key" if ours in ("query", "key") else "value" for theirs, ours in WORDS.items()}
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 _COMPANIONS = ("q_rotation", "o_rotation")  # of rotations that are not orthogonal
 
@@ -65,6 +65,19 @@ def write(path: Path, letter: str, side: Side, provenance: Mapping[str, Any], ve
         os.fsync(file.fileno())
 
 
+def write_pair(work: Path, serving: Serving) -> tuple[str, str]:
+    """Write both sides in the version that holds the keys; returns their names. Values that the weights carry rotated already
+    get the identity, under its own name."""
+    value = serving.value or identity_like(serving.key, serving.geometry)
+    names = file_name("k", serving.key), file_name("v", value)
+    version = 3 if serving.key.mean else None
+    if version and serving.value is not None:  # the files of one run carry one name
+        names = names[0], names[0].replace("k_", "v_", 1)
+    write(work / names[0], "k", serving.key, serving.provenance, version)
+    write(work / names[1], "v", value, serving.provenance, version if serving.value is not None else None)
+    return names
+
+
 def read(path: Path) -> Foreign:
     """Raises `RotationZooError` for what is no rotation file, or one whose entries contradict each other."""
     content = _load(path)
@@ -81,6 +94,10 @@ def read(path: Path) -> Foreign:
         tensors[name] = {i: entry[name] for i, entry in layers.items() if isinstance(entry.get(name), torch.Tensor)}
         if tensors[name] and (without := sorted(layers.keys() - tensors[name].keys())):
             raise RotationZooError(f"{path.name} has no {name} for layer {without[0]}, and has for others")
+    for name, found in tensors.items():
+        for layer, tensor in found.items():
+            if not tensor.is_floating_point() or not tensor.ndim:
+                raise RotationZooError(f"the {name} of layer {layer} in {path.name} is no table of real numbers")
     if not tensors["rotation"]:
         raise RotationZooError(f"{path.name} is no rotation file: its layers have no rotation")
     objective = str(table.get("objective") or "unknown")

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from rotationzoo.engines import OTHERS, Launch, Options, Serving, Takes, identity_like, number, one_dim, one_group, torch_files
+from rotationzoo.engines import OTHERS, Launch, Options, Serving, Takes, number, one_dim, one_group, torch_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
 
@@ -24,14 +24,11 @@ def check(geometry: Geometry, serving: Serving) -> None:
 
 def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch:
     """Write the pair to `work`; the launch line names it in `final`."""
-    value = serving.value or identity_like(serving.key, serving.geometry)
-    paths = {letter: torch_files.file_name(letter, side) for letter, side in (("k", serving.key), ("v", value))}
-    for letter, side in (("k", serving.key), ("v", value)):
-        torch_files.write(work / paths[letter], letter, side, serving.provenance)
+    key, value = torch_files.write_pair(work, serving)
     key_clip, value_clip = serving.clip
     environment = {
-        "VLLM_OSCAR_K_ROTATION_PATH": str(final / paths["k"]),
-        "VLLM_OSCAR_V_ROTATION_PATH": str(final / paths["v"]),
+        "VLLM_OSCAR_K_ROTATION_PATH": str(final / key),
+        "VLLM_OSCAR_V_ROTATION_PATH": str(final / value),
         "VLLM_OSCAR_K_CLIP_RATIO": number(key_clip, off=0),
         "VLLM_OSCAR_V_CLIP_RATIO": number(value_clip, off=0),
         "VLLM_OSCAR_GROUP_SIZE": str(serving.group),
