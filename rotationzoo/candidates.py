@@ -1,33 +1,53 @@
-"""Closed-form rotations to choose from, from the statistics that are kept anyway."""
+"""Closed-form rotations to choose from, from the statistics that are kept anyway.
+
+Full mixing gives every channel the same range, and every channel the same error. Where queries read some directions much more
+than others, less is lost by mixing only directions that are read alike, and by letting the clip take the rest: so each basis
+comes with Hadamard blocks of several widths, over directions sorted by how much is stored for how much is read.
+"""
 
 import torch
 
 from rotationzoo import rotation
-from rotationzoo.moments import Moment
+from rotationzoo.errors import RotationZooError
+from rotationzoo.hadamard import hadamard
 
 HADAMARD = "hadamard"
+_WIDTHS = (1, 4, 8, 16, 32, 64)
+_SMALLEST = 1e-6  # eigenvalues, relative to the largest, below which a logarithm says nothing
 
 
-def bases(moments: dict[str, Moment], side: str) -> dict[str, torch.Tensor]:
-    """Name -> symmetric matrices `[H, D, D]`, float64, whose eigenbasis a candidate takes.
+def bases(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name -> orthogonal matrices `[H, D, D]`, float64, whose columns are sorted.
 
-    `query` and `output` are what attention reads (C_Q, C_S); `key` and `value` what is stored; their covariances are about
-    the mean, which is what is left of centred rows.
+    `stored` is the second moment (or covariance) of what is stored, `read` the metric in which its errors count: of keys the
+    second moment of their queries, of values that of the output projection. `joint` diagonalises the difference of their
+    logarithms: what is stored much and read little comes last, and undoing such a scale is what no rotation can do.
     """
-    read, stored = ("query", "key") if side == "key" else ("output", "value")
-    second, mean = moments[stored].second_moment.cpu(), moments[stored].mean.cpu()
+    ratio = stored.diagonal(dim1=-2, dim2=-1) / read.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300)
+    channels = rotation.identity(stored.shape[-1])[:, ratio.argsort(-1)].transpose(0, 1)
     return {
-        read: moments[read].second_moment.cpu(),
-        stored: second,
-        f"{stored} covariance": second - mean.unsqueeze(-1) * mean.unsqueeze(-2),
+        "read": rotation.eigenbasis(read)[1],
+        "stored": rotation.eigenbasis(stored)[1],
+        "joint": rotation.eigenbasis(_log(stored) - _log(read))[1],
+        "channels": channels,
     }
 
 
-def candidates(moments: dict[str, Moment], side: str, composition: str, group_size: int | None) -> dict[str, torch.Tensor]:
-    """Name -> rotations `[H, D, D]`, float64: each basis in the recipe's composition, and the Hadamard matrix alone."""
-    found = {
-        name: rotation.compose(rotation.eigenbasis(matrix)[1], composition, group_size or matrix.shape[-1])
-        for name, matrix in bases(moments, side).items()
-    }
-    heads, dim = next(iter(found.values())).shape[:2]
-    return found | {HADAMARD: rotation.data_free(dim, HADAMARD, seed=0).expand(heads, -1, -1)}
+def candidates(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name -> rotations `[H, D, D]`, float64: each basis times block Hadamard matrices, and the Hadamard matrix alone."""
+    heads, dim = stored.shape[:2]
+    found = {HADAMARD: hadamard(dim).expand(heads, -1, -1)}
+    for name, basis in bases(stored, read).items():
+        for width in (*(width for width in _WIDTHS if width < dim and dim % width == 0), dim):
+            try:
+                block = rotation.block_hadamard(dim, width)
+            except RotationZooError:
+                continue
+            found[f"{name} h{width}"] = basis @ block
+    return found
+
+
+def _log(moment: torch.Tensor) -> torch.Tensor:
+    eigenvalues, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
+    floor = eigenvalues.amax(-1, keepdim=True) * _SMALLEST
+    return vectors @ torch.diag_embed(eigenvalues.clamp(min=floor).log()) @ vectors.mT

@@ -43,6 +43,8 @@ class Search(_Frozen):
     """Rows of the calibration text that are held out for choosing; at most a third of them."""
     queries: Annotated[int, Field(gt=0)] = 32
     """Sampled queries of a row."""
+    starts: Annotated[int, Field(gt=0)] = 2
+    """Closed forms of each head that learning starts from."""
     steps: Annotated[int, Field(ge=0)] = 200
     """Steps of learning; 0 chooses among closed forms alone."""
     rate: Annotated[float, Field(gt=0)] = 0.004

@@ -42,28 +42,28 @@ def learn(
     texts: int = 4,
     seed: int = 0,
     deadline: float | None = None,
-) -> tuple[torch.Tensor, list[float]]:
-    """Rotations `[H, D, D]` float32 after Adam on `texts` samples a step with a cosine rate, and the loss by step.
+) -> tuple[torch.Tensor, list[list[float]]]:
+    """Rotations `[S, H, D, D]` float32 after Adam on `texts` samples a step with a cosine rate, and the S losses by step.
 
-    `loss` maps a sample and rotations to `[H]`; heads do not share parameters. `deadline` (`time.monotonic()`) ends it early,
-    before the first step if it has passed. Re-orthogonalised in float64 by the polar decomposition.
+    `loss` maps a sample and rotations to `[S, H]`; none of them share parameters. `deadline` (`time.monotonic()`) ends it
+    early, before the first step if it has passed. Re-orthogonalised in float64 by the polar decomposition.
     """
     free = torch.zeros_like(start, requires_grad=True)
     adam = torch.optim.Adam([free], lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     draw = random.Random(seed)
-    curve: list[float] = []
+    curve: list[list[float]] = []
     for _ in range(steps):
         if deadline is not None and time.monotonic() > deadline:
             break
         matrix = start @ torch.matrix_exp(free - free.mT)
         chosen = draw.sample(list(samples), min(texts, len(samples)))
-        total = torch.stack([loss(sample, matrix) for sample in chosen]).mean(0).sum()
+        total = torch.stack([loss(sample, matrix) for sample in chosen]).mean(0).sum(-1)
         adam.zero_grad()
-        total.backward()
+        total.sum().backward()
         adam.step()
         schedule.step()
-        curve.append(total.item())
+        curve.append(total.tolist())
     with torch.no_grad():
         turned = start.double() @ torch.matrix_exp((free - free.mT).double())
         left, _, right = torch.linalg.svd(turned)

@@ -36,13 +36,16 @@ class Sample:
         return self.query.shape[1] // self.key.shape[1]
 
     def attention(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention `[1, H_q, Q, T]` over keys as they come back from the cache, and the part that reads such keys."""
-        both = self.attend.weights(self.query, torch.cat([self.key, stored], dim=2))
-        length = self.key.shape[2]
+        """Attention `[S, H_q, Q, T]` over keys `[S, H_kv, T, D]` as they come back from S caches, and the part that reads such
+        keys."""
+        count, length = len(stored), self.key.shape[2]
+        keys = torch.cat([self.key.expand(count, -1, -1, -1), stored], dim=2)
+        both = self.attend.weights(self.query.expand(count, -1, -1, -1), keys)
         return both[..., :length] + both[..., length:], both[..., length:]
 
     def divergence(self, attention: torch.Tensor) -> torch.Tensor:
-        """KL of the exact attention to this one in nats, mean over queries and the heads that read a KV head, `[H_kv]`.
+        """KL of the exact attention to these `[S, H_q, Q, T]` in nats, mean over queries and the heads that read a KV head,
+        `[S, H_kv]`.
 
         Queries weigh by how much they look for single stored tokens, the norm of their attention to what is stored: losing one
         of these costs the model more than the same divergence where attention is spread.
@@ -57,25 +60,26 @@ class Sample:
         return self.exact * (mask[..., self.key.shape[2] :] > torch.finfo(mask.dtype).min / 2)
 
     def _mean(self, by_query: torch.Tensor) -> torch.Tensor:
-        return by_query.mean((0, 2)).unflatten(0, (-1, self.group)).mean(1)
+        return by_query.mean(2).unflatten(1, (-1, self.group)).mean(2)
 
     def error(self, stored: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Energy of what stored values change in the block's output, per KV head and relative to the block's own, `[H_kv]`.
+        """Energy of what values `[S, H_kv, T, D_v]` as they come back change in the block's output, per KV head and relative to
+        the block's own, `[S, H_kv]`. `part` `[1, H_q, Q, T]` is the attention that reads them.
 
         The heads of a group add up in the residual stream, so their errors do before they are squared.
         """
         difference = self._outputs(part, stored - self.value)
         whole = self._outputs(self.exact, self.value)
         if self.projection is None:
-            return difference.square().sum((1, 2, 3)) / whole.square().sum((1, 2, 3)).sum()
+            return difference.square().sum((2, 3, 4)) / whole.square().sum()
         heads = self.projection.unflatten(0, (-1, self.group))
-        changed = torch.einsum("hgqd,hgdm->hqm", difference, heads)
-        block = torch.einsum("hgqd,hgdm->qm", whole, heads)
-        return changed.square().sum((1, 2)) / block.square().sum()
+        changed = torch.einsum("shgqd,hgdm->shqm", difference, heads)
+        block = torch.einsum("shgqd,hgdm->sqm", whole, heads)
+        return changed.square().sum((2, 3)) / block.square().sum()
 
     def _outputs(self, attention: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`[H_kv, G, Q, D_v]`."""
-        return torch.einsum("hgqt,htd->hgqd", attention[0].unflatten(0, (-1, self.group)), values[0])
+        """`[S, H_kv, G, Q, D_v]`."""
+        return torch.einsum("hgqt,shtd->shgqd", attention[0].unflatten(0, (-1, self.group)), values)
 
 
 _LEAST = 1e-3  # weight of a query that reads nothing that is stored

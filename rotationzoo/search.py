@@ -6,13 +6,13 @@ both predict what the model loses. Whatever is not clearly better than the recip
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import int2
+from rotationzoo import int2, rotation
 from rotationzoo.candidates import candidates
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError
@@ -23,20 +23,26 @@ from rotationzoo.refine import learn, straight_through
 from rotationzoo.sample import Sample, output_projections, take
 from rotationzoo.simulate import Cache, stored
 
-COARSE = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.85, 0.82, 0.78, 0.74, 0.7, 0.6, 0.5)
+RATIOS = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.85, 0.82, 0.78, 0.74, 0.7, 0.6, 0.5)
+_SCREEN_RATIOS, _SCREEN_TEXTS, _FINALISTS = (0.96, 0.9, 0.84, 0.75, 0.6), 2, 4
+_BATCH = 8  # rotations tried at once
 _BYTES = 4e9  # of samples held at a time
 
 Score = Callable[[Sample, torch.Tensor], torch.Tensor]
-"""A sample, and rows as they come back from the cache -> `[H]`, less is better."""
+"""A sample, and rows `[S, H, T, D]` as they come back from the cache -> `[S, H]`, less is better."""
 
 
 @dataclass
 class Side:
-    """What has been chosen for one side of one layer: `matrix` `[H, D, D]` float32, `mean` `[H, D]`, `clip` `[H]` float64."""
+    """What is tried for one side of one layer: `matrix` `[H, D, D]` float32, `mean` `[H, D]`, `clip` `[H]` float64."""
 
     matrix: torch.Tensor
     mean: torch.Tensor
     clip: torch.Tensor
+    names: list[str]
+    """Of the candidate of each head."""
+    scores: torch.Tensor
+    """On the held-out texts, `[texts, H]`."""
     record: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +94,8 @@ def search(
 
 
 class _Layer:
-    """The search in one layer."""
+    """The search in one layer. What is tried comes in batches: rotations `[S, H, D, D]`, clip ratios `[S, H]`, scores
+    `[texts, S, H]`."""
 
     def __init__(
         self, layer: Layer, statistics: Statistics, judge: list[Sample], teach: list[Sample], recipe: Recipe, settings: Search
@@ -98,124 +105,184 @@ class _Layer:
         self.moments = statistics[layer.index]
         self.form = int2.FORMATS[settings.format]
         self.device = judge[0].key.device
+        self.heads = torch.arange(layer.kv_heads)
 
     def keys(self, deadline: float | None) -> Side:
-        mean = self.moments["key"].mean.float().to(self.device)
-        mean = mean if self.recipe.center_keys else torch.zeros_like(mean)
+        mean = self.moments["key"].mean.cpu()
+        stored = self.moments["key"].second_moment.cpu()
+        if self.recipe.center_keys:
+            stored = stored - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        else:
+            mean = torch.zeros_like(mean)
 
         def score(sample: Sample, rows: torch.Tensor) -> torch.Tensor:
             return sample.divergence(sample.attention(rows)[0])
 
-        side = self._choose("key", mean, score)
-        return self._learn("key", side, score, deadline)
+        return self._side("key", candidates(stored, self.moments["query"].second_moment.cpu()), mean, score, deadline)
 
     def values(self, key: Side, deadline: float | None) -> Side:
         with torch.no_grad():
             parts = {
-                id(sample): sample.attention(self._stored(sample.key, key.matrix, key.mean, key.clip))[1]
+                id(sample): sample.attention(self._back(sample.key, key.matrix[None], key.mean, key.clip[None]))[1]
                 for sample in (*self.judge, *self.teach)
             }
-        mean = torch.zeros(self.layer.kv_heads, self.layer.value_dim, device=self.device)
 
         def score(sample: Sample, rows: torch.Tensor) -> torch.Tensor:
             return sample.error(rows, parts[id(sample)])
 
-        side = self._choose("value", mean, score)
-        return self._learn("value", side, score, deadline)
+        moment = self.moments["value"]
+        found = candidates(moment.second_moment.cpu(), self._output_metric())
+        return self._side("value", found, torch.zeros_like(moment.mean).cpu(), score, deadline)
 
-    def _stored(self, rows: torch.Tensor, matrix: torch.Tensor, mean: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
+    def _output_metric(self) -> torch.Tensor:
+        """The metric of a value's error behind the output projection, `[H, D_v, D_v]` float64."""
+        projection, heads = self.judge[0].projection, len(self.heads)
+        if projection is None:
+            return rotation.identity(self.layer.value_dim).expand(heads, -1, -1)
+        own = projection.cpu().double().unflatten(0, (heads, -1))
+        return (own @ own.mT).sum(1)
+
+    def _side(
+        self, side: str, found: dict[str, torch.Tensor], mean: torch.Tensor, score: Score, deadline: float | None
+    ) -> Side:
+        mean = mean.float().to(self.device)
+        own = self._own(side, mean, score)
+        starts = self._closed_forms(side, found, mean, score)
+        chosen = _better(own, starts[0])
+        record: dict[str, Any] = {
+            "own": own.scores.mean(0).tolist(), "candidate": chosen.names, "closed": chosen.scores.mean(0).tolist()
+        }  # fmt: skip
+        if self.settings.steps and self.teach:
+            learned, curve = self._learn(side, starts[: self.settings.starts], score, deadline)
+            for start in learned:
+                chosen = _better(chosen, start)
+            record |= {"learned": ["learned" in name for name in chosen.names], "curve": curve}
+        by_ratio = self._scores(side, chosen.matrix.expand(len(RATIOS), -1, -1, -1), mean, _every_ratio(self.heads), score)
+        record |= {
+            "clip": chosen.clip.tolist(), "chosen": chosen.scores.mean(0).tolist(), "by_clip": by_ratio.mean(0).sum(-1).tolist()
+        }  # fmt: skip
+        return replace(chosen, record=record)
+
+    def _own(self, side: str, mean: torch.Tensor, score: Score) -> Side:
+        """What the recipe makes without a search."""
+        recipe = self.recipe
+        kind, ratio = (recipe.key_statistic, recipe.key_clip) if side == "key" else (recipe.value_statistic, recipe.value_clip)
+        basis = rotation.eigenbasis(self.moments[kind].second_moment)[1]
+        matrix = rotation.compose(basis, recipe.composition, recipe.group(basis.shape[-1])).float().to(self.device)
+        clip = torch.full((len(self.heads),), ratio, dtype=torch.float64)
+        scores = self._scores(side, matrix[None], mean, clip[None], score)[:, 0]
+        return Side(matrix, mean, clip, ["own"] * len(self.heads), scores)
+
+    def _closed_forms(self, side: str, found: dict[str, torch.Tensor], mean: torch.Tensor, score: Score) -> list[Side]:
+        """Each head's best candidates with their clip ratios, best first.
+
+        All are tried on two texts at a few ratios; those that do best there on all texts at every ratio.
+        """
+        names, matrices = list(found), torch.stack(list(found.values())).float().to(self.device)
+        screen = torch.tensor(_SCREEN_RATIOS, dtype=torch.float64)
+        table = self._scores(
+            side,
+            matrices.repeat_interleave(len(screen), 0),
+            mean,
+            screen.repeat(len(names))[:, None].expand(-1, len(self.heads)),
+            score,
+            texts=_SCREEN_TEXTS,
+        )
+        screened = table.mean(0).unflatten(0, (len(names), -1)).amin(1).cpu()
+        sides = []
+        for which in screened.argsort(0)[: max(_FINALISTS, self.settings.starts)]:
+            matrix = matrices[which.to(self.device), self.heads.to(self.device)]
+            scores = self._scores(side, matrix.expand(len(RATIOS), -1, -1, -1), mean, _every_ratio(self.heads), score)
+            best = scores.mean(0).argmin(0).cpu()
+            clip = torch.tensor(RATIOS, dtype=torch.float64)[best]
+            start = Side(matrix, mean, clip, [names[i] for i in which.tolist()], scores[:, best, self.heads])
+            sides.append(self._fine(side, start, score))
+        rank = torch.stack([start.scores.mean(0) for start in sides]).argsort(0)
+        return [_pick(sides, which.cpu()) for which in rank]
+
+    def _fine(self, side: str, start: Side, score: Score) -> Side:
+        """The clip ratios one and two channels around."""
+        dim = start.matrix.shape[-1]
+        channels = self.recipe.group(dim) if self.form.clip_scope == "group" else dim
+        tried = (start.clip + torch.tensor([-2, -1, 1, 2])[:, None] / channels).clamp(1 / channels, 1)
+        found = self._scores(side, start.matrix.expand(len(tried), -1, -1, -1), start.mean, tried, score)
+        around = [replace(start, clip=clip, scores=scores) for clip, scores in zip(tried, found.unbind(1), strict=True)]
+        every = [start, *around]
+        return _pick(every, torch.stack([one.scores.mean(0) for one in every]).argmin(0).cpu())
+
+    def _learn(
+        self, side: str, starts: Sequence[Side], score: Score, deadline: float | None
+    ) -> tuple[list[Side], list[list[float]]]:
+        """Learned rotations from several starts at once, with the curve of their losses."""
+        mean, clip = starts[0].mean, torch.stack([start.clip for start in starts])
+
+        def loss(sample: Sample, matrix: torch.Tensor) -> torch.Tensor:
+            return score(sample, self._back(self._rows(sample, side), matrix, mean, clip))
+
+        matrix = torch.stack([start.matrix for start in starts])
+        learned, curve = learn(self.teach, matrix, loss, self.settings.steps, self.settings.rate, deadline=deadline)
+        scores = self._scores(side, learned, mean, clip, score)
+        found = [
+            self._fine(
+                side,
+                replace(start, matrix=one, scores=found, names=[f"{name}, learned" for name in start.names]),
+                score,
+            )
+            for start, one, found in zip(starts, learned, scores.unbind(1), strict=True)
+        ]
+        return found, curve[:: max(1, len(curve) // 20)]
+
+    def _back(self, rows: torch.Tensor, matrix: torch.Tensor, mean: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
         return stored(rows, matrix, mean, clip, self.recipe.group_size, self.form, straight_through)
 
     def _rows(self, sample: Sample, side: str) -> torch.Tensor:
         return sample.key if side == "key" else sample.value
 
     @torch.no_grad()
-    def _scores(self, side: str, matrix: torch.Tensor, mean: torch.Tensor, clip: torch.Tensor, score: Score) -> torch.Tensor:
-        """On every held-out text, `[texts, H]`."""
-        return torch.stack([score(s, self._stored(self._rows(s, side), matrix, mean, clip)) for s in self.judge])
-
-    def _choose(self, side: str, mean: torch.Tensor, score: Score) -> Side:
-        """The best closed-form candidate and clip ratio of each head, or the recipe's own where that is not clearly worse."""
-        own = self.recipe.key_statistic if side == "key" else self.recipe.value_statistic
-        found = candidates(self.moments, side, self.recipe.composition, self.recipe.group_size)
-        found = {name: matrix.float().to(self.device) for name, matrix in found.items()}
-        heads, base = mean.shape[0], own if own in found else next(iter(found))
-        every = torch.arange(heads, device=self.device)
-        clip = torch.full((heads,), self.recipe.key_clip if side == "key" else self.recipe.value_clip, dtype=torch.float64)
-        before = self._scores(side, found[base], mean, clip, score)
-        names = [name for name in found for _ in COARSE]
-        clips = torch.tensor([ratio for _ in found for ratio in COARSE], dtype=torch.float64)
-        table = torch.stack(
-            [
-                self._scores(side, found[name], mean, ratio.expand(heads), score)
-                for name, ratio in zip(names, clips, strict=True)
-            ]
-        )
-        best = table.mean(1).argmin(0)
-        matrices = torch.stack(list(found.values()))
-        matrix = matrices[best // len(COARSE), every]
-        clip_found, after = clips[best.cpu()], table[best, :, every].T
-        clip_found, after = self._fine(side, matrix, mean, clip_found, after, score)
-        take_it = _clearly_less(after, before)
-        which = [names[i] for i in best.tolist()]
-        result = Side(
-            torch.where(take_it[:, None, None], matrix, found[base]), mean, torch.where(take_it.cpu(), clip_found, clip)
-        )
-        after = torch.where(take_it, after, before)
-        result.record = {
-            "candidate": [name if yes else base for name, yes in zip(which, take_it.tolist(), strict=True)],
-            "clip": result.clip.tolist(),
-            "own": before.mean(0).tolist(),
-            "chosen": after.mean(0).tolist(),
-            # Of the first candidate of each head at the coarse ratios: what one ratio for all layers is chosen from.
-            "by_clip": table.unflatten(0, (len(found), -1)).mean(2).amin(0).sum(-1).tolist(),
-        }
-        return result
-
-    def _fine(
+    def _scores(
         self,
         side: str,
         matrix: torch.Tensor,
         mean: torch.Tensor,
         clip: torch.Tensor,
-        scores: torch.Tensor,
         score: Score,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The clip ratios one and two channels around the coarse ones."""
-        channels = self.recipe.group(matrix.shape[-1]) if self.form.clip_scope == "group" else matrix.shape[-1]
-        start = clip.clone()
-        for channel in (-2, -1, 1, 2):
-            tried = (start + channel / channels).clamp(1 / channels, 1)
-            found = self._scores(side, matrix, mean, tried, score)
-            better = found.mean(0) < scores.mean(0)
-            clip, scores = torch.where(better.cpu(), tried, clip), torch.where(better, found, scores)
-        return clip, scores
+        texts: int | None = None,
+    ) -> torch.Tensor:
+        """On the held-out texts, `[texts, S, H]`."""
+        parts = list(zip(matrix.split(_BATCH), clip.split(_BATCH), strict=True))
+        return torch.stack(
+            [
+                torch.cat([score(s, self._back(self._rows(s, side), one, mean, ratio)) for one, ratio in parts])
+                for s in self.judge[:texts]
+            ]
+        )
 
-    def _learn(self, side: str, chosen: Side, score: Score, deadline: float | None) -> Side:
-        """A learned rotation for the heads in which it is clearly better on held-out text."""
-        if not self.settings.steps or not self.teach or (deadline is not None and time.monotonic() > deadline):
-            return chosen
-        clip = chosen.clip.to(self.device)
 
-        def loss(sample: Sample, matrix: torch.Tensor) -> torch.Tensor:
-            return score(sample, self._stored(self._rows(sample, side), matrix, chosen.mean, clip))
+def _every_ratio(heads: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(RATIOS, dtype=torch.float64)[:, None].expand(-1, len(heads))
 
-        matrix, curve = learn(self.teach, chosen.matrix, loss, self.settings.steps, self.settings.rate, deadline=deadline)
-        before = self._scores(side, chosen.matrix, chosen.mean, chosen.clip, score)
-        after = self._scores(side, matrix, chosen.mean, chosen.clip, score)
-        take_it = _clearly_less(after, before)
-        chosen.record |= {
-            "learned": take_it.tolist(),
-            "after_learning": after.mean(0).tolist(),
-            "curve": curve[:: max(1, len(curve) // 20)],
-        }
-        return Side(torch.where(take_it[:, None, None], matrix, chosen.matrix), chosen.mean, chosen.clip, chosen.record)
+
+def _better(there: Side, candidate: Side) -> Side:
+    """The candidate in the heads where it is clearly better."""
+    return _pick([there, candidate], _clearly_less(candidate.scores, there.scores).long().cpu())
+
+
+def _pick(found: Sequence[Side], which: torch.Tensor) -> Side:
+    """Head by head, the one of number `which` `[H]`."""
+    heads = torch.arange(len(which))
+    return Side(
+        torch.stack([side.matrix for side in found])[which, heads],
+        found[0].mean,
+        torch.stack([side.clip for side in found])[which, heads],
+        [found[i].names[head] for head, i in enumerate(which.tolist())],
+        torch.stack([side.scores for side in found])[which, :, heads].T,
+    )
 
 
 def shared_clip(record: dict[str, Any], side: str) -> float:
     """The one ratio of the coarse ones that costs least over all layers, for engines that take no other."""
     totals = torch.tensor([layer[side]["by_clip"] for layer in record.values()]).sum(0)
-    return COARSE[int(totals.argmin())]
+    return RATIOS[int(totals.argmin())]
 
 
 def _clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

@@ -71,12 +71,13 @@ def stored(
 ) -> torch.Tensor:
     """Rows `[B, H, T, D]` as they come back from the cache, in their own frame.
 
-    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`; `codec` has the arguments of `int2.round_trip`.
+    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B; `codec` has the arguments
+    of `int2.round_trip`.
 
     A server subtracts the mean from every key of a request and never adds it: the softmax is the same.
     """
     rotated = (rows - mean[:, None]) @ matrix
-    return codec(rotated, clip[:, None], group_size, form) @ matrix.mT + mean[:, None]
+    return codec(rotated, clip[..., None], group_size, form) @ matrix.mT + mean[:, None]
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
