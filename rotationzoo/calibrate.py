@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -25,10 +25,9 @@ from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotation import orthogonality_error
-from rotationzoo.search import search, shared_clip
+from rotationzoo.search import search
 from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
 
-_TAUGHT = 16  # rows that learning sees
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
 
 
@@ -76,18 +75,15 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     if (finished := _finished(job, identity)) is not None:
         return finished
 
-    geometry, statistics, dtype, found = known.geometry, None, None, None
-    if text is not None or geometry is None:
+    if text is not None or known.geometry is None:
         with models.forward_errors(job.model, job.batch, recipe.data.length):
-            geometry, statistics, dtype, found = _run_model(job, known, text, checkpoint, progress)
-    progress("composing rotations", 0, 0)
-    rotations = fit(statistics, recipe, geometry)
-    if found is not None:
-        rotations |= found[0]
+            made = _run_model(job, known, text, checkpoint, progress)
+    else:
+        made = _Made(known.geometry, None, None, fit(None, recipe, known.geometry))
     assert known.config is not None
     manifest = {
         "model": models.describe(source, known.config, identity["weights"] or None),
-        "geometry": geometry_json(geometry),
+        "geometry": geometry_json(made.geometry),
         "recipe": recipe.model_dump(),
         "recipe_sha256": recipe.hash,
         "calibration": _describe(text, recipe),
@@ -95,20 +91,17 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         "versions": artifact.versions(),
         "run": {
             "device": _device_name(job),
-            "dtype": dtype,
+            "dtype": made.dtype,
             "batch": job.batch,
             "seconds": round(time.monotonic() - started, 3),
             "peak_memory_bytes": peak_memory_bytes(),
         },
-        "metrics": {"orthogonality_error": max_error(rotations)},
+        "metrics": {"orthogonality_error": max_error(made.rotations)},
     }
-    if found is not None:
-        manifest["search"] = {
-            "shared_clip": {side: shared_clip(found[1], side) for side in ("key", "value")},
-            "layers": found[1],
-        }
-    sums = to_tensors(statistics) if statistics is not None else None
-    written = artifact.write(job.output, rotations, sums, manifest, card.render)
+    if made.search is not None:
+        manifest["search"] = made.search
+    sums = to_tensors(made.statistics) if made.statistics is not None else None
+    written = artifact.write(job.output, made.rotations, sums, manifest, card.render)
     checkpoint.remove()
     return written
 
@@ -128,12 +121,20 @@ def peak_memory_bytes() -> int:
     return resident if sys.platform == "darwin" else resident * 1024
 
 
-def _run_model(
-    job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
-) -> tuple[Geometry, Statistics | None, str, tuple[dict[str, torch.Tensor], dict[str, Any]] | None]:
-    """Load the model, look at it where `meta` could not, check the capture, collect the statistics and search; also the model's
-    type."""
-    geometry = known.geometry
+@dataclass(frozen=True)
+class _Made:
+    """What a run of the model leaves."""
+
+    geometry: Geometry
+    statistics: Statistics | None
+    dtype: str | None
+    rotations: dict[str, torch.Tensor]
+    search: dict[str, Any] | None = None
+
+
+def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress) -> _Made:
+    """Load the model, look at it where `meta` could not, check the capture, collect the statistics, fit and search."""
+    geometry, recipe = known.geometry, job.recipe
     assert known.config is not None
     with models.placement(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
@@ -143,22 +144,23 @@ def _run_model(
         ids = row[None, :_CHECKED_TOKENS].to(models.input_device(model))
         if geometry is None:
             geometry = geometry_of(model, ids)
-            check_recipe(job.recipe, geometry)
+            check_recipe(recipe, geometry)
         if text is None:
-            return geometry, None, dtype, None
+            return _Made(geometry, None, dtype, fit(None, recipe, geometry))
         progress("checking the capture", 0, 0)
         with torch.no_grad():
             check_transparent(model, ids)
-        settings = job.recipe.search
-        held_out = [] if settings is None else text.rows[-min(settings.texts, len(text.rows) // 3) :]
+        held_out = [] if recipe.search is None else text.rows[-min(recipe.search.texts, len(text.rows) // 3) :]
         fitted = replace(text, rows=text.rows[: len(text.rows) - len(held_out)])
-        statistics = collect(model, geometry, fitted.batches(job.batch), job.recipe, checkpoint, progress)
-        if settings is None:
-            return geometry, statistics, dtype, None
+        statistics = collect(model, geometry, fitted.batches(job.batch), recipe, checkpoint, progress)
+        progress("composing rotations", 0, 0)
+        rotations = fit(statistics, recipe, geometry)
+        if recipe.search is None:
+            return _Made(geometry, statistics, dtype, rotations)
         # The deadline counts from here: statistics are a small part of such a job.
         deadline = None if job.budget is None else time.monotonic() + 60 * job.budget
-        found = search(model, geometry, statistics, fitted.rows[:_TAUGHT], held_out, job.recipe, deadline, progress)
-        return geometry, statistics, dtype, found
+        found = search(model, geometry, statistics, rotations, fitted.rows, held_out, recipe, deadline, progress)
+        return _Made(geometry, statistics, dtype, *found)
 
 
 def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:

@@ -41,13 +41,13 @@ class Search(_Frozen):
 
     texts: Annotated[int, Field(gt=0)] = 8
     """Rows of the calibration text that are held out for choosing; at most a third of them."""
-    queries: Annotated[int, Field(gt=0)] = 32
+    queries: Annotated[int, Field(gt=0)] = 64
     """Sampled queries of a row."""
-    starts: Annotated[int, Field(gt=0)] = 2
+    starts: Annotated[int, Field(gt=0)] = 3
     """Closed forms of each head that learning starts from."""
-    steps: Annotated[int, Field(ge=0)] = 200
+    steps: Annotated[int, Field(ge=0)] = 300
     """Steps of learning; 0 chooses among closed forms alone."""
-    rate: Annotated[float, Field(gt=0)] = 0.004
+    rate: Annotated[float, Field(gt=0)] = 0.008
     """Of Adam, on the entries of a skew-symmetric matrix."""
     format: Literal["sglang", "vllm", "mlx"] = "sglang"
     """The engine's 2-bit format that everything is tried in."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.capture import Attention, decoder, intercept
+from rotationzoo.capture import Attention, capture, decoder, intercept
 from rotationzoo.geometry import Geometry
 from rotationzoo.models import input_device
 from rotationzoo.simulate import Cache, additive, divergence, doubled
@@ -45,44 +45,41 @@ class Sample:
 
     def divergence(self, attention: torch.Tensor) -> torch.Tensor:
         """KL of the exact attention to these `[S, H_q, Q, T]` in nats, mean over queries and the heads that read a KV head,
-        `[S, H_kv]`.
+        `[S, H_kv]`."""
+        return divergence(self.exact, attention).mean(2).unflatten(1, (-1, self.group)).mean(2)
 
-        Queries weigh by how much they look for single stored tokens, the norm of their attention to what is stored: losing one
-        of these costs the model more than the same divergence where attention is spread.
+    def key_error(self, attention: torch.Tensor) -> torch.Tensor:
+        """`error` of attention `[S, H_q, Q, T]` to exact values."""
+        return self.error(self._read(attention - self.exact, self.value))
+
+    def value_error(self, part: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """`error` of values `[S, H_kv, T, D_v]` as they come back, where the attention `part` `[1, H_q, Q, T]` reads them."""
+        return self.error(self._read(part, stored - self.value))
+
+    def error(self, change: torch.Tensor) -> torch.Tensor:
+        """What a change `[S, H_kv, G, Q, D_v]` of the heads' outputs does to the block's, per KV head `[S, H_kv]`: its energy
+        relative to that of the block's exact output, query by query, mean over queries.
+
+        The heads of a group add up in the residual stream, so their changes do before they are squared.
         """
-        weight = self._stored_part().norm(dim=-1) + _LEAST
-        return self._mean(divergence(self.exact, attention) * weight) / self._mean(weight)
-
-    def _stored_part(self) -> torch.Tensor:
-        """The exact attention to positions whose stored copy is read, `[1, H_q, Q, T]`."""
-        mask = self.attend.mask
-        assert mask is not None
-        return self.exact * (mask[..., self.key.shape[2] :] > torch.finfo(mask.dtype).min / 2)
-
-    def _mean(self, by_query: torch.Tensor) -> torch.Tensor:
-        return by_query.mean(2).unflatten(1, (-1, self.group)).mean(2)
-
-    def error(self, stored: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Energy of what values `[S, H_kv, T, D_v]` as they come back change in the block's output, per KV head and relative to
-        the block's own, `[S, H_kv]`. `part` `[1, H_q, Q, T]` is the attention that reads them.
-
-        The heads of a group add up in the residual stream, so their errors do before they are squared.
-        """
-        difference = self._outputs(part, stored - self.value)
-        whole = self._outputs(self.exact, self.value)
+        exact = self._read(self.exact, self.value)
         if self.projection is None:
-            return difference.square().sum((2, 3, 4)) / whole.square().sum()
-        heads = self.projection.unflatten(0, (-1, self.group))
-        changed = torch.einsum("shgqd,hgdm->shqm", difference, heads)
-        block = torch.einsum("shgqd,hgdm->sqm", whole, heads)
-        return changed.square().sum((2, 3)) / block.square().sum()
+            ratio = change.square().sum((2, 4)) / exact.square().sum((1, 2, 4))[:, None]
+        else:
+            heads = self.projection.unflatten(0, (-1, self.group))
+            block = torch.einsum("shgqd,hgdm->sqm", exact, heads)
+            ratio = torch.einsum("shgqd,hgdm->shqm", change, heads).square().sum(-1) / block.square().sum(-1)[:, None]
+        return ratio.mean(-1)
 
-    def _outputs(self, attention: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`[S, H_kv, G, Q, D_v]`."""
-        return torch.einsum("hgqt,shtd->shgqd", attention[0].unflatten(0, (-1, self.group)), values)
+    def _read(self, attention: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`[S, H_kv, G, Q, D_v]`; either argument may be one for all S."""
+        return torch.einsum("shgqt,shtd->shgqd", *_alike(attention.unflatten(1, (-1, self.group)), values))
 
 
-_LEAST = 1e-3  # weight of a query that reads nothing that is stored
+def _alike(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    count = max(len(one), len(other))
+    return one.expand(count, *one.shape[1:]), other.expand(count, *other.shape[1:])
+
 
 Samples = Mapping[int, list[Sample]]
 """Layer that owns a cache -> samples of all layers that read it."""
@@ -127,6 +124,27 @@ def take(
         with intercept(model, keep):
             decoder(model)(input_ids=row[None].to(input_device(model)), use_cache=False)
     return taken
+
+
+@torch.no_grad()
+def stored_rows(
+    model: PreTrainedModel, rows: Iterable[torch.Tensor], sink: int, layers: set[int], count: int, seed: int = 0
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values `[H, N, D]`, float32, of at most `count` tokens of each text `[T]`, drawn past its first `sink`."""
+    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
+    for number, row in enumerate(rows):
+        past = range(sink, len(row))
+        at = torch.tensor(sorted(random.Random(f"{seed} {number}").sample(past, min(count, len(past)))))
+
+        def keep(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, at: torch.Tensor = at
+        ) -> None:
+            if layer in layers:
+                found[layer].append((key[0][:, at.to(key.device)].float(), value[0][:, at.to(value.device)].float()))
+
+        with capture(model, keep):
+            decoder(model)(input_ids=row[None].to(input_device(model)), use_cache=False)
+    return {layer: (torch.cat([k for k, _ in pairs], 1), torch.cat([v for _, v in pairs], 1)) for layer, pairs in found.items()}
 
 
 @torch.no_grad()

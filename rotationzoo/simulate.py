@@ -103,9 +103,14 @@ class Simulation:
 
     @contextmanager
     def running(
-        self, model: PreTrainedModel, modules: Mapping[int, torch.nn.Module], observe: Observe, observe_kl: ObserveKL
+        self,
+        model: PreTrainedModel,
+        modules: Mapping[int, torch.nn.Module] | None = None,
+        observe: Observe = lambda *_: None,
+        observe_kl: ObserveKL = lambda *_: None,
     ) -> Iterator[None]:
-        """Within the block the model reads its cache through the codec. `modules` are the attention modules by layer."""
+        """Within the block the model reads its cache through the codec. `modules` are the attention modules by layer, of those
+        whose outputs are to be observed."""
         owners = {layer.index: layer.owner for layer in self.geometry}
 
         def attention(
@@ -130,7 +135,11 @@ class Simulation:
 
             return hook
 
-        hooks = [modules[i].register_forward_hook(compare(i), with_kwargs=True) for i in sorted(self.layers)]
+        hooks = [
+            module.register_forward_hook(compare(layer), with_kwargs=True)
+            for layer, module in (modules or {}).items()
+            if layer in self.layers
+        ]
         try:
             with intercept(model, attention):
                 yield

@@ -86,20 +86,28 @@ def layer_table(artifact: Artifact, layers: list[LayerSummary]) -> None:
 
 
 def _search_table(found: dict[str, Any]) -> None:
-    """What was chosen for each head, and what it scores on held-out text beside the recipe's own rotation."""
+    """What was chosen for each head, what it scores on held-out text, and what the model makes of all of it."""
     rows = []
     for layer, sides in found["layers"].items():
         for side, chosen in sides.items():
             for head, candidate in enumerate(chosen["candidate"]):
-                learned = chosen.get("learned", [False] * (head + 1))[head]
-                score = chosen["after_learning"][head] if learned else chosen["chosen"][head]
-                gain = score / chosen["own"][head] - 1 if chosen["own"][head] else 0.0
-                what = f"{candidate}, learned" if learned else candidate
-                rows.append([f"{layer} {side}s", str(head), what, f"{chosen['clip'][head]:.2f}", f"{gain:+.0%}"])
+                rows.append(
+                    [f"{layer} {side}s", str(head), candidate, f"{chosen['clip'][head]:.2f}", f"{chosen['chosen'][head]:.2f}"]
+                )
     table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "clip", "score"], rows)
-    shared = found["shared_clip"]
-    print("score: attention KL of keys, error of the block for values, against the recipe's own")
-    print(f"For engines that take one clip ratio a side: {shared['key']:g} for keys, {shared['value']:g} for values")
+    print("score: error of the block, and attention KL of keys, of what the recipe makes without a search")
+    model, shared = found["model"], found["shared_clip"]
+    if "trimmed" in model:
+        shifts = " and ".join(f"{model[side]['shift']:+g} of {side}s" for side in ("key", "value"))
+        nats = f"{model['trimmed']:.4f} nats instead of {model['own']:.4f}"
+        print(f"The model's predictions diverge by {nats}, with clip ratios moved by {shifts}")
+        print(
+            f"For engines that take one clip ratio a side: {shared['key']:g}/{shared['value']:g} ({model['shared']:.4f} nats)"
+        )
+    else:
+        print(
+            f"None of it is served: the model's predictions diverge by {model['chosen']:.4f} nats instead of {model['own']:.4f}"
+        )
 
 
 def show_plan(out: Output, job: Job, plan: Plan) -> None:
