@@ -129,8 +129,7 @@ def _reductions(
         "layer": all(len(ratios) == 1 for pair in clips.values() for ratios in pair),
     }[takes.clip]
     words = {"one": "a single clip ratio", "side": "one clip ratio for all keys and one for all values", "layer": "one a layer"}
-    best = there.manifest.get("search", {}).get("shared_clip") or {"key": max(keys), "value": max(values)}
-    own = f"{best['key']:g}" if takes.clip == "one" else f"{best['key']:g}/{best['value']:g}"
+    own = f"{max(keys):g}" if takes.clip == "one" else f"{max(keys):g}/{max(values):g}"
     if request.clip and single:
         given = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the artifact's own"
         reduced += [given] if request.clip != (recipe.key_clip, recipe.value_clip) else []

@@ -1,4 +1,4 @@
-"""The search over a whole model: samples of its text, a choice in every layer, and clip ratios trimmed by the model's own loss.
+"""The search over a whole model: samples of its text, a choice in every layer, and clip ratios by the model's own loss.
 
 Everything is judged on calibration text that the statistics have not seen, and whatever is not clearly better than what was
 there before is left out.
@@ -67,12 +67,11 @@ def search(
             value = chooser.values(key, _pace(deadline, 2 * len(layers) - done))
             done += 1
             for name, side in (("key", key), ("value", value)):
-                prefix = f"layers.{layer.index}.{name}"
-                chosen[f"{prefix}.rotation"], chosen[f"{prefix}.clip"] = side.matrix.cpu().contiguous(), side.clip.cpu()
+                chosen[f"layers.{layer.index}.{name}.rotation"] = side.matrix.cpu().contiguous()
                 record.setdefault(str(layer.index), {})[name] = side.record
     progress("searching", done, 2 * len(layers))
     tensors, trimmed = trim(model, geometry, own, chosen, cache, recipe.group_size, held_out, progress)
-    return tensors, {"shared_clip": trimmed.pop("shared_clip"), "model": trimmed, "layers": record}
+    return tensors, {"model": trimmed, "layers": record}
 
 
 def _groups(layers: Sequence[Layer], rows: Sequence[torch.Tensor]) -> list[list[Layer]]:

@@ -75,7 +75,7 @@ def pooled(there: Artifact, recipe: Recipe, geometry: Geometry) -> dict[str, tor
     # The key mean is the artifact's own: what was recovered from imported files has none.
     changes: dict[str, Any] = {"pooling": "layer", "center_keys": False, "search": None}
     if found := there.manifest.get("search"):  # what was found for single heads is left behind, but for the clip
-        changes |= {f"{side}_clip": ratio for side, ratio in found["shared_clip"].items()}
+        changes |= {f"{side}_clip": found["model"][side]["clip"] for side in ("key", "value")}
     shared = recipe.model_copy(update=changes)
     means = {name: tensor for name, tensor in there.rotations().items() if name.endswith(".mean")}
     return fit(None if statistics is None else from_tensors(statistics), shared, geometry) | means

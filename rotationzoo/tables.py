@@ -91,23 +91,18 @@ def _search_table(found: dict[str, Any]) -> None:
     for layer, sides in found["layers"].items():
         for side, chosen in sides.items():
             for head, candidate in enumerate(chosen["candidate"]):
-                rows.append(
-                    [f"{layer} {side}s", str(head), candidate, f"{chosen['clip'][head]:.2f}", f"{chosen['chosen'][head]:.2f}"]
-                )
-    table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "clip", "score"], rows)
+                rows.append([f"{layer} {side}s", str(head), candidate, f"{chosen['chosen'][head]:.2f}"])
+    table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows)
     print("score: error of the block, and attention KL of keys, of what the recipe makes without a search")
-    model, shared = found["model"], found["shared_clip"]
-    if "trimmed" in model:
-        shifts = " and ".join(f"{model[side]['shift']:+g} of {side}s" for side in ("key", "value"))
-        nats = f"{model['trimmed']:.4f} nats instead of {model['own']:.4f}"
-        print(f"The model's predictions diverge by {nats}, with clip ratios moved by {shifts}")
+    model = found["model"]
+    if model["kept"] == "own":
         print(
-            f"For engines that take one clip ratio a side: {shared['key']:g}/{shared['value']:g} ({model['shared']:.4f} nats)"
+            f"None of it is served: the model's predictions diverge by {model['chosen']:.4f} nats, {model['own']:.4f} without"
         )
     else:
-        print(
-            f"None of it is served: the model's predictions diverge by {model['chosen']:.4f} nats instead of {model['own']:.4f}"
-        )
+        print(f"The model's predictions diverge by {model['chosen']:.4f} nats, {model['own']:.4f} without a search")
+    clips = f"{model['key']['clip']:g} for keys and {model['value']['clip']:g} for values"
+    print(f"Clip ratios: {clips}, by the model's predictions ({model['trimmed']:.4f} nats)")
 
 
 def show_plan(out: Output, job: Job, plan: Plan) -> None:

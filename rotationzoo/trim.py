@@ -1,8 +1,8 @@
-"""Clip ratios of a whole model, moved by what the model itself loses.
+"""The clip ratios of a whole model, chosen by what the model itself loses.
 
 What one layer's scores cannot see is that clipping shrinks every row. Errors that differ from layer to layer average out,
-shrinking adds up; so the ratios of all heads are moved together, a side at a time, and judged by the divergence of the
-model's predictions.
+shrinking adds up: ratios chosen head by head come out too low. So all heads of a side have one ratio, which is also all that
+most engines take, and it is judged by the divergence of the model's predictions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,7 @@ from rotationzoo.geometry import Geometry
 from rotationzoo.models import input_device
 from rotationzoo.simulate import Arm, Cache, Simulation
 
-SHIFTS = (-0.04, -0.02, 0.0, 0.02, 0.04, 0.06, 0.08)
-SHARED = (0.8, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96)
+RATIOS = {"key": (0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98), "value": (0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0)}
 _POSITIONS = 256  # whose predictions are compared at a time
 
 Tensors = dict[str, torch.Tensor]
@@ -33,43 +32,38 @@ def trim(
     rows: Sequence[torch.Tensor],
     progress: Progress = silent,
 ) -> tuple[Tensors, dict[str, Any]]:
-    """`chosen` with its clip ratios moved, or the recipe's `own` tensors where that is not clearly better; and a record.
+    """`chosen` with one clip ratio for all its keys and one for all its values, or the recipe's `own` tensors where they are
+    not clearly better; and a record.
 
     The record has, in nats a token on the texts `rows` `[T]`, the divergence of the model's predictions with the tensors of the
-    recipe, with those chosen, with each shift tried, and with one ratio for all heads of a side; `shared_clip` is the best of
-    the last, for engines that take no other.
+    recipe, with those chosen, and with each ratio tried.
     """
 
-    def measure(stage: str, arms: Sequence[Tensors]) -> torch.Tensor:
-        progress("trimming", done[stage], len(done))
+    def measure(arms: Sequence[Tensors]) -> torch.Tensor:
         return divergences(model, geometry, [Arm(str(i), arm, group_size) for i, arm in enumerate(arms)], cache, rows)
 
-    done = {name: i for i, name in enumerate(("model", "key", "value", "one key", "one value"))}
-    before, after = measure("model", [own, chosen])
-    record: dict[str, Any] = {"own": before.mean().item(), "chosen": after.mean().item()}
-    if not clearly_less(after, before):
-        return own, record | {"kept": "own", "shared_clip": {side: _highest(own, side) for side in ("key", "value")}}
-    tensors = chosen
-    for side in ("key", "value"):
-        arms = [_moved(tensors, side, shift) for shift in SHIFTS]
-        found = measure(side, arms)
-        best = int(found.mean(1).argmin())
-        if clearly_less(found[best], found[SHIFTS.index(0.0)]):
-            tensors = arms[best]
-        else:
-            best = SHIFTS.index(0.0)
-        record[side] = {"shift": SHIFTS[best], "by_shift": found.mean(1).tolist()}
-        record["trimmed"] = found[best].mean().item()
-    one = tensors
-    for side in ("key", "value"):
-        arms = [_uniform(one, side, ratio) for ratio in SHARED]
-        found = measure(f"one {side}", arms).mean(1)
-        one = arms[int(found.argmin())]
-        record[side] |= {"by_shared": found.tolist()}
-        record.setdefault("shared_clip", {})[side] = SHARED[int(found.argmin())]
-        record["shared"] = found.min().item()
-    progress("trimming", len(done), len(done))
+    progress("trimming", 0, 3)
+    before, after = measure([own, chosen])
+    better = bool(clearly_less(after, before))
+    tensors = chosen if better else own
+    record: dict[str, Any] = {"own": before.mean().item(), "chosen": after.mean().item(), "kept": "chosen" if better else "own"}
+    for number, (side, ratios) in enumerate(RATIOS.items()):
+        progress("trimming", 1 + number, 3)
+        arms = [with_clip(tensors, side, ratio) for ratio in ratios]
+        found = measure(arms).mean(1)
+        best = int(found.argmin())
+        tensors = arms[best]
+        record[side] = {"clip": ratios[best], "by_clip": dict(zip(map(str, ratios), found.tolist(), strict=True))}
+        record["trimmed"] = found[best].item()
+    progress("trimming", 3, 3)
     return tensors, record
+
+
+def with_clip(tensors: Mapping[str, torch.Tensor], side: str, ratio: float) -> Tensors:
+    """The tensors with one clip ratio for all heads of a side."""
+    return {
+        name: torch.full_like(tensor, ratio) if name.endswith(f"{side}.clip") else tensor for name, tensor in tensors.items()
+    }
 
 
 @torch.no_grad()
@@ -102,28 +96,6 @@ def _divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
         total += (p.exp() * (p - q)).sum(-1).double().sum().cpu()
     return total / len(exact)
-
-
-def _moved(tensors: Mapping[str, torch.Tensor], side: str, shift: float) -> Tensors:
-    return {
-        name: (tensor + shift).clamp(_least(tensors, name), 1) if name.endswith(f"{side}.clip") else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _uniform(tensors: Mapping[str, torch.Tensor], side: str, ratio: float) -> Tensors:
-    return {
-        name: torch.full_like(tensor, ratio) if name.endswith(f"{side}.clip") else tensor for name, tensor in tensors.items()
-    }
-
-
-def _highest(tensors: Mapping[str, torch.Tensor], side: str) -> float:
-    return max(tensor.max().item() for name, tensor in tensors.items() if name.endswith(f"{side}.clip"))
-
-
-def _least(tensors: Mapping[str, torch.Tensor], name: str) -> float:
-    """The ratio of a single channel."""
-    return 1 / tensors[name.removesuffix("clip") + "rotation"].shape[-1]
 
 
 def clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
