@@ -1,6 +1,7 @@
 """What a calibration will do, known from the model's config alone: what is refused, what it reads, what it needs."""
 
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,8 +121,11 @@ def check_output(job: Job) -> None:
         artifact.check_replaceable(job.output)
         if (job.output / artifact.MANIFEST).is_file():
             _check_recipe_of(job, Artifact.open(job.output))
-        with artifact.temporary_sibling(_ancestor(job.output) / job.output.name):
-            pass
+        if job.output.parent.exists():
+            with artifact.temporary_sibling(job.output):
+                pass
+        else:  # nothing of this job's name: other jobs may have the same, in other folders that are not there yet
+            tempfile.TemporaryDirectory(dir=_ancestor(job.output)).cleanup()
 
 
 def _check_recipe_of(job: Job, there: Artifact) -> None:

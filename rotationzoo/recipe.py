@@ -47,8 +47,8 @@ class Search(_Frozen):
     """Closed forms of each head that learning starts from."""
     steps: Annotated[int, Field(ge=0)] = 300
     """Steps of learning; 0 chooses among closed forms alone."""
-    rate: Annotated[float, Field(gt=0)] = 0.008
-    """Of Adam, on the entries of a skew-symmetric matrix."""
+    rate: Annotated[float, Field(gt=0)] = 0.015
+    """Of Adam, on the entries of the skew-symmetric matrix that turns a rotation."""
     format: Literal["sglang", "vllm", "mlx"] = "sglang"
     """The engine's 2-bit format that everything is tried in."""
 

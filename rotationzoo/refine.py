@@ -1,4 +1,4 @@
-"""Learning a rotation through the exact codec: R = R0 expm(A - A^T), with a straight-through gradient for the rounding."""
+"""Learning a rotation through the exact codec, with a straight-through gradient for the rounding."""
 
 import time
 from collections.abc import Callable
@@ -31,6 +31,9 @@ def straight_through(rows: torch.Tensor, clip: torch.Tensor, group_size: int | N
     return smooth + (exact - smooth).detach()
 
 
+_LEAST = 1e-9  # of the metric's trace, so that a metric of low rank has a root
+
+
 def learn(
     rows: torch.Tensor,
     metric: torch.Tensor,
@@ -45,18 +48,21 @@ def learn(
     """Rotations `[S, H, D, D]` float32 that lower `E[e M e^T]`, e the error of a stored row, and the S losses by step.
 
     `rows` are `[H, N, D]`, `metric` M `[H, D, D]` is how errors count, `back` maps rows and rotations to rows as they come
-    back. Adam with a cosine rate, `tokens` random rows a step; the losses are relative to the rows' own energy. `deadline`
-    (`time.monotonic()`) ends it early, before the first step if it has passed. Re-orthogonalised in float64 by the polar
-    decomposition.
+    back. Every step multiplies by the Cayley transform `(I - A/2)^-1 (I + A/2)` of a skew-symmetric A: Adam's step, with a
+    cosine rate, on `tokens` random rows. Losses are relative to the rows' own energy. `deadline` (`time.monotonic()`) ends it
+    early, before the first step if it has passed. Re-orthogonalised in float64 by the polar decomposition.
 
     A fixed metric is a far smoother target than the softmax of some sampled queries: learning that fits them lowers their
     divergence by half and raises that of others.
     """
-    root = torch.linalg.cholesky(metric.double() + 1e-9 * _trace(metric.double()) * torch.eye(metric.shape[-1]).to(metric))
-    root = (root / (_trace(metric.double()) ** 0.5)).float().to(rows.device)
+    metric = metric.double().cpu()
+    trace = metric.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    eye = torch.eye(metric.shape[-1], dtype=torch.float64)
+    root = torch.linalg.cholesky(metric / trace + _LEAST * eye).float().to(rows.device)
     energy = (rows @ root).square().sum(-1).mean(-1)
-    free = torch.zeros_like(start, requires_grad=True)
-    adam = torch.optim.Adam([free], lr=rate)
+    matrix, unit = start.clone().requires_grad_(), eye.float().to(rows.device)
+    turn = torch.zeros_like(start)
+    adam = torch.optim.Adam([turn], lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     draw = torch.Generator().manual_seed(seed)
     curve: list[torch.Tensor] = []
@@ -64,18 +70,15 @@ def learn(
         if deadline is not None and time.monotonic() > deadline:
             break
         some = rows[:, torch.randint(rows.shape[1], (tokens,), generator=draw).to(rows.device)]
-        error = back(some[None], start @ torch.matrix_exp(free - free.mT)) - some
-        loss = (error @ root).square().sum(-1).mean(-1) / energy
-        adam.zero_grad()
-        loss.sum().backward()
-        adam.step()
+        loss = ((back(some[None], matrix) - some) @ root).square().sum(-1).mean(-1) / energy
+        (gradient,) = torch.autograd.grad(loss.sum(), matrix)
+        with torch.no_grad():
+            along = matrix.mT @ gradient
+            turn.zero_().grad = along - along.mT
+            adam.step()
+            matrix.copy_(matrix @ torch.linalg.solve(unit - turn / 2, unit + turn / 2))
         schedule.step()
         curve.append(loss.detach().sum(-1))
     with torch.no_grad():
-        turned = start.double() @ torch.matrix_exp((free - free.mT).double())
-        left, _, right = torch.linalg.svd(turned)
+        left, _, right = torch.linalg.svd(matrix.double())
         return (left @ right).float(), [losses.tolist() for losses in curve]
-
-
-def _trace(metric: torch.Tensor) -> torch.Tensor:
-    return metric.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]

@@ -95,14 +95,19 @@ def _search_table(found: dict[str, Any]) -> None:
     table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows)
     print("score: error of the block, and attention KL of keys, of what the recipe makes without a search")
     model = found["model"]
-    if model["kept"] == "own":
-        print(
-            f"None of it is served: the model's predictions diverge by {model['chosen']:.4f} nats, {model['own']:.4f} without"
-        )
-    else:
-        print(f"The model's predictions diverge by {model['chosen']:.4f} nats, {model['own']:.4f} without a search")
+    sides = ", ".join(f"{nats:.4f} {_CHOSEN[name]}" for name, nats in model["by_side"].items())
+    print(f"The model's predictions diverge by, in nats: {sides}")
+    print(f"Kept: {_CHOSEN[model['kept']]}")
     clips = f"{model['key']['clip']:g} for keys and {model['value']['clip']:g} for values"
-    print(f"Clip ratios: {clips}, by the model's predictions ({model['trimmed']:.4f} nats)")
+    print(f"Clip ratios by the same measure: {clips}, {model['trimmed']:.4f} nats")
+
+
+_CHOSEN = {
+    "own": "without a search",
+    "keys": "with the keys above",
+    "values": "with the values above",
+    "both": "with both",
+}
 
 
 def show_plan(out: Output, job: Job, plan: Plan) -> None:

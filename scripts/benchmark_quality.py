@@ -1,6 +1,6 @@
 """What each ingredient of the recipe `best` is worth: calibrate arms on one text, evaluate them on another, paired over texts.
 
-    python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER [--arms A,B] [--settings S,T]
+    python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER [--arms "A;B"] [--settings S,T]
 
 Settings: `2048` and `4096` tokens a text, and `chunk` (2048 tokens, prefilled in chunks of 512). Prints a table for each, with
 the increase of perplexity and the attention KL of every arm, and their ratios to `oscar-v1`; FOLDER gets the artifacts
@@ -21,15 +21,16 @@ from rotationzoo.plan import Job
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search
 from rotationzoo.tally import paired_difference
 
-BEST, UNCENTERED = PRESETS["best"], PRESETS["best-uncentered"]
+BEST, UNCENTERED, OSCAR = PRESETS["best"], PRESETS["best-uncentered"], PRESETS["oscar"]
+OURS = {"key_statistic": "key", "value_statistic": "value"}
+CLIP = {"key_clip": 0.9, "value_clip": 0.92}
 ARMS: dict[str, Recipe] = {
     "oscar-v1": PRESETS["oscar-v1"],
-    "oscar": PRESETS["oscar"],
-    "oscar, centred": PRESETS["oscar"].model_copy(update={"center_keys": True}),
-    "key and value": PRESETS["oscar"].model_copy(update={"key_statistic": "key", "value_statistic": "value"}),
-    "key and value, centred": PRESETS["oscar"].model_copy(
-        update={"key_statistic": "key", "value_statistic": "value", "center_keys": True}
-    ),
+    "oscar": OSCAR,
+    "oscar, centred": OSCAR.model_copy(update={"center_keys": True}),
+    "oscar, centred, clip": OSCAR.model_copy(update={"center_keys": True, **CLIP}),
+    "key and value, centred": OSCAR.model_copy(update={"center_keys": True, **OURS}),
+    "key and value, centred, clip": OSCAR.model_copy(update={"center_keys": True, **OURS, **CLIP}),
     "best, not learned": BEST.model_copy(update={"search": Search(steps=0)}),
     "best": BEST,
     "best-uncentered, not learned": UNCENTERED.model_copy(update={"search": Search(steps=0)}),
@@ -46,10 +47,10 @@ def main() -> int:
     parser.add_argument("--data", required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", default=";".join(ARMS))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     options = parser.parse_args()
-    arms = [name for name in ARMS if name in options.arms.split(",")]
+    arms = [name for name in ARMS if name in options.arms.split(";")]
     found: dict[str, Any] = {}
     for model in options.models:
         folders, found[model] = [], {"seconds": {}}
