@@ -95,19 +95,10 @@ def _search_table(found: dict[str, Any]) -> None:
     table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows)
     print("score: error of the block, and attention KL of keys, of what the recipe makes without a search")
     model = found["model"]
-    sides = ", ".join(f"{nats:.4f} {_CHOSEN[name]}" for name, nats in model["by_side"].items())
-    print(f"The model's predictions diverge by, in nats: {sides}")
-    print(f"Kept: {_CHOSEN[model['kept']]}")
+    sides = ", ".join(f"{name} {nats:.4f}" for name, nats in model["by_side"].items())
+    print(f"Divergence of the model's predictions in nats, without a search and with what was chosen for: {sides}")
     clips = f"{model['key']['clip']:g} for keys and {model['value']['clip']:g} for values"
-    print(f"Clip ratios by the same measure: {clips}, {model['trimmed']:.4f} nats")
-
-
-_CHOSEN = {
-    "own": "without a search",
-    "keys": "with the keys above",
-    "values": "with the values above",
-    "both": "with both",
-}
+    print(f"Kept: {model['kept']}, with the clip ratios {clips} ({model['trimmed']:.4f} nats)")
 
 
 def show_plan(out: Output, job: Job, plan: Plan) -> None:

@@ -35,6 +35,8 @@ FLOORS = [
         "candidates",
         "sample",
         "refine",
+        "trim",
+        "choose",
         "search",
         "calibrate",
         "foreign",
