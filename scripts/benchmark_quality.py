@@ -10,6 +10,7 @@ the increase of perplexity and the attention KL of every arm, and their ratios t
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -94,7 +95,17 @@ def show(model: str, setting: str, arms: dict[str, dict[str, Any]]) -> None:
         if base is not None:
             ratios = [arm[key] / base[key] for key in ("perplexity_increase", "attention_kl")]
             line += f"  of oscar-v1: {ratios[0]:.2f}, {ratios[1]:.2f}  {verdict(arm)}"
-        print(line, flush=True)
+        print(line)
+    by_layer = {"attention KL": "attention_kl", "block error": "output_error"}
+    print("correlation over arms with the increase of perplexity, of logarithms:", end=" ")
+    print(", ".join(f"{name} {correlation(arms, measure):.2f}" for name, measure in by_layer.items()), flush=True)
+
+
+def correlation(arms: dict[str, dict[str, Any]], measure: str) -> float:
+    """Pearson's, over arms, of the logarithms of a measure of single layers and of the increase of perplexity."""
+    pairs = [(arm[measure], arm["perplexity_increase"]) for arm in arms.values()]
+    ours, loss = zip(*((math.log(a), math.log(b)) for a, b in pairs if a > 0 and b > 0), strict=True)
+    return statistics.correlation(ours, loss)
 
 
 def verdict(arm: dict[str, Any]) -> str:
