@@ -36,6 +36,9 @@ def render(manifest: dict[str, Any]) -> str:
         made += ", ".join(f"`{file['name']}` (sha256 `{file['sha256']}`)" for file in imported["files"].values())
     title = "a model that nobody has named" if name == "MODEL" else name
     stored_key = "(k - mean) R_K" if recipe.center_keys else "k R_K"
+    stored_value, output = ("(v - mean) R_V", "R_V^T` plus `mean") if recipe.center_values else ("v R_V", "R_V^T")
+    found = manifest.get("search", {}).get("model", {})
+    clips = [found.get(side, {}).get("clip", ratio) for side, ratio in (("key", recipe.key_clip), ("value", recipe.value_clip))]
     groups = f"quantization groups of {recipe.group_size} channels" if recipe.group_size else "one quantization group a head"
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
@@ -50,10 +53,10 @@ Orthogonal matrices to multiply keys and values with before they are stored in 2
 * Calibration text: {text}
 * Largest `|R R^T - I|`: {manifest["metrics"]["orthogonality_error"]:.1e}
 
-Row vectors, after RoPE: `q R_K`, `{stored_key}`, `v R_V`, and the attention output times `R_V^T`. Scores (but for what a
-softmax ignores) and outputs are unchanged before quantization. In `rotations.safetensors`, `layers.N.key.rotation` and
-`layers.N.value.rotation` are float32 `[KV heads, D, D]`, with a first dimension of 1 when the heads share one; N counts all
-layers of the model.
+Row vectors, after RoPE: `q R_K`, `{stored_key}`, `{stored_value}`, and the attention output times `{output}`.
+Scores (but for what a softmax ignores) and outputs are unchanged before quantization. In `rotations.safetensors`,
+`layers.N.key.rotation` and `layers.N.value.rotation` are float32 `[KV heads, D, D]`, with a first dimension of 1 when the
+heads share one; N counts all layers of the model.
 
 ## Use
 
@@ -61,7 +64,7 @@ layers of the model.
     rotationzoo evaluate {name} FOLDER        # what it costs, on your text
     rotationzoo export FOLDER --to sglang     # or vllm, llama.cpp, mlx, onnx: files, and the command that starts it
 
-To serve with: clip ratios {recipe.key_clip:g} for keys and {recipe.value_clip:g} for values,
+To serve with: clip ratios {clips[0]:g} for keys and {clips[1]:g} for values,
 the first {recipe.sink} and the last {recipe.recent} tokens exact, {groups}.
 
 ```python

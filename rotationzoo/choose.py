@@ -60,12 +60,9 @@ class Chooser:
         self.form = int2.FORMATS[self.settings.format]
         self.device = judge[0].key.device
         self.mean = {side: torch.zeros_like(moments[side].mean).float().to(self.device) for side in ("key", "value")}
-        if recipe.center_keys:
-            self.mean["key"] = moments["key"].mean.float().to(self.device)
+        self.mean |= {side: moments[side].mean.float().to(self.device) for side in recipe.centered}
 
     def keys(self, deadline: float | None = None) -> Side:
-        stored, read = (self.moments[kind].second_moment.cpu() for kind in ("key", "query"))
-        mean = self.mean["key"].cpu().double()
         own = self._own("key")
         with torch.no_grad():
             back = [sample.attention(self._back("key", sample.key, own.matrix[None]))[0] for sample in self.judge]
@@ -77,7 +74,7 @@ class Chooser:
             attention = sample.attention(rows)[0]
             return (sample.divergence(attention) / divergence + sample.key_error(attention) / error) / 2
 
-        return self._choose("key", own, stored - mean.unsqueeze(-1) * mean.unsqueeze(-2), read, score, deadline)
+        return self._choose("key", own, self.moments["query"].second_moment.cpu(), score, deadline)
 
     def values(self, key: Side, deadline: float | None = None) -> Side:
         """The same for values, as they are read by attention over the keys that were chosen."""
@@ -90,7 +87,7 @@ class Chooser:
         def score(sample: Sample, rows: torch.Tensor) -> torch.Tensor:
             return sample.value_error(parts[id(sample)], rows) / error
 
-        return self._choose("value", own, self.moments["value"].second_moment.cpu(), self._output_metric(), score, deadline)
+        return self._choose("value", own, self._output_metric(), score, deadline)
 
     def _output_metric(self) -> torch.Tensor:
         """How errors of values count behind the output projection, `[H, D_v, D_v]` float64."""
@@ -107,9 +104,9 @@ class Chooser:
         matrix = rotation.compose(basis, self.recipe.composition, self.recipe.group(basis.shape[-1]))
         return Side(matrix.float().to(self.device), ["own"] * self.layer.kv_heads, torch.empty(0))
 
-    def _choose(
-        self, side: str, own: Side, stored: torch.Tensor, read: torch.Tensor, score: Score, deadline: float | None
-    ) -> Side:
+    def _choose(self, side: str, own: Side, read: torch.Tensor, score: Score, deadline: float | None) -> Side:
+        mean = self.mean[side].cpu().double()
+        stored = self.moments[side].second_moment.cpu() - mean.unsqueeze(-1) * mean.unsqueeze(-2)
         own.scores = self._scores(side, own.matrix[None], score)[:, 0]
         starts = self._closed_forms(side, candidates(stored, read), score)
         chosen = _better(own, starts[0])

@@ -23,7 +23,7 @@ def export(
     pooled: Annotated[
         bool, typer.Option("--pooled", help="One rotation per layer, fitted from the pooled statistics.")
     ] = False,
-    uncentered: Annotated[bool, typer.Option("--uncentered", help="Leave the key mean out.")] = False,
+    uncentered: Annotated[bool, typer.Option("--uncentered", help="Leave the means of keys and values out.")] = False,
     clip: Clip = None,
     windows: Windows = None,
     base: Annotated[Path | None, typer.Option(help="llama.cpp: the GGUF file that a copy is made of.")] = None,

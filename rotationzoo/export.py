@@ -116,11 +116,9 @@ def _reductions(
 
     shared = "one rotation per layer instead of one per KV head"
     reduce(per_head(tensors, geometry) and (request.pooled or not takes.heads), request.pooled, shared, "--pooled")
+    drops = [side for side in recipe.centered if request.uncentered or side == "value" or not takes.mean]
     reduce(
-        recipe.center_keys and (request.uncentered or not takes.mean),
-        request.uncentered,
-        "keys that keep their mean",
-        "--uncentered",
+        bool(drops), request.uncentered, " and ".join(f"{side}s" for side in drops) + " that keep their mean", "--uncentered"
     )
     keys, values = ({ratio for pair in clips.values() for ratio in pair[side]} for side in (0, 1))
     single = {
@@ -132,7 +130,8 @@ def _reductions(
     own = f"{max(keys):g}" if takes.clip == "one" else f"{max(keys):g}/{max(values):g}"
     if request.clip and single:
         given = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the artifact's own"
-        reduced += [given] if request.clip != (recipe.key_clip, recipe.value_clip) else []
+        changed = any({ratio} != _ratios(tensors, side) for ratio, side in zip(request.clip, SIDES, strict=True))
+        reduced += [given] if changed else []
     reduce(not single, False, words[takes.clip], f"--clip {own}")
     windows = request.windows or (recipe.sink, recipe.recent)
     reduce(not takes.windows and windows != (0, 0), False, "no tokens kept exact", "--windows 0/0")
@@ -145,6 +144,10 @@ def _reductions(
             hint=f"to accept that, add: {' '.join(flag for _, flag in refused)}",
         )
     return reduced
+
+
+def _ratios(tensors: Mapping[str, torch.Tensor], side: str) -> set[float]:
+    return {ratio for name, tensor in tensors.items() if name.endswith(f"{side}.clip") for ratio in tensor.tolist()}
 
 
 def _absorbed_model(there: Artifact, request: Request) -> str | None:

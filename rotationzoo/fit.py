@@ -29,9 +29,9 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> di
             tensors[f"{name}.rotation"] = matrices.float().contiguous()
             tensors[f"{name}.eigenvalues"] = eigenvalues.float().contiguous()
             tensors[f"{name}.clip"] = torch.full((layer.kv_heads,), clip, dtype=torch.float64)
-        if recipe.center_keys:
+        for side in recipe.centered:
             assert statistics is not None
-            tensors[f"layers.{layer.index}.key.mean"] = statistics[layer.index]["key"].mean.float().cpu().contiguous()
+            tensors[f"layers.{layer.index}.{side}.mean"] = statistics[layer.index][side].mean.float().cpu().contiguous()
     return tensors
 
 

@@ -70,6 +70,8 @@ class Recipe(_Frozen):
     composition: str = "r_h_pbr"
     center_keys: bool = False
     """Subtract each KV head's mean key before it is rotated and stored: a softmax ignores what all keys share."""
+    center_values: bool = False
+    """Subtract each KV head's mean value too; whoever reads them adds it to the output, times the attention that tokens got."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row, never quantized, out of the key and value sums."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
@@ -105,7 +107,12 @@ class Recipe(_Frozen):
     @property
     def needs_statistics(self) -> bool:
         """False for the data-free recipes, which read no text and run no model."""
-        return self.has_eigenbasis or self.center_keys
+        return self.has_eigenbasis or bool(self.centered)
+
+    @property
+    def centered(self) -> tuple[str, ...]:
+        """The sides that are stored without their mean."""
+        return ("key",) * self.center_keys + ("value",) * self.center_values
 
     def group(self, dim: int) -> int:
         """The quantization group size for a head dimension."""

@@ -73,7 +73,7 @@ def pooled(there: Artifact, recipe: Recipe, geometry: Geometry) -> dict[str, tor
             hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
         )
     # The key mean is the artifact's own: what was recovered from imported files has none.
-    changes: dict[str, Any] = {"pooling": "layer", "center_keys": False, "search": None}
+    changes: dict[str, Any] = {"pooling": "layer", "center_keys": False, "center_values": False, "search": None}
     if found := there.manifest.get("search"):  # what was found for single heads is left behind, but for the clip
         changes |= {f"{side}_clip": found["model"][side]["clip"] for side in ("key", "value")}
     shared = recipe.model_copy(update=changes)
@@ -118,7 +118,7 @@ def _provenance(
 ) -> dict[str, str | int | float | bool]:
     """Primitives alone, so that a `.pt` file loads without running anything. Of imported files what they said themselves."""
     manifest = there.manifest
-    uncentered = request.uncentered and recipe.center_keys
+    uncentered = request.uncentered and bool(recipe.centered)
     reduction = f"{there.identity} {pools} {uncentered} {request.values_absorbed is not None}"
     generation = {"generation_id": digest(reduction.encode())[:32]}  # both sides of one export, and of no other
     if "imported" in manifest:

@@ -83,8 +83,8 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
             shapes[f"{name}.rotation"] = torch.float32, (heads, dim, dim)
             shapes[f"{name}.eigenvalues"] = torch.float32, (heads, dim)
             shapes[f"{name}.clip"] = torch.float64, (layer.kv_heads,)
-        if recipe.center_keys:
-            shapes[f"layers.{layer.index}.key.mean"] = torch.float32, (layer.kv_heads, layer.key_dim)
+            if side in recipe.centered:
+                shapes[f"{name}.mean"] = torch.float32, (layer.kv_heads, dim)
     return shapes
 
 
@@ -171,7 +171,7 @@ def _origin_problems(
     if recipe.has_eigenbasis:
         return _statistics_problems(rotations, statistics, recipe) if statistics is not None else []
     layers: dict[str, list[int]] = defaultdict(list)
-    for name, tensor in fit(None, recipe.model_copy(update={"center_keys": False}), geometry).items():
+    for name, tensor in fit(None, recipe.model_copy(update={"center_keys": False, "center_values": False}), geometry).items():
         if name.endswith(".rotation") and not torch.allclose(tensor, rotations[name], atol=ORTHOGONAL):
             layers[f"{name.split('.')[2]} rotation not the one that {recipe.name} makes"].append(int(name.split(".")[1]))
     return _sentences(layers)
@@ -203,7 +203,7 @@ def _mean_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, tor
     layers: dict[str, list[int]] = defaultdict(list)
     for name, mean in rotations.items():
         if name.endswith(".mean") and name in statistics and not torch.equal(mean, statistics[name].float()):
-            layers["key mean not that of the statistics"].append(int(name.split(".")[1]))
+            layers[f"{name.split('.')[2]} mean not that of the statistics"].append(int(name.split(".")[1]))
     return _sentences(layers)
 
 

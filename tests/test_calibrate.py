@@ -111,18 +111,19 @@ def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
     assert len(summarize(artifact)) == 2
 
 
+@pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("base", ["oscar", "hadamard"])
-def test_a_recipe_that_centers_keeps_the_key_mean(base, tiny, tmp_path):
-    recipe = PRESETS[base].model_copy(update={"center_keys": True, "data": Data(tokens=512, length=256)})
+def test_a_recipe_that_centers_keeps_the_mean(base, side, tiny, tmp_path):
+    recipe = PRESETS[base].model_copy(update={f"center_{side}s": True, "data": Data(tokens=512, length=256)})
     there = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu"))
     assert verify(there).ok, verify(there).problems
     rotations, statistics = there.rotations(), there.statistics()
     for layer in (0, 1):
-        assert torch.equal(rotations[f"layers.{layer}.key.mean"], statistics[f"layers.{layer}.key.mean"].float())
-    assert "(k - mean) R_K" in (there.folder / "README.md").read_text()
-    rotations["layers.1.key.mean"] += 1
+        assert torch.equal(rotations[f"layers.{layer}.{side}.mean"], statistics[f"layers.{layer}.{side}.mean"].float())
+    assert f"({side[0]} - mean) R_{side[0].upper()}" in (there.folder / "README.md").read_text()
+    rotations[f"layers.1.{side}.mean"] += 1
     changed = artifacts.write(there.folder, rotations, statistics, dict(there.manifest), card.render)
-    assert verify(changed).problems == ["key mean not that of the statistics: layer 1"]
+    assert verify(changed).problems == [f"{side} mean not that of the statistics: layer 1"]
 
 
 def test_the_composition_of_imported_files_cannot_be_calibrated(tiny, tmp_path):

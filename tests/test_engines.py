@@ -268,6 +268,17 @@ def test_what_an_engine_does_not_take_is_refused_with_the_whole_command(made, tm
     assert len(done.reduced) == 3, done.reduced
 
 
+def test_values_without_their_mean_are_served_by_no_engine(made, tmp_path):
+    there = made(recipe=CENTERED.model_copy(update={"center_values": True}), head_dim=32)
+    with pytest.raises(RotationZooError, match=r"only with values that keep their mean \(--uncentered\)") as refused:
+        exported("sglang", there, tmp_path)
+    assert refused.value.hint == "to accept that, add: --uncentered"
+    with pytest.raises(RotationZooError, match="keys and values that keep their mean"):
+        exported("vllm", there, tmp_path)
+    done = exported("sglang", there, tmp_path, uncentered=True)
+    assert done.reduced == ["keys and values that keep their mean"]
+
+
 def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
     """No recipe makes such an artifact yet, so its verification, which knows that, is left out."""
     monkeypatch.setattr(exporting, "verify", lambda there: Verification([], None, []))

@@ -288,6 +288,25 @@ def test_a_search_chooses_for_every_head(searched):
     assert all(torch.equal(tensors[name], again[name]) for name in tensors)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_centred_values_are_served_and_searched_without_their_mean(name):
+    """What is stored is the rest: values that are their mean come back exact, sinks of attention or not."""
+    model = architectures.build(name, **({"head_dim": 32} if name == "llama" else {}))
+    geometry = geometry_of(model)
+    recipe = PRESETS["best"].model_copy(
+        update={"sink": 2, "recent": 4, "center_values": True, "search": Search(steps=2, starts=1, queries=8)}
+    )
+    statistics = collect(model, geometry, [torch.stack(ROWS[:4])], recipe)
+    tensors, record = search(model, geometry, statistics, fit(statistics, recipe, geometry), ROWS[:4], ROWS[4:], recipe)
+    mean = statistics[0]["value"].mean.float()
+    assert torch.equal(tensors["layers.0.value.mean"], mean)
+    rows = mean[None, :, None].expand(1, -1, 5, -1)
+    assert torch.allclose(Arm("best", tensors).stored(rows, "layers.0.value", int2.SGLANG), rows, atol=1e-6)
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("value.mean")}
+    assert not torch.allclose(Arm("best", plain).stored(rows, "layers.0.value", int2.SGLANG), rows, atol=1e-3)
+    assert max(score for layer in record["layers"].values() for score in layer["value"]["chosen"]) <= 1 + 1e-6
+
+
 def test_choices_are_made_on_text_that_nothing_was_fitted_to(searched, monkeypatch):
     asked = {}
 
@@ -352,6 +371,8 @@ def test_best_makes_an_artifact_of_the_demo_model(tmp_path):
     assert found["trimmed"] <= 1.05**2 * found["by_side"][found["kept"]]
     assert found["kept"] == "own" or found["by_side"][found["kept"]] < found["by_side"]["own"]
     assert "layers.0.key.mean" in there.rotations()
+    clips = f"clip ratios {found['key']['clip']:g} for keys and {found['value']['clip']:g} for values"
+    assert clips in (there.folder / "README.md").read_text(), "what is served, not where the search began"
     again = calibrate(Job("demo", recipe, tmp_path / "again", device="cpu"))
     assert again.identity == there.identity, "the same bytes"
     assert not (tmp_path / "best.checkpoint.safetensors").exists()
