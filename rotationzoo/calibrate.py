@@ -159,7 +159,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
             return _Made(geometry, statistics, dtype, rotations)
         # The deadline counts from here: statistics are a small part of such a job.
         deadline = None if job.budget is None else time.monotonic() + 60 * job.budget
-        found = search(model, geometry, statistics, rotations, fitted.rows, held_out, recipe, deadline, progress)
+        found = search(model, geometry, statistics, rotations, fitted.rows, held_out, recipe, deadline, checkpoint, progress)
         return _Made(geometry, statistics, dtype, *found)
 
 

@@ -1,9 +1,12 @@
-"""The sums of an unfinished calibration, so that a stopped one goes on where it was."""
+"""What an unfinished calibration has so far, so that a stopped one goes on where it was."""
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
@@ -15,43 +18,61 @@ _SHARE = 20  # save when the last save took less than 1/20 of the time since
 
 
 class Checkpoint:
-    """One file of raw sums, bound to a job by `identity`: whatever would change a byte of the result.
+    """A file of raw sums, and one of the layers in which a search is through, bound to a job by `identity`: whatever would
+    change a byte of the result.
 
-    Sums are saved only between batches, so going on gives the bytes of an uninterrupted run.
+    They are saved only between batches and layers, so going on gives the bytes of an uninterrupted run.
     """
 
     def __init__(self, path: Path, identity: dict[str, str]):
         self.path = path
         self.identity = identity
+        self._searched = path.with_suffix(".search.safetensors")
         self._due = 0.0
 
     def read(self) -> tuple[Statistics, int] | None:
         """The sums and the number of batches in them, or None. Raises `RotationZooError` if they are of another job."""
-        if not self.path.is_file():
-            return None
-        try:
-            with safe_open(self.path, "pt") as file:
-                metadata = file.metadata()
-            theirs, done = json.loads(metadata["identity"]), int(metadata["done"])
-            tensors = load_file(self.path)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise RotationZooError(f"the checkpoint {self.path} is damaged", hint="start afresh with --restart") from error
-        if changed := [key for key, value in self.identity.items() if theirs.get(key) != value]:
-            raise RotationZooError(
-                f"the checkpoint {self.path} is of another job: {', '.join(changed)} differ",
-                hint="start afresh with --restart, or choose another --output",
-            )
-        return from_raw(tensors), done
+        found = self._read(self.path, "done")
+        return None if found is None else (from_raw(found[0]), found[1])
 
     def save(self, statistics: Statistics, done: int) -> None:
         """Save after `done` batches, unless the last save was so recent that saving would cost more than 5 % of the time."""
+        self._save(self.path, lambda: to_raw(statistics), done=done)
+
+    def read_search(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The rotations of the layers that are done, and what is on record of them."""
+        return self._read(self._searched, "record") or ({}, {})
+
+    def save_search(self, rotations: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Save after a layer, as seldom as `save` does."""
+        self._save(self._searched, lambda: rotations, record=record)
+
+    def remove(self) -> None:
+        self._searched.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _read(self, path: Path, what: str) -> tuple[dict[str, torch.Tensor], Any] | None:
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+            theirs, told = json.loads(metadata["identity"]), json.loads(metadata[what])
+            tensors = load_file(path)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart") from error
+        if changed := [key for key, value in self.identity.items() if theirs.get(key) != value]:
+            raise RotationZooError(
+                f"the checkpoint {path} is of another job: {', '.join(changed)} differ",
+                hint="start afresh with --restart, or choose another --output",
+            )
+        return tensors, told
+
+    def _save(self, path: Path, tensors: Callable[[], Mapping[str, torch.Tensor]], **told: Any) -> None:
         start = time.monotonic()
         if start < self._due:
             return
-        metadata = {"identity": json.dumps(self.identity), "done": str(done)}
-        write_atomically(self.path, to_raw(statistics), metadata)
+        metadata = {"identity": json.dumps(self.identity)} | {name: json.dumps(value) for name, value in told.items()}
+        write_atomically(path, dict(tensors()), metadata)
         now = time.monotonic()
         self._due = now + _SHARE * (now - start)
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo import int2
+from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.choose import Chooser
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError
@@ -35,6 +36,7 @@ def search(
     held_out: Sequence[torch.Tensor],
     recipe: Recipe,
     deadline: float | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors to serve with, and a record of what was chosen and why.
@@ -48,10 +50,10 @@ def search(
     cache = Cache(int2.FORMATS[settings.format], recipe.sink, recipe.recent)
     projections = output_projections(model, geometry)
     layers = cached_layers(geometry)
-    chosen = dict(own)
-    record: dict[str, Any] = {}
-    done = 0
-    for group in _groups(layers, [*fitted, *held_out]):
+    found, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
+    left = [layer for layer in layers if str(layer.index) not in record]
+    done = 2 * (len(layers) - len(left))
+    for group in _groups(left, fitted, held_out):
         indices = {layer.index for layer in group}
         judge = take(model, geometry, held_out, cache, settings.queries, indices, projections)
         rows = stored_rows(model, fitted, recipe.sink, indices, _TAUGHT) if settings.steps else {}
@@ -67,16 +69,18 @@ def search(
             value = chooser.values(key, _pace(deadline, 2 * len(layers) - done))
             done += 1
             for name, side in (("key", key), ("value", value)):
-                chosen[f"layers.{layer.index}.{name}.rotation"] = side.matrix.cpu().contiguous()
-                record.setdefault(str(layer.index), {})[name] = side.record
+                found[f"layers.{layer.index}.{name}.rotation"] = side.matrix.cpu().contiguous()
+            record[str(layer.index)] = {"key": key.record, "value": value.record}
+            if checkpoint is not None:
+                checkpoint.save_search(found, record)
     progress("searching", done, 2 * len(layers))
-    tensors, trimmed = trim(model, geometry, own, chosen, cache, recipe.group_size, held_out, progress)
+    tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, progress)
     return tensors, {"model": trimmed, "layers": record}
 
 
-def _groups(layers: Sequence[Layer], rows: Sequence[torch.Tensor]) -> list[list[Layer]]:
-    """Layers whose samples fit in memory together: float32 keys and values of every row."""
-    tokens = sum(len(row) for row in rows)
+def _groups(layers: Sequence[Layer], fitted: Sequence[torch.Tensor], held_out: Sequence[torch.Tensor]) -> list[list[Layer]]:
+    """Layers whose samples fit in memory together: float32 keys and values of held-out rows and of what is learned from."""
+    tokens = sum(len(row) for row in held_out) + sum(min(len(row), _TAUGHT) for row in fitted)
     groups: list[list[Layer]] = []
     used = 0.0
     for layer in layers:

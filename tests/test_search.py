@@ -13,6 +13,8 @@ from rotationzoo import trim as trimming
 from rotationzoo.calibrate import calibrate
 from rotationzoo.candidates import bases, candidates
 from rotationzoo.capture import capture
+from rotationzoo.checkpoint import Checkpoint
+from rotationzoo.choose import Chooser
 from rotationzoo.collect import collect
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluate import attention_modules
@@ -332,6 +334,37 @@ def test_layers_that_do_not_fit_in_memory_together_give_the_same(searched, monke
     monkeypatch.setattr(searching, "_BYTES", 1.0)
     parts, _ = searching_for(searched)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_stopped_search_goes_on_with_the_layer_it_was_in(searched, monkeypatch, tmp_path):
+    model, geometry, statistics, recipe = searched
+    whole, record = searching_for(searched)
+    tried: list[int] = []
+
+    class Stopped(Chooser):
+        def __init__(self, layer, *rest):
+            super().__init__(layer, *rest)
+            tried.append(layer.index)
+            if tried == [0, 1]:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(searching, "Chooser", Stopped)
+
+    def go(identity="one"):
+        checkpoint = Checkpoint(tmp_path / "out.checkpoint.safetensors", {"job": identity})
+        own = fit(statistics, recipe, geometry)
+        return search(model, geometry, statistics, own, ROWS[:4], ROWS[4:], recipe, checkpoint=checkpoint), checkpoint
+
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    with pytest.raises(RotationZooError, match="is of another job: job differ"):
+        go("another")
+    (tensors, again), checkpoint = go()
+    assert tried == [0, 1, 1, 2, 3], "layer 0 is not searched again"
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
+    assert again == record
+    checkpoint.remove()
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_better_keeps_what_the_recipe_says(searched, monkeypatch):
