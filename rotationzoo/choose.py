@@ -42,8 +42,8 @@ class Chooser:
     """The search in one layer, at the recipe's clip ratios. What is tried comes in batches: rotations `[S, H, D, D]`, scores
     `[texts, S, H]`.
 
-    `judge` are samples of held-out text; `rows` the keys and values `[H, N, D]` of the text that was fitted, from which a
-    correction is learned; None learns nothing.
+    `own` are the recipe's rotations by side, `judge` samples of held-out text, `rows` the keys and values `[H, N, D]` of the
+    text that was fitted, from which a correction is learned; None learns nothing.
     """
 
     def __init__(
@@ -51,12 +51,13 @@ class Chooser:
         layer: Layer,
         moments: dict[str, Moment],
         recipe: Recipe,
+        own: dict[str, torch.Tensor],
         judge: list[Sample],
         rows: tuple[torch.Tensor, torch.Tensor] | None = None,
     ):
         assert recipe.search is not None
         self.layer, self.moments, self.recipe, self.settings = layer, moments, recipe, recipe.search
-        self.judge, self.rows = judge, rows
+        self.own, self.judge, self.rows = own, judge, rows
         self.form = int2.FORMATS[self.settings.format]
         self.device = judge[0].key.device
         self.mean = {side: torch.zeros_like(moments[side].mean).float().to(self.device) for side in ("key", "value")}
@@ -99,10 +100,8 @@ class Chooser:
 
     def _own(self, side: str) -> Side:
         """What the recipe makes without a search: the measure of all others."""
-        kind = self.recipe.key_statistic if side == "key" else self.recipe.value_statistic
-        basis = rotation.eigenbasis(self.moments[kind].second_moment)[1]
-        matrix = rotation.compose(basis, self.recipe.composition, self.recipe.group(basis.shape[-1]))
-        return Side(matrix.float().to(self.device), ["own"] * self.layer.kv_heads, torch.empty(0))
+        matrix = self.own[side].to(self.device).expand(self.layer.kv_heads, -1, -1)
+        return Side(matrix, ["own"] * self.layer.kv_heads, torch.empty(0))
 
     def _choose(self, side: str, own: Side, read: torch.Tensor, score: Score, deadline: float | None) -> Side:
         mean = self.mean[side].cpu().double()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.rotation import COMPOSITIONS, GIVEN, needs_statistics
@@ -95,6 +95,13 @@ class Recipe(_Frozen):
             raise ValueError(f"must be one of {', '.join(COMPOSITIONS)}{_nearest(value, COMPOSITIONS)}")
         return value
 
+    @field_validator("search")
+    @classmethod
+    def _searched_by_head(cls, value: Search | None, others: ValidationInfo) -> Search | None:
+        if value is not None and others.data.get("pooling") == "layer":
+            raise ValueError("a search chooses for every head, which pooling = layer does not leave it")
+        return value
+
     @property
     def hash(self) -> str:
         """sha256 of the recipe as JSON with sorted keys."""
@@ -107,7 +114,7 @@ class Recipe(_Frozen):
     @property
     def needs_statistics(self) -> bool:
         """False for the data-free recipes, which read no text and run no model."""
-        return self.has_eigenbasis or bool(self.centered)
+        return self.has_eigenbasis or bool(self.centered) or self.search is not None
 
     @property
     def centered(self) -> tuple[str, ...]:

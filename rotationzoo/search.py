@@ -63,7 +63,8 @@ def search(
                     f"no held-out row is longer than {cache.first_quantized} tokens", hint="give longer rows with --length"
                 )
             progress("searching", done, 2 * len(layers))
-            chooser = Chooser(layer, statistics[layer.index], recipe, judge[layer.index], rows.get(layer.index))
+            theirs = {side: own[f"layers.{layer.index}.{side}.rotation"] for side in ("key", "value")}
+            chooser = Chooser(layer, statistics[layer.index], recipe, theirs, judge[layer.index], rows.get(layer.index))
             key = chooser.keys(_pace(deadline, 2 * len(layers) - done))
             progress("searching", done := done + 1, 2 * len(layers))
             value = chooser.values(key, _pace(deadline, 2 * len(layers) - done))

@@ -21,7 +21,7 @@ from rotationzoo.evaluate import attention_modules
 from rotationzoo.fit import fit
 from rotationzoo.geometry import cached_layers, geometry_of
 from rotationzoo.plan import Job
-from rotationzoo.recipe import PRESETS, Data, Search
+from rotationzoo.recipe import PRESETS, Data, Search, from_dict
 from rotationzoo.refine import learn, straight_through
 from rotationzoo.rotation import data_free, orthogonality_error
 from rotationzoo.sample import output_projections, stored_rows, take
@@ -418,6 +418,24 @@ def test_a_budget_is_for_recipes_that_search(inside):
     result = inside("calibrate", "demo", "--recipe", "oscar", "--budget", "5")
     assert result.returncode == 2
     assert "--recipe best" in result.stderr
+
+
+def test_a_search_may_start_from_a_recipe_without_statistics(searched):
+    """The Hadamard matrix as what others must beat."""
+    model, geometry, statistics, recipe = searched
+    recipe = recipe.model_copy(update={"composition": "hadamard", "center_keys": False})
+    assert recipe.needs_statistics
+    own = fit(None, recipe, geometry)
+    tensors, record = search(model, geometry, statistics, own, ROWS[:4], ROWS[4:], recipe)
+    assert set(tensors) == set(own)
+    scores = [score for layer in record["layers"].values() for score in layer["key"]["chosen"]]
+    assert max(scores) <= 1 + 1e-6
+    assert min(scores) < 0.9
+
+
+def test_a_search_is_for_heads():
+    with pytest.raises(RotationZooError, match="a search chooses for every head"):
+        from_dict({"extends": "best", "pooling": "layer"}, "mine.yaml")
 
 
 def test_too_little_text_to_choose_on(tmp_path):
