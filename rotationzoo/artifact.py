@@ -260,6 +260,13 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("rotationzoo", "torch", "transformers")} | {"python": platform.python_version()}
 
 
+def clip_ratios(manifest: dict[str, Any]) -> dict[str, float]:
+    """`key` and `value`: the ratios to serve with, which a search finds and any other recipe says."""
+    if "search" in manifest:
+        return {side: manifest["search"]["model"][side]["clip"] for side in ("key", "value")}
+    return {side: manifest["recipe"][f"{side}_clip"] for side in ("key", "value")}
+
+
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 

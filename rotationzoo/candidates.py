@@ -8,10 +8,8 @@ comes with Hadamard blocks of several widths, over directions sorted by how much
 import torch
 
 from rotationzoo import rotation
-from rotationzoo.errors import RotationZooError
 from rotationzoo.hadamard import hadamard
 
-HADAMARD = "hadamard"
 _WIDTHS = (1, 4, 8, 16, 32, 64)
 _SMALLEST = 1e-6  # eigenvalues, relative to the largest, below which a logarithm says nothing
 
@@ -36,18 +34,14 @@ def bases(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
 def candidates(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
     """Name -> rotations `[H, D, D]`, float64: each basis times block Hadamard matrices, and the Hadamard matrix alone."""
     heads, dim = stored.shape[:2]
-    found = {HADAMARD: hadamard(dim).expand(heads, -1, -1)}
+    found = {"hadamard": hadamard(dim).expand(heads, -1, -1)}
     for name, basis in bases(stored, read).items():
         for width in (*(width for width in _WIDTHS if width < dim and dim % width == 0), dim):
-            try:
-                block = rotation.block_hadamard(dim, width)
-            except RotationZooError:
-                continue
-            found[f"{name} h{width}"] = basis @ block
+            found[f"{name} h{width}"] = basis @ rotation.block_hadamard(dim, width)
     return found
 
 
 def _log(moment: torch.Tensor) -> torch.Tensor:
-    eigenvalues, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
+    eigenvalues, vectors = rotation.eigenbasis(moment)
     floor = eigenvalues.amax(-1, keepdim=True) * _SMALLEST
     return vectors @ torch.diag_embed(eigenvalues.clamp(min=floor).log()) @ vectors.mT

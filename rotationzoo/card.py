@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from rotationzoo import int2
+from rotationzoo.artifact import clip_ratios
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 
@@ -37,8 +38,7 @@ def render(manifest: dict[str, Any]) -> str:
     title = "a model that nobody has named" if name == "MODEL" else name
     stored_key = "(k - mean) R_K" if recipe.center_keys else "k R_K"
     stored_value, output = ("(v - mean) R_V", "R_V^T` plus `mean") if recipe.center_values else ("v R_V", "R_V^T")
-    found = manifest.get("search", {}).get("model", {})
-    clips = [found.get(side, {}).get("clip", ratio) for side, ratio in (("key", recipe.key_clip), ("value", recipe.value_clip))]
+    clips = clip_ratios(manifest)
     groups = f"quantization groups of {recipe.group_size} channels" if recipe.group_size else "one quantization group a head"
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
@@ -64,7 +64,7 @@ heads share one; N counts all layers of the model.
     rotationzoo evaluate {name} FOLDER        # what it costs, on your text
     rotationzoo export FOLDER --to sglang     # or vllm, llama.cpp, mlx, onnx: files, and the command that starts it
 
-To serve with: clip ratios {clips[0]:g} for keys and {clips[1]:g} for values,
+To serve with: clip ratios {clips["key"]:g} for keys and {clips["value"]:g} for values,
 the first {recipe.sink} and the last {recipe.recent} tokens exact, {groups}.
 
 ```python

@@ -18,7 +18,7 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.refine import learn, straight_through
 from rotationzoo.sample import Sample
 from rotationzoo.simulate import stored
-from rotationzoo.trim import clearly_less
+from rotationzoo.tally import clearly_less
 
 _LEARNED = ", learned"
 _BATCH = 8  # rotations tried at once

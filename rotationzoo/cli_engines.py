@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rotationzoo.cli_options import ArtifactFolder, Json, Quiet, Revision, app, default_output
+from rotationzoo.cli_options import ArtifactFolder, Json, Quiet, Revision, app, default_output, parse_windows
 from rotationzoo.console import Output, hush_libraries
 from rotationzoo.errors import UsageError
 
@@ -146,8 +146,6 @@ def _ratios(text: str | None) -> tuple[float, float] | None:
 def _windows(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    from rotationzoo.evaluate import parse_windows
-
     windows = parse_windows(text)
     if len(windows) != 1:
         raise UsageError(f"--windows {text} is not one pair of sink/recent", hint="write it as: --windows 64/256")

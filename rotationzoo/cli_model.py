@@ -20,6 +20,8 @@ from rotationzoo.cli_options import (
     Revision,
     app,
     default_output,
+    parse_layers,
+    parse_windows,
 )
 from rotationzoo.console import Output, hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
@@ -163,9 +165,9 @@ def evaluate(
         model=model,
         artifacts=artifacts or [],
         data=data_settings,
-        windows=evaluation.parse_windows(windows),
+        windows=parse_windows(windows),
         format=format,
-        layers=evaluation.parse_layers(layers),
+        layers=parse_layers(layers),
         sides=("key",) if keys_only else ("value",) if values_only else ("key", "value"),
         prefill_chunk=prefill_chunk,
         queries=queries,

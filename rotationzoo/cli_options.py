@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rotationzoo.console import report
-from rotationzoo.errors import Interrupted, RotationZooError
+from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 
 class _Commands(typer.core.TyperGroup):
@@ -78,3 +78,31 @@ def default_output(model: str, recipe: str) -> Path:
     """`rotations/MODEL-RECIPE`, by the folder's own name where the model is a path such as `.`."""
     path = Path(model)
     return Path("rotations") / f"{(path.resolve() if path.is_dir() else path).name}-{recipe}"
+
+
+def parse_layers(text: str | None) -> set[int] | None:
+    """`0,4-7` as `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
+    if text is None:
+        return None
+    layers: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            found = range(int(first), int(last or first) + 1)
+            if not found:
+                raise ValueError(part)
+            layers |= set(found)
+    except ValueError as error:
+        raise UsageError(f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7") from error
+    return layers
+
+
+def parse_windows(text: str | None) -> list[tuple[int, int]]:
+    """`64/256,128/1024` as pairs of sink and recent tokens. Raises `UsageError`."""
+    windows = []
+    for part in filter(None, (text or "").split(",")):
+        sink, _, recent = part.partition("/")
+        if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
+            raise UsageError(f"--windows has no sink/recent in {part!r}", hint="write it as: --windows 64/256,128/1024")
+        windows.append((int(sink), int(recent)))
+    return list(dict.fromkeys(windows))

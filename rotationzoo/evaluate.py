@@ -237,7 +237,11 @@ def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
 def _recipe(artifacts: list[Artifact]) -> Recipe:
     """Clip ratios, group size and windows for what has none of its own: the first artifact's, so that the arms differ in their
     rotations alone."""
-    return Recipe.model_validate(artifacts[0].manifest["recipe"]) if artifacts else Recipe()
+    if not artifacts:
+        return Recipe()
+    manifest = artifacts[0].manifest
+    clips = {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios(manifest).items()}
+    return Recipe.model_validate(manifest["recipe"] | clips)
 
 
 def _arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
@@ -248,8 +252,8 @@ def _arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
         group_size = Recipe.model_validate(there.manifest["recipe"]).group_size
         arms.append(Arm(str(there.folder) if name in taken else name, there.rotations(), group_size))
     shared = _recipe(artifacts)
+    same = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
     for name in BASELINES:
-        same = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
         arms.append(Arm(name, fit(None, PRESETS[name].model_copy(update=same), geometry), shared.group_size))
     return arms
 
@@ -270,31 +274,3 @@ def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact]) -> li
 
 def _ranges(layers: set[int]) -> str:
     return f"{min(layers)} to {max(layers)}" if layers == set(range(min(layers), max(layers) + 1)) else str(sorted(layers))
-
-
-def parse_layers(text: str | None) -> set[int] | None:
-    """`0,4-7` as `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
-    if text is None:
-        return None
-    layers: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            found = range(int(first), int(last or first) + 1)
-            if not found:
-                raise ValueError(part)
-            layers |= set(found)
-    except ValueError as error:
-        raise UsageError(f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7") from error
-    return layers
-
-
-def parse_windows(text: str | None) -> list[tuple[int, int]]:
-    """`64/256,128/1024` as pairs of sink and recent tokens. Raises `UsageError`."""
-    windows = []
-    for part in filter(None, (text or "").split(",")):
-        sink, _, recent = part.partition("/")
-        if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
-            raise UsageError(f"--windows has no sink/recent in {part!r}", hint="write it as: --windows 64/256,128/1024")
-        windows.append((int(sink), int(recent)))
-    return list(dict.fromkeys(windows))

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -130,8 +130,7 @@ def _reductions(
     own = f"{max(keys):g}" if takes.clip == "one" else f"{max(keys):g}/{max(values):g}"
     if request.clip and single:
         given = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the artifact's own"
-        changed = any({ratio} != _ratios(tensors, side) for ratio, side in zip(request.clip, SIDES, strict=True))
-        reduced += [given] if changed else []
+        reduced += [given] if clips != _clips(tensors, geometry, replace(request, clip=None)) else []
     reduce(not single, False, words[takes.clip], f"--clip {own}")
     windows = request.windows or (recipe.sink, recipe.recent)
     reduce(not takes.windows and windows != (0, 0), False, "no tokens kept exact", "--windows 0/0")
@@ -144,10 +143,6 @@ def _reductions(
             hint=f"to accept that, add: {' '.join(flag for _, flag in refused)}",
         )
     return reduced
-
-
-def _ratios(tensors: Mapping[str, torch.Tensor], side: str) -> set[float]:
-    return {ratio for name, tensor in tensors.items() if name.endswith(f"{side}.clip") for ratio in tensor.tolist()}
 
 
 def _absorbed_model(there: Artifact, request: Request) -> str | None:

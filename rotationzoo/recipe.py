@@ -200,8 +200,8 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     key = str(problem["loc"][-1])
     if problem["type"] == "extra_forbidden":
-        known = Data.model_fields if problem["loc"][0] == "data" else Recipe.model_fields
-        return f"unknown key {key!r}{_nearest(key, known)}"
+        parts: dict[Any, type[_Frozen]] = {"data": Data, "search": Search}
+        return f"unknown key {key!r}{_nearest(key, parts.get(problem['loc'][0], Recipe).model_fields)}"
     return f"{key} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ').lower()}"
 
 

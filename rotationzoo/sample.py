@@ -81,6 +81,11 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.
     return one.expand(count, *one.shape[1:]), other.expand(count, *other.shape[1:])
 
 
+def _draw(text: int, positions: range, count: int) -> list[int]:
+    """At most `count` of them, sorted, the same in every run."""
+    return sorted(random.Random(f"0 {text}").sample(positions, min(count, len(positions))))
+
+
 Samples = Mapping[int, list[Sample]]
 """Layer that owns a cache -> samples of all layers that read it."""
 
@@ -94,7 +99,6 @@ def take(
     queries: int,
     layers: set[int],
     projections: Mapping[int, torch.Tensor],
-    seed: int = 0,
 ) -> Samples:
     """Run texts `[T]` and keep `queries` queries of each, drawn past the windows, in the layers that own or read the caches of
     `layers`."""
@@ -102,7 +106,7 @@ def take(
     taken: dict[int, list[Sample]] = {layer: [] for layer in layers}
     for number, row in enumerate(rows):
         past = range(cache.first_quantized, len(row))
-        chosen = sorted(random.Random(f"{seed} {number}").sample(past, min(queries, len(past))))
+        chosen = _draw(number, past, queries)
         if not chosen:
             continue
         at = torch.tensor(chosen)
@@ -128,13 +132,13 @@ def take(
 
 @torch.no_grad()
 def stored_rows(
-    model: PreTrainedModel, rows: Iterable[torch.Tensor], sink: int, layers: set[int], count: int, seed: int = 0
+    model: PreTrainedModel, rows: Iterable[torch.Tensor], sink: int, layers: set[int], count: int
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values `[H, N, D]`, float32, of at most `count` tokens of each text `[T]`, drawn past its first `sink`."""
     found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
     for number, row in enumerate(rows):
         past = range(sink, len(row))
-        at = torch.tensor(sorted(random.Random(f"{seed} {number}").sample(past, min(count, len(past)))))
+        at = torch.tensor(_draw(number, past, count))
 
         def keep(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, at: torch.Tensor = at

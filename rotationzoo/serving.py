@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact import Artifact, digest
+from rotationzoo.artifact import Artifact, clip_ratios, digest
 from rotationzoo.engines import SIDES, WORDS, Options, Serving, Side
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import fit
@@ -74,8 +74,8 @@ def pooled(there: Artifact, recipe: Recipe, geometry: Geometry) -> dict[str, tor
         )
     # The key mean is the artifact's own: what was recovered from imported files has none.
     changes: dict[str, Any] = {"pooling": "layer", "center_keys": False, "center_values": False, "search": None}
-    if found := there.manifest.get("search"):  # what was found for single heads is left behind, but for the clip
-        changes |= {f"{side}_clip": found["model"][side]["clip"] for side in ("key", "value")}
+    # What a search found for single heads is left behind, but for the clip.
+    changes |= {f"{side}_clip": ratio for side, ratio in clip_ratios(there.manifest).items()}
     shared = recipe.model_copy(update=changes)
     means = {name: tensor for name, tensor in there.rotations().items() if name.endswith(".mean")}
     return fit(None if statistics is None else from_tensors(statistics), shared, geometry) | means

@@ -74,7 +74,7 @@ def stored(
     `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B; `codec` has the arguments
     of `int2.round_trip`.
 
-    A server subtracts the mean from every key of a request and never adds it: the softmax is the same.
+    A server never adds the mean of keys, which a softmax ignores, and adds that of values once, to what attention gives.
     """
     rotated = (rows - mean[:, None]) @ matrix
     return codec(rotated, clip[..., None], group_size, form) @ matrix.mT + mean[:, None]

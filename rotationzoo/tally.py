@@ -134,6 +134,13 @@ def paired_difference(losses: list[float], others: list[float], tokens: list[int
     return _mean(one - other, torch.tensor(tokens, dtype=torch.float64))
 
 
+def clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Boolean `[...]`: whether scores `[texts, ...]` are lower by more than a standard error of their paired difference."""
+    difference = after - before
+    error = difference.std(0) / len(difference) ** 0.5 if len(difference) > 1 else torch.zeros_like(difference[0])
+    return difference.mean(0) < -error
+
+
 def _perplexity(loss: torch.Tensor, count: torch.Tensor) -> float:
     return math.exp((loss / count).item())
 

@@ -15,6 +15,7 @@ from rotationzoo.collect import Progress, silent
 from rotationzoo.geometry import Geometry
 from rotationzoo.models import input_device
 from rotationzoo.simulate import Arm, Cache, Simulation
+from rotationzoo.tally import clearly_less
 
 RATIOS = {"key": (0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98), "value": (0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0)}
 _ALIKE = 1.05
@@ -52,7 +53,7 @@ def trim(
     record: dict[str, Any] = {"by_side": dict(zip(mixed, found.mean(1).tolist(), strict=True)), "kept": kept}
     for number, (side, ratios) in enumerate(RATIOS.items()):
         progress("trimming", 1 + number, 3)
-        arms = [with_clip(tensors, side, ratio) for ratio in ratios]
+        arms = [_with_clip(tensors, side, ratio) for ratio in ratios]
         found = measure(arms)
         best = lowest(found)
         tensors = arms[best]
@@ -66,7 +67,7 @@ def _of(tensors: Mapping[str, torch.Tensor], side: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if f".{side}." in name}
 
 
-def with_clip(tensors: Mapping[str, torch.Tensor], side: str, ratio: float) -> Tensors:
+def _with_clip(tensors: Mapping[str, torch.Tensor], side: str, ratio: float) -> Tensors:
     """The tensors with one clip ratio for all heads of a side."""
     return {
         name: torch.full_like(tensor, ratio) if name.endswith(f"{side}.clip") else tensor for name, tensor in tensors.items()
@@ -101,7 +102,8 @@ def _divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for p, q in zip(exact.split(_POSITIONS), other.split(_POSITIONS), strict=True):
         p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
-        total += (p.exp() * (p - q)).sum(-1).double().sum().cpu()
+        by_position = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+        total += by_position.double().sum().cpu()
     return total / len(exact)
 
 
@@ -110,10 +112,3 @@ def lowest(found: torch.Tensor) -> int:
     tell apart, the one that clips most, which is what single layers ask for."""
     best = found[int(found.mean(1).argmin())]
     return next(i for i, one in enumerate(found) if not clearly_less(best, one) and one.mean() <= _ALIKE * best.mean())
-
-
-def clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Boolean `[...]`: whether scores `[texts, ...]` are lower by more than a standard error of their paired difference."""
-    difference = after - before
-    error = difference.std(0) / len(difference) ** 0.5 if len(difference) > 1 else torch.zeros_like(difference[0])
-    return difference.mean(0) < -error

@@ -59,7 +59,7 @@ def validate(
     report = check.report() | {"identity": there.identity, "captured_from": model, "kept": None}
     if on_gpu and speed:
         progress("measuring", 0, 0)
-        report |= throughput.measure(layers[0].key_dim, recipe.group_size, recipe.key_clip)
+        report |= throughput.measure(layers[0].key_dim, recipe.group_size, artifact.clip_ratios(there.manifest)["key"])
     earlier = there.manifest["metrics"].get("validation")
     if earlier and earlier["on_gpu"] and not on_gpu:
         return report | {"kept": f"the artifact keeps its validation on {earlier['device']}"}

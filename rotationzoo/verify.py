@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo import foreign, rotation
-from rotationzoo.artifact import Artifact
+from rotationzoo.artifact import Artifact, clip_ratios
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import fit
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
@@ -58,7 +58,8 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
         problems += shapes
         if not shapes:
             error, found = _orthogonality(rotations, foreign.ORTHOGONAL if imported else ORTHOGONAL)
-            problems += found + _clip_problems(rotations, recipe) + _origin_problems(rotations, statistics, recipe, geometry)
+            problems += found + _clip_problems(rotations, clip_ratios(artifact.manifest))
+            problems += _origin_problems(rotations, statistics, recipe, geometry)
             problems += _mean_problems(rotations, statistics or {})
             checked += ["orthogonality", "clip ratios", "agreement with the statistics" if statistics else "the recipe"]
     except RotationZooError as damage:
@@ -149,15 +150,12 @@ def _orthogonality(rotations: dict[str, torch.Tensor], allowed: float) -> tuple[
     return worst, _sentences(layers)
 
 
-def _clip_problems(rotations: dict[str, torch.Tensor], recipe: Recipe) -> list[str]:
+def _clip_problems(rotations: dict[str, torch.Tensor], clips: dict[str, float]) -> list[str]:
     layers: dict[str, list[int]] = defaultdict(list)
     for name, tensor in rotations.items():
         if name.endswith(".clip"):
             _, index, side, _ = name.split(".")
-            if recipe.search is not None:
-                if not ((tensor > 0) & (tensor <= 1)).all():
-                    layers[f"{side} clip ratio not above 0 and at most 1"].append(int(index))
-            elif not (tensor == (recipe.key_clip if side == "key" else recipe.value_clip)).all():
+            if not (tensor == clips[side]).all():
                 layers[f"{side} clip ratio not that of the recipe"].append(int(index))
     return _sentences(layers)
 

@@ -24,7 +24,7 @@ from loading import DEVICE, Loaded, load
 from rotationzoo import corpus, models
 from rotationzoo.absorb import absorb
 from rotationzoo.artifact import Artifact
-from rotationzoo.evaluate import attention_modules, losses
+from rotationzoo.evaluate import losses
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.source import config_hash, fetch, find, weights_fingerprint
@@ -60,20 +60,15 @@ def rms(difference: torch.Tensor, reference: torch.Tensor) -> float:
 def perplexity(loaded: Loaded, cache: Cache, arm: Arm | None) -> float:
     """Past the tokens that every query reads exactly; without an arm, of the exact model."""
     batches = loaded.batches(1)
-    modules = attention_modules(loaded.model, batches[0][:, :8])
     found = []
     for ids in batches:
         if arm is None:
             found.append(losses(loaded.model, ids, cache.first_quantized))
             continue
         layers = {layer.index for layer in loaded.geometry}
-        with Simulation(arm, cache, loaded.geometry, layers).running(loaded.model, modules, nothing, nothing):
+        with Simulation(arm, cache, loaded.geometry, layers).running(loaded.model):
             found.append(losses(loaded.model, ids, cache.first_quantized))
     return math.exp(torch.cat(found).double().mean().item())
-
-
-def nothing(layer: int, first: torch.Tensor, second: torch.Tensor) -> None:
-    """What the simulation tells of its layers is not needed here."""
 
 
 def keys_only(arm: Arm) -> Arm:

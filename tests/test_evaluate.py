@@ -13,8 +13,9 @@ from conftest import save_tiny
 from rotationzoo import int2
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
+from rotationzoo.cli_options import parse_layers, parse_windows
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluate import Evaluation, attention_modules, evaluate, parse_layers, parse_windows
+from rotationzoo.evaluate import Evaluation, attention_modules, evaluate
 from rotationzoo.fit import fit
 from rotationzoo.geometry import cached_layers, geometry_of
 from rotationzoo.plan import Job

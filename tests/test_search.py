@@ -27,7 +27,8 @@ from rotationzoo.rotation import data_free, orthogonality_error
 from rotationzoo.sample import output_projections, stored_rows, take
 from rotationzoo.search import search
 from rotationzoo.simulate import Arm, Cache, Simulation
-from rotationzoo.trim import clearly_less, divergences, lowest
+from rotationzoo.tally import clearly_less
+from rotationzoo.trim import divergences, lowest
 from rotationzoo.verify import verify
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gemma4"]  # plain, norms, windows, soft cap, sinks, shared caches
