@@ -11,15 +11,17 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rotationzoo import artifact, card, corpus, models
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
-from rotationzoo.corpus import Corpus
+from rotationzoo.corpus import SELF, Corpus
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import check_recipe, fit
+from rotationzoo.generate import sampling, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
@@ -58,12 +60,8 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     text = None
     if recipe.needs_statistics:
         fetch(source, weights=False)
-        text = corpus.read(recipe.data, models.load_tokenizer(source))
-        if recipe.search is not None and len(text.rows) < 3:
-            raise RotationZooError(
-                f"{len(text.rows)} rows are too few to choose on some that the others have not seen",
-                hint="give at least three: more --tokens, or a shorter --length",
-            )
+        text = (corpus.prompts if recipe.data.source == SELF else corpus.read)(recipe.data, models.load_tokenizer(source))
+        _check_rows(recipe, recipe.data.tokens // recipe.data.length if recipe.data.source == SELF else len(text.rows))
     check_room(job, known)
     if text is not None or known.geometry is None:
         progress("fetching the weights", 0, 0)
@@ -86,7 +84,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         "geometry": geometry_json(made.geometry),
         "recipe": recipe.model_dump(),
         "recipe_sha256": recipe.hash,
-        "calibration": _describe(text, recipe),
+        "calibration": _describe(made.text, recipe, identity),
         "identity": identity,
         "versions": artifact.versions(),
         "run": {
@@ -104,6 +102,14 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     written = artifact.write(job.output, made.rotations, sums, manifest, card.render)
     checkpoint.remove()
     return written
+
+
+def _check_rows(recipe: Recipe, rows: int) -> None:
+    if recipe.search is not None and rows < 3:
+        raise RotationZooError(
+            f"{rows} rows are too few to choose on some that the others have not seen",
+            hint="give at least three: more --tokens, or a shorter --length",
+        )
 
 
 def max_error(rotations: dict[str, torch.Tensor]) -> float:
@@ -129,11 +135,13 @@ class _Made:
     statistics: Statistics | None
     dtype: str | None
     rotations: dict[str, torch.Tensor]
+    text: Corpus | None = None
     search: dict[str, Any] | None = None
 
 
 def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress) -> _Made:
-    """Load the model, look at it where `meta` could not, check the capture, collect the statistics, fit and search."""
+    """Load the model, look at it where `meta` could not, check the capture, let it write, collect the statistics, fit and
+    search. `text` holds prompts where the model writes the text itself."""
     geometry, recipe = known.geometry, job.recipe
     assert known.config is not None
     with models.placement(job.device_map, job.max_memory) as placement:
@@ -150,17 +158,34 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
         progress("checking the capture", 0, 0)
         with torch.no_grad():
             check_transparent(model, ids)
+        if recipe.data.source == SELF:
+            text = _written(job, known.source, model, text, checkpoint, progress)
         held_out = [] if recipe.search is None else text.rows[-min(recipe.search.texts, len(text.rows) // 3) :]
         fitted = replace(text, rows=text.rows[: len(text.rows) - len(held_out)])
         statistics = collect(model, geometry, fitted.batches(job.batch), recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         if recipe.search is None:
-            return _Made(geometry, statistics, dtype, rotations)
+            return _Made(geometry, statistics, dtype, rotations, text)
         # The deadline counts from here: statistics are a small part of such a job.
         deadline = None if job.budget is None else time.monotonic() + 60 * job.budget
-        found = search(model, geometry, statistics, rotations, fitted.rows, held_out, recipe, deadline, checkpoint, progress)
-        return _Made(geometry, statistics, dtype, *found)
+        found, record = search(
+            model, geometry, statistics, rotations, fitted.rows, held_out, recipe, deadline, checkpoint, progress
+        )
+        return _Made(geometry, statistics, dtype, found, text, record)
+
+
+def _written(
+    job: Job, source: Source, model: PreTrainedModel, prompts: Corpus, checkpoint: Checkpoint, progress: Progress
+) -> Corpus:
+    """The rows that the model writes."""
+    data = job.recipe.data
+    texts = write(
+        model, prompts.rows, data.length, data.tokens, job.batch, sampling(source), data.seed, checkpoint, progress
+    )  # fmt: skip
+    text = corpus.written(texts, data, models.load_tokenizer(source))
+    _check_rows(job.recipe, len(text.rows))
+    return text
 
 
 def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
@@ -168,6 +193,8 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     shared = {"recipe": job.recipe.hash, "config": config_hash(source), "weights": "", "text": ""}
     if text is None:
         return shared
+    if job.recipe.data.source == SELF:
+        shared["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling(source).items())
     return shared | {
         "weights": weights_fingerprint(source),
         "text": text.fingerprint,
@@ -180,7 +207,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
 
 def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
     """The artifact of this very job, if it is there and whole and not about to be replaced."""
-    if job.restart or job.checkpoint.exists() or not (job.output / artifact.MANIFEST).is_file():
+    if job.restart or job.unfinished or not (job.output / artifact.MANIFEST).is_file():
         return None
     there = Artifact.open(job.output)
     if changed := [key for key, value in identity.items() if there.manifest["identity"].get(key) != value]:
@@ -191,10 +218,13 @@ def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
     return None if there.damaged_files() else there
 
 
-def _describe(text: Corpus | None, recipe: Recipe) -> dict[str, Any] | None:
+def _describe(text: Corpus | None, recipe: Recipe, identity: dict[str, str]) -> dict[str, Any] | None:
     if text is None:
         return None
     described = recipe.data.model_dump(include={"source", "subset", "split", "column", "packing", "length", "seed"})
+    if recipe.data.source == SELF:
+        described |= recipe.data.model_dump(include={"prompts", "prompt_tokens"})
+        described |= {"prompts_fingerprint": identity["text"], "sampling": identity["sampling"]}
     return described | {
         "tokens": text.tokens, "rows": len(text.rows), "fingerprint": text.fingerprint, "note": text.note
     }  # fmt: skip

@@ -6,6 +6,7 @@ import yaml
 
 from rotationzoo import int2
 from rotationzoo.artifact import clip_ratios
+from rotationzoo.corpus import SELF
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 
@@ -25,7 +26,7 @@ def render(manifest: dict[str, Any]) -> str:
     matrices = "one rotation per KV head" if recipe.pooling == "head" else "one rotation per layer"
     data = manifest["calibration"]
     text = (
-        f"{data['tokens']:,} tokens of `{data['source']}` in {data['rows']} rows (sha256 of the ids `{data['fingerprint']}`)"
+        f"{data['tokens']:,} tokens of {_source(data)} in {data['rows']} rows (sha256 of the ids `{data['fingerprint']}`)"
         if data
         else "none: the rotation does not depend on data"
     )
@@ -90,6 +91,12 @@ Bits per cached element with the first {recipe.sink} and the last {recipe.recent
 |---|---|---|
 {_checksums(manifest["files"])}
 """
+
+
+def _source(data: dict[str, Any]) -> str:
+    if data["source"] != SELF:
+        return f"`{data['source']}`"
+    return f"the model's own, continuing prompts of `{data['prompts']}` ({data['sampling']}),"
 
 
 def _model(model: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ from rotationzoo.moments import Statistics, from_raw, to_raw
 _SHARE = 20  # save when the last save took less than 1/20 of the time since
 
 
+def files(path: Path) -> tuple[Path, ...]:
+    """All that a checkpoint called `path` may consist of: what the model wrote, a search, the sums."""
+    return path.with_suffix(".text.safetensors"), path.with_suffix(".search.safetensors"), path
+
+
 class Checkpoint:
-    """A file of raw sums, and one of the layers in which a search is through, bound to a job by `identity`: whatever would
-    change a byte of the result.
+    """A file of raw sums, one of the texts that the model wrote and one of the layers in which a search is through, bound to a
+    job by `identity`: whatever would change a byte of the result.
 
     They are saved only between batches and layers, so going on gives the bytes of an uninterrupted run.
     """
@@ -27,7 +32,7 @@ class Checkpoint:
     def __init__(self, path: Path, identity: dict[str, str]):
         self.path = path
         self.identity = identity
-        self._searched = path.with_suffix(".search.safetensors")
+        self._written, self._searched, _ = files(path)
         self._due = 0.0
 
     def read(self) -> tuple[Statistics, int] | None:
@@ -39,6 +44,16 @@ class Checkpoint:
         """Save after `done` batches, unless the last save was so recent that saving would cost more than 5 % of the time."""
         self._save(self.path, lambda: to_raw(statistics), done=done)
 
+    def read_text(self) -> tuple[list[torch.Tensor], int]:
+        """The texts `[T]` that the model wrote, and the number of batches of prompts in them."""
+        found, done = self._read(self._written, "done") or ({}, 0)
+        return [found[str(number)] for number in range(len(found))], done
+
+    def save_text(self, texts: Sequence[torch.Tensor], done: int) -> None:
+        """Save after `done` batches of prompts; always, for the sums that are saved later are sums of just these."""
+        self._due = 0.0
+        self._save(self._written, lambda: {str(number): text for number, text in enumerate(texts)}, done=done)
+
     def read_search(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The rotations of the layers that are done, and what is on record of them."""
         return self._read(self._searched, "record") or ({}, {})
@@ -48,8 +63,8 @@ class Checkpoint:
         self._save(self._searched, lambda: rotations, record=record)
 
     def remove(self) -> None:
-        self._searched.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        for path in files(self.path):
+            path.unlink(missing_ok=True)
 
     def _read(self, path: Path, what: str) -> tuple[dict[str, torch.Tensor], Any] | None:
         if not path.is_file():

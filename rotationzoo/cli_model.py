@@ -31,7 +31,10 @@ from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 def calibrate(
     model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo: a small model that ships with this.")],
     recipe: Annotated[str, typer.Option(help="best, oscar, oscar-v1, hadamard, identity, random, or a YAML file.")] = "oscar",
-    data: Annotated[str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, bundled, or self: text of the model's own.")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help="What the model goes on from with --data self (bundled).")] = None,
     subset: Annotated[str | None, typer.Option(help="The data set's configuration.")] = None,
     split: Annotated[str | None, typer.Option(help="The data set's split (train).")] = None,
     column: Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")] = None,
@@ -65,7 +68,7 @@ def calibrate(
 
     hush_libraries()
     chosen = recipes.override(
-        recipes.load(recipe), source=data, subset=subset, split=split, column=column, packing=packing,
+        recipes.load(recipe), source=data, prompts=prompts, subset=subset, split=split, column=column, packing=packing,
         tokens=tokens, length=length, seed=seed,
     )  # fmt: skip
     from rotationzoo.calibrate import calibrate as run
@@ -100,11 +103,11 @@ def calibrate(
         with out.progress() as progress:
             artifact = run(job, progress)
     except KeyboardInterrupt:
-        saved = job.checkpoint.is_file()
+        saved = job.unfinished
         words = [word for word in sys.argv[1:] if not saved or word != "--restart"]  # which would drop what was saved
         command = shlex.join(["rotationzoo", *words])
         raise Interrupted(
-            "interrupted; the statistics so far are saved" if saved else "interrupted before anything was saved",
+            "interrupted; what was done so far is saved" if saved else "interrupted before anything was saved",
             hint=f"go on with: {command}" if saved else f"start again with: {command}",
         ) from None
     if job.output.stat().st_ctime_ns == before:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.recipe import Data
 
+SELF = "self"
 BUNDLED = Path(__file__).parent / "data" / "demo" / "calibration.jsonl"
 HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 _CHARACTERS_A_TOKEN = 40  # documents are mixed among about ten times the text that is used
@@ -52,25 +53,72 @@ class Corpus:
 def read(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a wrong column, or too
     little text for one row."""
+    if data.source == SELF:
+        raise RotationZooError("a model writes text of its own only where it is calibrated", hint="give a file with --data")
     documents = _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
-    token_lists = (_tokenize(document, tokenizer, data) for document in documents)
+    return _cut((_tokenize(document, tokenizer, data) for document in documents), data, tokenizer)
+
+
+def prompts(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """What the model is to go on from, a row each: as many as would fill the rows of `data` by themselves, one of each `length`
+    tokens of a text. Raises as `read`."""
+    given = data.model_copy(update={"source": data.prompts, "packing": "document"})
+    start, rows, left = _start_tokens(tokenizer), [], data.tokens
+    room = data.prompt_tokens - len(start)
+    for document in _shuffled(_documents(given), data.seed, _CHARACTERS_A_TOKEN * data.tokens):
+        if isinstance(document, str):
+            ids = _tokenize(document, tokenizer, given)
+            found = [ids[at : at + room] for at in range(0, len(ids), data.length)]
+        else:
+            ids = _tokenize(_asked(document), tokenizer, given, answer=True)
+            found = [ids] if len(start) + len(ids) <= max(data.prompt_tokens, data.length // 2) else []
+        rows += [torch.tensor([*start, *prompt]) for prompt in found if prompt]
+        left -= sum(map(len, found))
+        if left <= 0:
+            break
+    if not rows:
+        raise RotationZooError(
+            f"{data.prompts} has no prompt that leaves room in rows of {data.length} tokens",
+            hint="give shorter ones with --prompts, or longer rows with --length",
+        )
+    return Corpus(rows, _fingerprint(rows), None)
+
+
+def written(texts: Iterable[torch.Tensor], data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """The rows of texts `[T]` that the model wrote, which begin as requests do. Raises as `read`."""
+    start = len(_start_tokens(tokenizer))
+    return _cut((text[start:].tolist() for text in texts), data, tokenizer)
+
+
+def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat up to where it is the model's turn for the last time."""
+    asked = [number for number, message in enumerate(messages, 1) if message["role"] != "assistant"]
+    return messages[: asked[-1]] if asked else messages
+
+
+def _cut(token_lists: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     make = _packed_rows if data.packing == "packed" else _document_rows
     rows = make(filter(None, token_lists), data, tokenizer)
     found = sum(row.numel() for row in rows)
+    source = "what the model wrote" if data.source == SELF else data.source
     if not rows:
         raise RotationZooError(
-            f"{data.source} is too short for a row of {data.length} tokens",
+            f"{source} is too short for a row of {data.length} tokens",
             hint="give more text with --data, or shorter rows with --length",
         )
     note = None
     if found < data.tokens:
         whole = data.packing == "packed" and len(rows) == data.tokens // data.length
-        reason = f"whole rows of {data.length}" if whole else f"all that {data.source} gives"
+        reason = f"whole rows of {data.length}" if whole else f"all that {source} gives"
         note = f"{found:,} tokens instead of {data.tokens:,}: {reason}"
+    return Corpus(rows, _fingerprint(rows), note)
+
+
+def _fingerprint(rows: list[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row).to_bytes(8, "little") + row.numpy().astype("<i8").tobytes())
-    return Corpus(rows, digest.hexdigest(), note)
+    return digest.hexdigest()
 
 
 def _packed_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
@@ -105,8 +153,9 @@ def _start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return full[: full.index(plain[0])] if plain and plain[0] in full else []
 
 
-def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
-    """The ids of one document, closed by the end token as in training; a chat template closes its own turns."""
+def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data, answer: bool = False) -> list[int]:
+    """The ids of one document, closed by the end token as in training; a chat template closes its own turns, and with `answer`
+    opens the model's."""
     end = []
     if isinstance(document, str):
         end = [tokenizer.eos_token_id] if data.packing == "packed" and isinstance(tokenizer.eos_token_id, int) else []
@@ -117,7 +166,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data
                 hint="name a column of plain text with --column",
             )
         with _reading(f"a chat of {data.source} does not fit the model's chat template"):
-            document = str(tokenizer.apply_chat_template(document, tokenize=False))
+            document = str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=answer))
         # Rows get their start tokens when they are cut.
         document = document.removeprefix(str(tokenizer.decode(_start_tokens(tokenizer))))
     # Rows are cut to length later, so the tokenizer's warning about long texts does not apply.
@@ -129,7 +178,7 @@ def _documents(data: Data) -> Iterator[Document]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     suffix = path.suffix.lower()
     if suffix in _FILES and not path.is_file():
-        raise RotationZooError(f"there is no file {data.source}", hint="check the path given with --data")
+        raise RotationZooError(f"there is no file {data.source}", hint="check the path given with --data, or with --prompts")
     if path.exists() and suffix not in _FILES:
         raise RotationZooError(
             f"{data.source} is neither of {', '.join(_FILES)}", hint="rename it, or give a data set id of the hub with --data"

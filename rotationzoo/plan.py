@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo import artifact, models
+from rotationzoo import artifact, checkpoint, models
 from rotationzoo.artifact import Artifact
+from rotationzoo.corpus import SELF
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe
 from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta
 from rotationzoo.recipe import Recipe
+from rotationzoo.sample import HELD, size_of
 from rotationzoo.source import Source, find
 
 
@@ -40,6 +42,11 @@ class Job:
     @property
     def checkpoint(self) -> Path:
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a run of this output was stopped, and can go on."""
+        return any(path.is_file() for path in checkpoint.files(self.checkpoint))
 
     @property
     def torch_device(self) -> str:
@@ -89,7 +96,10 @@ def plan(job: Job) -> Plan:
     peak = rotations
     if job.recipe.needs_statistics:
         loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
-        peak += loaded + 2 * statistics + _activation_bytes(job, model, geometry or [])
+        # What a model writes is held in a cache before, and what a search reads after the activations are gone.
+        cache = _written_bytes(job, geometry or [], 4 if job.torch_dtype == torch.float32 else 2)
+        samples = min(HELD, _search_bytes(job.recipe, geometry or []))
+        peak += loaded + 2 * statistics + max(_activation_bytes(job, model, geometry or []), cache, samples)
     return Plan(source, config, geometry, None, weights, rotations + statistics, peak)
 
 
@@ -102,6 +112,11 @@ def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
         raise RotationZooError(
             f"rows of {length} tokens are longer than the {positions} positions of the model",
             hint=f"add: --length {positions}",
+        )
+    if data.source == SELF and data.prompt_tokens >= length:
+        raise RotationZooError(
+            f"prompts of {data.prompt_tokens} tokens leave nothing to write in rows of {length}",
+            hint="give longer rows with --length",
         )
     if recipe.exclude_sink and length <= recipe.sink:
         raise RotationZooError(
@@ -130,7 +145,7 @@ def check_output(job: Job) -> None:
 
 def _check_recipe_of(job: Job, there: Artifact) -> None:
     """Work of another recipe is replaced only when asked to, or when a run that was asked to goes on."""
-    if there.manifest["recipe_sha256"] != job.recipe.hash and not job.restart and not job.checkpoint.exists():
+    if there.manifest["recipe_sha256"] != job.recipe.hash and not job.restart and not job.unfinished:
         theirs = f"{there.manifest['recipe'].get('name')} for {there.manifest['model'].get('id')}"
         raise RotationZooError(
             f"{job.output} holds the work of another recipe ({theirs})",
@@ -166,6 +181,23 @@ def _rotation_bytes(recipe: Recipe, geometry: Geometry) -> int:
     layers = cached_layers(geometry)
     heads = (1 if recipe.pooling == "layer" else layer.kv_heads for layer in layers)
     return sum(4 * h * (layer.key_dim**2 + layer.value_dim**2) for h, layer in zip(heads, layers, strict=True))
+
+
+def _written_bytes(job: Job, geometry: Geometry, item: int) -> int:
+    """The key/value cache of a batch that the model writes."""
+    if job.recipe.data.source != SELF:
+        return 0
+    width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in cached_layers(geometry))
+    return job.batch * job.recipe.data.length * width * item
+
+
+def _search_bytes(recipe: Recipe, geometry: Geometry) -> int:
+    if recipe.search is None:
+        return 0
+    length, rows = recipe.data.length, recipe.data.tokens // recipe.data.length
+    held_out = min(recipe.search.texts, rows // 3)
+    judged, taught = [length] * held_out, [length] * (rows - held_out)
+    return sum(size_of(geometry, layer, recipe.search, judged, taught) for layer in cached_layers(geometry))
 
 
 def _activation_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> int:

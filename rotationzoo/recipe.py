@@ -21,7 +21,13 @@ class Data(_Frozen):
     """The calibration text and how it becomes token rows."""
 
     source: str = "bundled"
-    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, or a data set id on the hub."""
+    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, a data set id on the hub, or `self`: the model's own
+    text, which goes on from `prompts`."""
+    prompts: str = "bundled"
+    """Of `self`: where the prompts are, as `source`. Chats end where it is the model's turn."""
+    prompt_tokens: Annotated[int, Field(gt=0)] = 256
+    """Of `self`: so many first tokens of each `length` of a text are given. A chat is given whole, or left out if longer than half
+    a row."""
     subset: str | None = None
     """The data set's configuration."""
     split: str = "train"

@@ -1,7 +1,7 @@
 """Some queries of some texts with all that they read: what candidates are scored on, layer by layer."""
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.capture import Attention, capture, decoder, intercept
-from rotationzoo.geometry import Geometry
+from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.models import input_device
+from rotationzoo.recipe import Search
 from rotationzoo.simulate import Cache, additive, divergence, doubled
+
+HELD = 4_000_000_000  # bytes of samples, of as many layers as that is enough for, at least one
+TAUGHT = 1024  # tokens of a text whose keys and values are learned from
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,16 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.
 def _draw(text: int, positions: range, count: int) -> list[int]:
     """At most `count` of them, sorted, the same in every run."""
     return sorted(random.Random(f"0 {text}").sample(positions, min(count, len(positions))))
+
+
+def size_of(geometry: Geometry, layer: Layer, settings: Search, judged: Sequence[int], taught: Sequence[int]) -> int:
+    """Bytes of all that is held of a layer's cache, float32: keys, values, attention and mask of each text that choices are
+    judged on, and keys and values of those that are learned from. Texts are given by their tokens."""
+    width = layer.kv_heads * (layer.key_dim + layer.value_dim)
+    readers = [reader for reader in geometry if reader.owner == layer.index]
+    read = sum(width + settings.queries * (reader.query_heads + 2) for reader in readers)
+    learned = sum(min(tokens, TAUGHT) for tokens in taught) if settings.steps else 0
+    return 4 * (sum(judged) * read + learned * width)
 
 
 Samples = Mapping[int, list[Sample]]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import int2
+from rotationzoo import int2, sample
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.choose import Chooser
 from rotationzoo.collect import Progress, silent
@@ -19,12 +19,9 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
 from rotationzoo.recipe import Recipe
-from rotationzoo.sample import output_projections, stored_rows, take
+from rotationzoo.sample import output_projections, size_of, stored_rows, take
 from rotationzoo.simulate import Cache
 from rotationzoo.trim import trim
-
-_BYTES = 4e9  # of samples held at a time
-_TAUGHT = 1024  # tokens of a text whose keys and values are learned from
 
 
 def search(
@@ -53,10 +50,11 @@ def search(
     found, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     left = [layer for layer in layers if str(layer.index) not in record]
     done = 2 * (len(layers) - len(left))
-    for group in _groups(left, fitted, held_out):
+    judged, taught = ([len(row) for row in rows] for rows in (held_out, fitted))
+    for group in _groups(left, [size_of(geometry, layer, settings, judged, taught) for layer in left]):
         indices = {layer.index for layer in group}
         judge = take(model, geometry, held_out, cache, settings.queries, indices, projections)
-        rows = stored_rows(model, fitted, recipe.sink, indices, _TAUGHT) if settings.steps else {}
+        rows = stored_rows(model, fitted, recipe.sink, indices, sample.TAUGHT) if settings.steps else {}
         for layer in group:
             if not judge[layer.index]:
                 raise RotationZooError(
@@ -79,16 +77,14 @@ def search(
     return tensors, {"model": trimmed, "layers": record}
 
 
-def _groups(layers: Sequence[Layer], fitted: Sequence[torch.Tensor], held_out: Sequence[torch.Tensor]) -> list[list[Layer]]:
-    """Layers whose samples fit in memory together: float32 keys and values of held-out rows and of what is learned from."""
-    tokens = sum(len(row) for row in held_out) + sum(min(len(row), _TAUGHT) for row in fitted)
+def _groups(layers: Sequence[Layer], sizes: Sequence[int]) -> list[list[Layer]]:
+    """Layers whose samples fit in memory together."""
     groups: list[list[Layer]] = []
-    used = 0.0
-    for layer in layers:
-        size = 4.0 * tokens * layer.kv_heads * (layer.key_dim + layer.value_dim)
-        if not groups or used + size > _BYTES:
+    used = 0
+    for layer, size in zip(layers, sizes, strict=True):
+        if not groups or used + size > sample.HELD:
             groups.append([])
-            used = 0.0
+            used = 0
         groups[-1].append(layer)
         used += size
     return groups

@@ -17,7 +17,10 @@ from rotationzoo.models import input_device
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.tally import clearly_less
 
-RATIOS = {"key": (0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98), "value": (0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0)}
+RATIOS = {
+    "key": (0.76, 0.8, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98),
+    "value": (0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0),
+}
 _ALIKE = 1.05
 _POSITIONS = 256  # whose predictions are compared at a time
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.calibrate import calibrate
+from rotationzoo.corpus import SELF
 from rotationzoo.evaluate import Evaluation, evaluate
 from rotationzoo.plan import Job
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search
@@ -36,6 +37,7 @@ ARMS: dict[str, Recipe] = {
     "best": BEST,
     "best-uncentered, not learned": UNCENTERED.model_copy(update={"search": Search(steps=0)}),
     "best-uncentered": UNCENTERED,
+    "best, self": BEST.model_copy(update={"data": Data(source=SELF)}),
 }
 SETTINGS: dict[str, tuple[int, int, int | None]] = {"2048": (16, 2048, None), "4096": (8, 4096, None), "chunk": (16, 2048, 512)}
 CLEAR = 1e-3  # of log perplexity, beside two standard errors
@@ -56,13 +58,13 @@ def main() -> int:
     for model in options.models:
         folders, found[model] = [], {"seconds": {}}
         for name in arms:
-            recipe = ARMS[name].model_copy(
-                update={"data": Data(source=options.calibration, tokens=options.tokens, length=2048)}
-            )
+            text = {"prompts" if ARMS[name].data.source == SELF else "source": options.calibration}
+            data = ARMS[name].data.model_copy(update=text | {"tokens": options.tokens, "length": 2048})
+            recipe = ARMS[name].model_copy(update={"data": data})
             folder = options.output / Path(model).name / name.replace(", ", "-").replace(" ", "-")
             there = folder.exists()
             started = time.monotonic()
-            folders.append(calibrate(Job(model, recipe, folder, dtype="float32")).folder)
+            folders.append(calibrate(Job(model, recipe, folder, dtype="float32", batch=16)).folder)
             if not there:
                 found[model]["seconds"][name] = round(time.monotonic() - started, 1)
         for setting in options.settings.split(","):

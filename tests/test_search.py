@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rotationzoo import int2
+from rotationzoo import sample as sampling
 from rotationzoo import search as searching
 from rotationzoo import trim as trimming
 from rotationzoo.calibrate import calibrate
@@ -332,7 +333,7 @@ def test_choices_are_made_on_text_that_nothing_was_fitted_to(searched, monkeypat
 
 def test_layers_that_do_not_fit_in_memory_together_give_the_same(searched, monkeypatch):
     whole, _ = searching_for(searched)
-    monkeypatch.setattr(searching, "_BYTES", 1.0)
+    monkeypatch.setattr(sampling, "HELD", 1)
     parts, _ = searching_for(searched)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

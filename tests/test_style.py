@@ -28,9 +28,9 @@ FLOORS = [
     ],
     [
         "collect",
+        "generate",
         "fit",
         "card",
-        "plan",
         "tally",
         "simulate",
         "candidates",
@@ -39,6 +39,7 @@ FLOORS = [
         "trim",
         "choose",
         "search",
+        "plan",
         "calibrate",
         "foreign",
         "verify",
