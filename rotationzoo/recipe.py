@@ -26,8 +26,8 @@ class Data(_Frozen):
     prompts: str = "bundled"
     """Of `self`: where the prompts are, as `source`. Chats end where it is the model's turn."""
     prompt_tokens: Annotated[int, Field(gt=0)] = 256
-    """Of `self`: so many first tokens of each `length` of a text are given. A chat is given whole, or left out if longer than half
-    a row."""
+    """Of `self`: so many first tokens of each `length` of a text are given. A chat is given whole, or left out if
+    longer than half a row."""
     subset: str | None = None
     """The data set's configuration."""
     split: str = "train"
