@@ -137,7 +137,9 @@ class Chooser:
             return self._back(side, rows, matrix)
 
         rows, matrix = self.rows[0 if side == "key" else 1], torch.stack([start.matrix for start in starts])
-        learned, curve = learn(rows, metric, matrix, back, self.settings.steps, self.settings.rate, deadline=deadline)
+        learned, curve = learn(
+            rows, metric, matrix, back, self.settings.steps, self.settings.rate, seed=self.recipe.seed, deadline=deadline
+        )
         scores = self._scores(side, learned, score)
         found = [
             Side(one, [name + _LEARNED for name in start.names], its)

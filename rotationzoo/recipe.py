@@ -89,7 +89,7 @@ class Recipe(_Frozen):
     recent: Annotated[int, Field(ge=0)] = 256
     """First and last tokens of a request that stay exact."""
     seed: int = 0
-    """Of the composition `random`."""
+    """Of the composition `random`, and of the rows that a search learns from, step by step."""
     search: Search | None = None
     """None takes the composition and the clip ratios above for every head."""
     data: Data = Data()

@@ -198,6 +198,12 @@ def test_what_cannot_be_written_gets_a_sentence(words, sentence, inside, tiny, m
     assert sentence in result.stderr
 
 
+def test_prompts_are_for_text_of_the_models_own(inside):
+    result = inside("calibrate", "demo", "--prompts", "questions.jsonl")
+    assert result.returncode == 2
+    assert "--data self" in result.stderr
+
+
 def test_only_a_calibration_writes(inside):
     result = inside("evaluate", "demo", "--data", "self")
     assert result.returncode == 1
