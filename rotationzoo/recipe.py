@@ -45,7 +45,7 @@ class Data(_Frozen):
 class Search(_Frozen):
     """Choosing rotations and clip ratios on calibration text that the statistics have not seen."""
 
-    texts: Annotated[int, Field(gt=0)] = 8
+    texts: Annotated[int, Field(gt=0)] = 16
     """Rows of the calibration text that are held out for choosing; at most a third of them."""
     queries: Annotated[int, Field(gt=0)] = 64
     """Sampled queries of a row."""
@@ -138,8 +138,8 @@ class Recipe(_Frozen):
 PRESETS = {
     "oscar": Recipe(),
     "oscar-v1": Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
-    "best": Recipe(name="best", center_keys=True, key_clip=0.9, search=Search(), data=Data(tokens=65536)),
-    "best-uncentered": Recipe(name="best-uncentered", key_clip=0.9, search=Search(), data=Data(tokens=65536)),
+    "best": Recipe(name="best", center_keys=True, key_clip=0.9, search=Search(), data=Data(tokens=131072)),
+    "best-uncentered": Recipe(name="best-uncentered", key_clip=0.9, search=Search(), data=Data(tokens=131072)),
     "hadamard": Recipe(name="hadamard", composition="hadamard"),
     "identity": Recipe(name="identity", composition="identity"),
     "random": Recipe(name="random", composition="random"),

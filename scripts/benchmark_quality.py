@@ -30,7 +30,6 @@ ARMS: dict[str, Recipe] = {
     "oscar-v1": PRESETS["oscar-v1"],
     "oscar": OSCAR,
     "oscar, centred": OSCAR.model_copy(update={"center_keys": True}),
-    "oscar, centred, clip": OSCAR.model_copy(update={"center_keys": True, **CLIP}),
     "key and value, centred": OSCAR.model_copy(update={"center_keys": True, **OURS}),
     "key and value, centred, clip": OSCAR.model_copy(update={"center_keys": True, **OURS, **CLIP}),
     "best, not learned": BEST.model_copy(update={"search": Search(steps=0)}),
@@ -49,7 +48,7 @@ def main() -> int:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--arms", default=";".join(ARMS))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     options = parser.parse_args()
