@@ -164,7 +164,7 @@ def test_stopped_half_way_and_run_again(command, uninterrupted, how):
     if how != signal.SIGKILL:
         assert running.returncode == 130, errors
         assert errors.splitlines() == [
-            "Error: interrupted; the statistics so far are saved",
+            "Error: interrupted; what was done so far is saved",
             f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",
         ]
     assert left_behind(command) in (
