@@ -21,7 +21,7 @@ from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import SELF, Corpus
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import check_recipe, fit
-from rotationzoo.generate import sampling, write
+from rotationzoo.generate import sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
@@ -195,6 +195,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
         return shared
     if job.recipe.data.source == SELF:
         shared["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling(source).items())
+        shared["generation_config"] = settings_hash(source)
     return shared | {
         "weights": weights_fingerprint(source),
         "text": text.fingerprint,

@@ -1,23 +1,33 @@
 """Text that the model writes itself: prompts, and what it makes of them token by token, as a server would."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo.artifact import digest
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, silent
 from rotationzoo.models import input_device
 from rotationzoo.source import Source, read_json
 
+_SETTINGS = "generation_config.json"
 _OWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # draws from what the model predicts, and from all of it
 
 
 def sampling(source: Source) -> dict[str, Any]:
     """How a model's makers say that it is to be sampled, or its bare predictions where they say nothing."""
-    theirs = read_json(source.folder / "generation_config.json")
+    theirs = read_json(source.folder / _SETTINGS)
     return {name: theirs.get(name) or bare for name, bare in _OWN.items()}
+
+
+def settings_hash(source: Source) -> str:
+    """sha256 of all that the makers say of generation: penalties and end tokens decide what is written, too."""
+    theirs = read_json(source.folder / _SETTINGS)
+    theirs.pop("transformers_version", None)
+    return digest(json.dumps(theirs, sort_keys=True).encode())
 
 
 @torch.no_grad()

@@ -170,7 +170,10 @@ def test_the_settings_of_sampling_are_part_of_the_job(tiny, tmp_path):
     folder = save_tiny(tmp_path / "model")
     calibrate(job(folder, tmp_path))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
-    with pytest.raises(RotationZooError, match="sampling differ"):
+    with pytest.raises(RotationZooError, match="sampling, generation_config differ"):
+        calibrate(job(folder, tmp_path))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "repetition_penalty": 1.2}))
+    with pytest.raises(RotationZooError, match="another job: generation_config differ"):
         calibrate(job(folder, tmp_path))
 
 
