@@ -21,11 +21,12 @@ from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import SELF, Corpus
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import check_recipe, fit
-from rotationzoo.generate import sampling, settings_hash, write
+from rotationzoo.generate import end_tokens, sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import digest as recipe_digest
 from rotationzoo.rotation import orthogonality_error
 from rotationzoo.search import search
 from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
@@ -61,7 +62,10 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     if recipe.needs_statistics:
         fetch(source, weights=False)
         text = (corpus.prompts if recipe.data.source == SELF else corpus.read)(recipe.data, models.load_tokenizer(source))
-        _check_rows(recipe, recipe.data.tokens // recipe.data.length if recipe.data.source == SELF else len(text.rows))
+        if recipe.data.source != SELF:
+            _check_rows(recipe, len(text.rows))
+        elif recipe.data.packing == "packed":  # known before they are written
+            _check_rows(recipe, recipe.data.tokens // recipe.data.length)
     check_room(job, known)
     if text is not None or known.geometry is None:
         progress("fetching the weights", 0, 0)
@@ -160,6 +164,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
             check_transparent(model, ids)
         if recipe.data.source == SELF:
             text = _written(job, known.source, model, text, checkpoint, progress)
+            checkpoint = Checkpoint(checkpoint.path, checkpoint.identity | {"written": text.fingerprint})
         held_out = [] if recipe.search is None else text.rows[-min(recipe.search.texts, len(text.rows) // 3) :]
         fitted = replace(text, rows=text.rows[: len(text.rows) - len(held_out)])
         statistics = collect(model, geometry, fitted.batches(job.batch), recipe, checkpoint, progress)
@@ -179,13 +184,14 @@ def _written(
     job: Job, source: Source, model: PreTrainedModel, prompts: Corpus, checkpoint: Checkpoint, progress: Progress
 ) -> Corpus:
     """The rows that the model writes."""
-    data = job.recipe.data
+    data, tokenizer = job.recipe.data, models.load_tokenizer(source)
+    start, ends = len(corpus.start_tokens(tokenizer)), end_tokens(model, tokenizer)
     texts = write(
-        model, prompts.rows, data.length, data.tokens, job.batch, sampling(source), data.seed, checkpoint, progress
-    )  # fmt: skip
-    text = corpus.written(texts, data, models.load_tokenizer(source))
+        model, prompts.rows, data.length, data.tokens, job.batch, sampling(source), ends, start, data.seed, checkpoint, progress
+    )
+    text = corpus.written(texts, data, tokenizer)
     _check_rows(job.recipe, len(text.rows))
-    return text
+    return replace(text, note="; ".join(filter(None, (prompts.note, text.note))) or None)
 
 
 def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
@@ -196,6 +202,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     if job.recipe.data.source == SELF:
         shared["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling(source).items())
         shared["generation_config"] = settings_hash(source)
+        shared["data"] = recipe_digest(job.recipe.data.model_dump())
     return shared | {
         "weights": weights_fingerprint(source),
         "text": text.fingerprint,

@@ -96,7 +96,7 @@ Bits per cached element with the first {recipe.sink} and the last {recipe.recent
 def _source(data: dict[str, Any]) -> str:
     if data["source"] != SELF:
         return f"`{data['source']}`"
-    return f"the model's own, continuing prompts of `{data['prompts']}` ({data['sampling']}),"
+    return f"prompts of `{data['prompts']}` and of what the model made of them ({data['sampling']}),"
 
 
 def _model(model: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from rotationzoo.artifact import write_atomically
 from rotationzoo.errors import RotationZooError
 from rotationzoo.moments import Statistics, from_raw, to_raw
 
+_OF_TEXT = ("config", "weights", "text", "data", "sampling", "generation_config")  # of an identity: what text a model writes
 _SHARE = 20  # save when the last save took less than 1/20 of the time since
 
 
@@ -44,15 +45,15 @@ class Checkpoint:
         """Save after `done` batches, unless the last save was so recent that saving would cost more than 5 % of the time."""
         self._save(self.path, lambda: to_raw(statistics), done=done)
 
-    def read_text(self) -> tuple[list[torch.Tensor], int]:
-        """The texts `[T]` that the model wrote, and the number of batches of prompts in them."""
-        found, done = self._read(self._written, "done") or ({}, 0)
-        return [found[str(number)] for number in range(len(found))], done
+    def read_text(self) -> list[torch.Tensor]:
+        """The texts `[T]` that the model wrote. They stay good for a job that differs in what is made of them."""
+        found, _ = self._read(self._written, "texts", _OF_TEXT) or ({}, 0)
+        return [found[str(number)] for number in range(len(found))]
 
-    def save_text(self, texts: Sequence[torch.Tensor], done: int) -> None:
-        """Save after `done` batches of prompts; always, for the sums that are saved later are sums of just these."""
+    def save_text(self, texts: Sequence[torch.Tensor]) -> None:
+        """Save after a batch of prompts; always, for it took far longer than saving does."""
         self._due = 0.0
-        self._save(self._written, lambda: {str(number): text for number, text in enumerate(texts)}, done=done)
+        self._save(self._written, lambda: {str(number): text for number, text in enumerate(texts)}, texts=len(texts))
 
     def read_search(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The rotations of the layers that are done, and what is on record of them."""
@@ -63,10 +64,10 @@ class Checkpoint:
         self._save(self._searched, lambda: rotations, record=record)
 
     def remove(self) -> None:
-        for path in files(self.path):
+        for path in reversed(files(self.path)):  # sums without their text would be joined to another
             path.unlink(missing_ok=True)
 
-    def _read(self, path: Path, what: str) -> tuple[dict[str, torch.Tensor], Any] | None:
+    def _read(self, path: Path, what: str, parts: Sequence[str] | None = None) -> tuple[dict[str, torch.Tensor], Any] | None:
         if not path.is_file():
             return None
         try:
@@ -76,7 +77,7 @@ class Checkpoint:
             tensors = load_file(path)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart") from error
-        if changed := [key for key, value in self.identity.items() if theirs.get(key) != value]:
+        if changed := [key for key in parts or self.identity if theirs.get(key) != self.identity.get(key)]:
             raise RotationZooError(
                 f"the checkpoint {path} is of another job: {', '.join(changed)} differ",
                 hint="start afresh with --restart, or choose another --output",

@@ -90,8 +90,6 @@ def calibrate(
         restart=restart,
         budget=budget,
     )
-    if prompts is not None and chosen.data.source != "self":
-        raise UsageError("--prompts is for text that the model writes itself", hint="--data self")
     if budget is not None and chosen.search is None:
         raise UsageError(f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best")
     if chosen.model not in (None, model):

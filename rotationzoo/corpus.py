@@ -63,30 +63,41 @@ def prompts(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """What the model is to go on from, a row each: as many as would fill the rows of `data` by themselves, one of each `length`
     tokens of a text. Raises as `read`."""
     given = data.model_copy(update={"source": data.prompts, "packing": "document"})
-    start, rows, left = _start_tokens(tokenizer), [], data.tokens
-    room = data.prompt_tokens - len(start)
-    for document in _shuffled(_documents(given), data.seed, _CHARACTERS_A_TOKEN * data.tokens):
-        if isinstance(document, str):
-            ids = _tokenize(document, tokenizer, given)
-            found = [ids[at : at + room] for at in range(0, len(ids), data.length)]
-        else:
-            ids = _tokenize(_asked(document), tokenizer, given, answer=True)
-            found = [ids] if len(start) + len(ids) <= max(data.prompt_tokens, data.length // 2) else []
-        rows += [torch.tensor([*start, *prompt]) for prompt in found if prompt]
-        left -= sum(map(len, found))
-        if left <= 0:
-            break
+    start, rows, left = start_tokens(tokenizer), [], data.tokens
+    room, skipped = max(data.prompt_tokens, data.length // 2), 0
+    try:
+        for prompt in _prompts(given, tokenizer, data.prompt_tokens - len(start)):
+            fits = len(start) + len(prompt) <= room
+            if fits:
+                rows.append(torch.tensor([*start, *prompt]))
+            skipped += not fits
+            left -= len(prompt)
+            if left <= 0:
+                break
+    except RotationZooError as error:
+        raise RotationZooError(str(error), hint=(error.hint or "").replace("--data", "--prompts")) from error
+    note = f"{skipped} of {skipped + len(rows)} chats left out: longer than half a row" if skipped else None
     if not rows:
         raise RotationZooError(
             f"{data.prompts} has no prompt that leaves room in rows of {data.length} tokens",
             hint="give shorter ones with --prompts, or longer rows with --length",
         )
-    return Corpus(rows, _fingerprint(rows), None)
+    return Corpus(rows, _fingerprint(rows), note)
+
+
+def _prompts(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[list[int]]:
+    """The first `tokens` of each `length` of a text, and whole chats."""
+    for document in _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens):
+        if isinstance(document, str):
+            ids = _tokenize(document, tokenizer, data)
+            yield from filter(None, (ids[at : at + max(tokens, 1)] for at in range(0, len(ids), data.length)))
+        else:
+            yield _tokenize(_asked(document), tokenizer, data, answer=True)
 
 
 def written(texts: Iterable[torch.Tensor], data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows of texts `[T]` that the model wrote, which begin as requests do. Raises as `read`."""
-    start = len(_start_tokens(tokenizer))
+    start = len(start_tokens(tokenizer))
     return _cut((text[start:].tolist() for text in texts), data, tokenizer)
 
 
@@ -100,7 +111,7 @@ def _cut(token_lists: Iterable[list[int]], data: Data, tokenizer: PreTrainedToke
     make = _packed_rows if data.packing == "packed" else _document_rows
     rows = make(filter(None, token_lists), data, tokenizer)
     found = sum(row.numel() for row in rows)
-    source = "what the model wrote" if data.source == SELF else data.source
+    source = "what the model made of the prompts" if data.source == SELF else data.source
     if not rows:
         raise RotationZooError(
             f"{source} is too short for a row of {data.length} tokens",
@@ -109,7 +120,7 @@ def _cut(token_lists: Iterable[list[int]], data: Data, tokenizer: PreTrainedToke
     note = None
     if found < data.tokens:
         whole = data.packing == "packed" and len(rows) == data.tokens // data.length
-        reason = f"whole rows of {data.length}" if whole else f"all that {source} gives"
+        reason = f"whole rows of {data.length}" if whole else f"all of {source}"
         note = f"{found:,} tokens instead of {data.tokens:,}: {reason}"
     return Corpus(rows, _fingerprint(rows), note)
 
@@ -124,7 +135,7 @@ def _fingerprint(rows: list[torch.Tensor]) -> str:
 def _packed_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
     """Rows of exactly `length`, documents one after the other. Where the tokenizer starts every text with some tokens, each
     row starts with them too, as each request does."""
-    start = _start_tokens(tokenizer)
+    start = start_tokens(tokenizer)
     body = data.length - len(start)
     stream = (token for document in documents for token in document)
     rows: list[torch.Tensor] = []
@@ -135,7 +146,7 @@ def _packed_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTrain
 
 def _document_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
     """One row a document, its first `length` tokens, until `tokens` are reached."""
-    start, left = _start_tokens(tokenizer), data.tokens
+    start, left = start_tokens(tokenizer), data.tokens
     rows: list[torch.Tensor] = []
     for document in documents:
         row = [*start, *document][: min(data.length, left)]
@@ -147,7 +158,7 @@ def _document_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTra
     return rows
 
 
-def _start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before every text."""
     plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     return full[: full.index(plain[0])] if plain and plain[0] in full else []
@@ -168,7 +179,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data
         with _reading(f"a chat of {data.source} does not fit the model's chat template"):
             document = str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=answer))
         # Rows get their start tokens when they are cut.
-        document = document.removeprefix(str(tokenizer.decode(_start_tokens(tokenizer))))
+        document = document.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))
     # Rows are cut to length later, so the tokenizer's warning about long texts does not apply.
     with _reading(f"a text of {data.source} cannot be tokenized"):
         return [*tokenizer(document, add_special_tokens=False, verbose=False).input_ids, *end]

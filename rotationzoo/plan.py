@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -96,10 +96,10 @@ def plan(job: Job) -> Plan:
     peak = rotations
     if job.recipe.needs_statistics:
         loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
-        # What a model writes is held in a cache before, and what a search reads after the activations are gone.
-        cache = _written_bytes(job, geometry or [], 4 if job.torch_dtype == torch.float32 else 2)
-        samples = min(HELD, _search_bytes(job.recipe, geometry or []))
-        peak += loaded + 2 * statistics + max(_activation_bytes(job, model, geometry or []), cache, samples)
+        activations = _activation_bytes(job, model, geometry or [])
+        writing = _cache_bytes(job, geometry or [], 4 if job.torch_dtype == torch.float32 else 2)
+        searching = _search_bytes(job.recipe, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
+        peak += loaded + 2 * statistics + max(activations, writing, searching)
     return Plan(source, config, geometry, None, weights, rotations + statistics, peak)
 
 
@@ -183,7 +183,7 @@ def _rotation_bytes(recipe: Recipe, geometry: Geometry) -> int:
     return sum(4 * h * (layer.key_dim**2 + layer.value_dim**2) for h, layer in zip(heads, layers, strict=True))
 
 
-def _written_bytes(job: Job, geometry: Geometry, item: int) -> int:
+def _cache_bytes(job: Job, geometry: Geometry, item: int) -> int:
     """The key/value cache of a batch that the model writes."""
     if job.recipe.data.source != SELF:
         return 0
@@ -197,7 +197,8 @@ def _search_bytes(recipe: Recipe, geometry: Geometry) -> int:
     length, rows = recipe.data.length, recipe.data.tokens // recipe.data.length
     held_out = min(recipe.search.texts, rows // 3)
     judged, taught = [length] * held_out, [length] * (rows - held_out)
-    return sum(size_of(geometry, layer, recipe.search, judged, taught) for layer in cached_layers(geometry))
+    sizes = [size_of(geometry, layer, recipe.search, judged, taught) for layer in cached_layers(geometry)]
+    return max(max(sizes, default=0), min(HELD, sum(sizes)))
 
 
 def _activation_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> int:

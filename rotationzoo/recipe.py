@@ -26,8 +26,8 @@ class Data(_Frozen):
     prompts: str = "bundled"
     """Of `self`: where the prompts are, as `source`. Chats end where it is the model's turn."""
     prompt_tokens: Annotated[int, Field(gt=0)] = 256
-    """Of `self`: so many first tokens of each `length` of a text are given. A chat is given whole, or left out if
-    longer than half a row."""
+    """Of `self`: so many first tokens of each `length` of a text are given. Chats are given whole, but for those that are
+    longer than this and than half a row, which are left out."""
     subset: str | None = None
     """The data set's configuration."""
     split: str = "train"
@@ -39,7 +39,16 @@ class Data(_Frozen):
     length: Annotated[int, Field(gt=1)] = 2048
     """Tokens a row."""
     seed: int = 0
-    """Order of the documents."""
+    """Order of the documents; of `self` also what is drawn."""
+
+    @field_validator("prompts")
+    @classmethod
+    def _prompts_of_self(cls, value: str, others: ValidationInfo) -> str:
+        if value == "self":
+            raise ValueError("a model needs something to go on from")
+        if value != "bundled" and others.data.get("source") != "self":
+            raise ValueError("is for text that the model writes itself: --data self, or data.source = self")
+        return value
 
 
 class Search(_Frozen):

@@ -1,13 +1,17 @@
 """Text that a model writes itself, and calibration on it."""
 
 import json
+from dataclasses import replace
 
+import architectures
 import pytest
 import torch
 import transformers
 from conftest import DATA, save_tiny
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from rotationzoo import calibrate as jobs
 from rotationzoo import corpus, generate, models
 from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import RotationZooError
@@ -44,34 +48,59 @@ def chats(tmp_path):
     return path
 
 
+def write(model, prompts, length, tokens, batch, sampled=GREEDY, **changes):
+    return generate.write(model, prompts, length, tokens, batch, sampled, [0], **changes)
+
+
 def job(model, folder, data=SELF, **changes) -> Job:
     return Job(model=str(model), recipe=Recipe(data=data), output=folder / "out", device="cpu", batch=2, **changes)
 
 
-def test_every_token_is_the_models_own_choice(model):
+FAMILIES = [name for name in architectures.NAMES if architectures.EXPECTED[name].refusal is None]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_token_is_the_models_own_choice(name):
     """Of prompts of unequal lengths, continued together: what a pass over the whole text would choose next."""
-    texts = generate.write(model, PROMPTS, 20, 1000, 3, GREEDY)
+    model = architectures.build(name)
+    texts = write(model, PROMPTS, 20, 1000, 3)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         assert torch.equal(text[: len(prompt)], prompt)
         chosen = model(input_ids=text[None]).logits[0].argmax(-1)
         assert torch.equal(text[len(prompt) :], chosen[len(prompt) - 1 : -1])
-        assert len(text) == 20 or text[-1] == 0
+        assert text[-1] == 0 or len(text) >= 14 + len(prompt)
 
 
-def test_it_stops_where_the_model_ends(model, monkeypatch):
-    plain = generate.write(model, PROMPTS, 20, 1000, 3, GREEDY)
+def test_padding_that_a_model_does_not_bear_is_noticed(model, monkeypatch):
+    assert generate._bears_padding(model, PROMPTS[1])
+    plain = model.forward
+    monkeypatch.setattr(model, "forward", lambda attention_mask=None, **options: plain(**options))
+    assert not generate._bears_padding(model, PROMPTS[1])
+
+
+def test_it_stops_where_the_model_ends(model):
+    plain = write(model, PROMPTS, 20, 1000, 3)
     end = int(plain[1][12])
-    monkeypatch.setattr(model.generation_config, "eos_token_id", [end, 0])
-    for prompt, before, text in zip(PROMPTS, plain, generate.write(model, PROMPTS, 20, 1000, 3, GREEDY), strict=True):
+    for prompt, before, text in zip(PROMPTS, plain, generate.write(model, PROMPTS, 20, 1000, 3, GREEDY, [end, 0]), strict=True):
         new = before[len(prompt) :].tolist()
         last = new.index(end) + 1 if end in new else len(new)
         assert text.tolist() == [*prompt.tolist(), *new[:last]]
 
 
+def test_end_tokens_are_looked_for_where_makers_put_them(tiny, tokenizer):
+    model = models.load(find(str(tiny)), models.load_config(find(str(tiny))), "cpu", torch.float32)
+    model.generation_config.eos_token_id = [5, 6]
+    assert generate.end_tokens(model, tokenizer) == [5, 6]
+    model.generation_config.eos_token_id = None
+    assert generate.end_tokens(model, tokenizer) == [0] == [model.config.eos_token_id]
+    model.config.eos_token_id = None
+    assert generate.end_tokens(model, tokenizer) == [tokenizer.eos_token_id]
+
+
 def test_it_draws_from_the_models_predictions(model):
     """Of 2,000 first tokens, as many are of the 400 likeliest as the model says, within five standard errors."""
     prompt = torch.tensor([5, 6, 7])
-    drawn = torch.stack([text[3] for text in generate.write(model, [prompt] * 2000, 4, 8000, 2000, BARE)])
+    drawn = torch.stack([text[3] for text in write(model, [prompt] * 2000, 4, 8000, 2000, BARE)])
     expected = model(input_ids=prompt[None]).logits[0, -1].softmax(-1)
     likely = expected.topk(400).indices
     share, found = expected[likely].sum().item(), torch.isin(drawn, likely).double().mean().item()
@@ -82,15 +111,31 @@ def test_it_draws_from_the_models_predictions(model):
 def test_a_seed_gives_the_same_text_and_leaves_the_users_own_draws_alone(model):
     torch.manual_seed(3)
     state = torch.random.get_rng_state()
-    one, two, other = (generate.write(model, PROMPTS, 20, 1000, 2, BARE, seed=seed) for seed in (0, 0, 1))
+    one, two, other = (write(model, PROMPTS, 20, 1000, 2, BARE, seed=seed) for seed in (0, 0, 1))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_no_more_is_written_than_asked_for(model):
-    assert len(generate.write(model, PROMPTS, 20, 1, 1, BARE)) == 1
-    assert len(generate.write(model, PROMPTS, 20, 30, 1, GREEDY)) == 2
+    assert len(write(model, PROMPTS, 20, 1, 1, BARE)) == 1
+    assert len(write(model, PROMPTS, 20, 30, 1)) == 2
+    assert len(write(model, PROMPTS, 20, 30, 1, start=6)) == 3, "what rows begin with anyway does not count"
+
+
+def test_settings_of_the_makers_that_would_be_in_the_way(model, monkeypatch):
+    plain = write(model, PROMPTS, 20, 1000, 3)
+    odd = {"return_dict_in_generate": True, "num_beams": 2, "max_time": 1e-9, "stop_strings": ["a"], "max_length": 5}
+    for name, value in odd.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    assert all(torch.equal(a, b) for a, b in zip(plain, write(model, PROMPTS, 20, 1000, 3), strict=True))
+
+
+def test_predictions_that_are_not_finite(tiny):
+    model = models.load(find(str(tiny)), models.load_config(find(str(tiny))), "cpu", torch.float32)
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(RotationZooError, match="predictions are not finite"):
+        write(model, PROMPTS, 20, 1000, 3)
 
 
 def test_the_makers_settings_are_used(tmp_path):
@@ -107,17 +152,19 @@ def test_prompts_are_spread_over_the_texts(tokenizer):
     pieces = {tuple(ids[at : at + 16]) for ids in tokenizer(texts).input_ids for at in range(0, len(ids), SELF.length)}
     assert all(tuple(row.tolist()) in pieces for row in found.rows)
     assert len({tuple(row.tolist()) for row in found.rows}) > 50
-    assert SELF.tokens <= found.tokens < 4 * SELF.tokens, "no more than could be used"
+    assert SELF.tokens <= found.tokens < SELF.tokens + 16, "no more than could be used"
 
 
 def test_chats_end_where_it_is_the_models_turn(chats, tokenizer):
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     tokenizer.chat_template = template
-    rows = corpus.prompts(SELF.model_copy(update={"prompts": str(chats)}), tokenizer).rows
-    found = {tokenizer.decode(row) for row in rows}
+    whole = corpus.prompts(SELF.model_copy(update={"prompts": str(chats)}), tokenizer)
+    found = {tokenizer.decode(row) for row in whole.rows}
     assert found == {"u:first\na:", "u:first\na:second\nu:third\na:"}
-    short = SELF.model_copy(update={"prompts": str(chats), "length": 20, "prompt_tokens": 8})
-    assert {tokenizer.decode(row) for row in corpus.prompts(short, tokenizer).rows} == {"u:first\na:"}, "others fill half a row"
+    assert whole.note is None
+    short = corpus.prompts(SELF.model_copy(update={"prompts": str(chats), "length": 20, "prompt_tokens": 8}), tokenizer)
+    assert {tokenizer.decode(row) for row in short.rows} == {"u:first\na:"}
+    assert short.note == "4 of 8 chats left out: longer than half a row"
 
 
 def test_a_start_token_is_given_and_not_doubled(tokenizer):
@@ -156,13 +203,38 @@ def test_a_stopped_job_goes_on_with_what_was_written(stop, tiny, tmp_path):
     assert [path.name for path in stopped.output.parent.iterdir()] == ["out"]
 
 
+def test_text_outlives_a_job_that_ran_out_of_memory(tiny, tmp_path, monkeypatch):
+    """The next command is the one that its hint asks for: with another batch."""
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "collect", lambda *words: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        with pytest.raises(RotationZooError, match="does not fit the device's memory"):
+            calibrate(job(tiny, tmp_path))
+    monkeypatch.setattr(generate, "_go_on", None)
+    calibrate(replace(job(tiny, tmp_path), batch=1))
+
+
+def test_sums_are_never_joined_to_another_text(tiny, tmp_path):
+    def interrupt(stage, done, total):
+        if stage == "calibrating" and done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(job(tiny, tmp_path), interrupt)
+    path = tmp_path / "out.checkpoint.text.safetensors"
+    with safe_open(path, "pt") as file:
+        told = file.metadata()
+    save_file({name: text.flip(0) for name, text in load_file(path).items()}, path, told)
+    with pytest.raises(RotationZooError, match="of another job: written differ"):
+        calibrate(job(tiny, tmp_path))
+
+
 def test_the_artifact_says_whose_text_it_was(tiny, tmp_path):
     made = calibrate(job(tiny, tmp_path))
     said = made.manifest["calibration"]
-    assert said["source"], said["prompts"] == ("self", "bundled")
+    assert (said["source"], said["prompts"]) == ("self", "bundled")
     assert said["tokens"] == 1024
     assert said["prompts_fingerprint"] == made.manifest["identity"]["text"] != said["fingerprint"]
-    assert "1,024 tokens of the model's own, continuing prompts of `bundled`" in (made.folder / "README.md").read_text()
+    assert "1,024 tokens of prompts of `bundled` and of what the model made of them" in (made.folder / "README.md").read_text()
     assert calibrate(job(tiny, tmp_path)).manifest["run"] == made.manifest["run"], "done already"
 
 
@@ -205,6 +277,9 @@ def test_prompts_are_for_text_of_the_models_own(inside):
     result = inside("calibrate", "demo", "--prompts", "questions.jsonl")
     assert result.returncode == 2
     assert "--data self" in result.stderr
+    result = inside("calibrate", "demo", "--data", "self", "--prompts", "self")
+    assert result.returncode == 2
+    assert "needs something to go on from" in result.stderr
 
 
 def test_only_a_calibration_writes(inside):
@@ -213,10 +288,19 @@ def test_only_a_calibration_writes(inside):
     assert "writes text of its own only where it is calibrated" in result.stderr
 
 
-def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path):
-    changes = {"data": SELF, "sink": 2, "recent": 4}
-    search = PRESETS["best"].search.model_copy(update={"steps": 2, "queries": 4, "texts": 2})
-    recipe = PRESETS["best"].model_copy(update={**changes, "search": search})
-    made = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu", batch=4))
-    assert made.manifest["search"]["model"]["kept"] in ("own", "keys", "values", "both")
-    assert made.manifest["calibration"]["source"] == "self"
+def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
+    rows: list[torch.Tensor] = []
+
+    def see(model, geometry, statistics, own, fitted, held_out, *others):
+        rows.extend([*fitted, *held_out])
+        return own, {"layers": {}, "model": {side: {"clip": 0.9} for side in ("key", "value")}}
+
+    monkeypatch.setattr(jobs, "search", see)
+    recipe = PRESETS["best"].model_copy(update={"data": SELF})
+    made = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu", batch=2))
+    source = find(str(tiny))
+    model, tokenizer = models.load(source, models.load_config(source), "cpu", torch.float32), models.load_tokenizer(source)
+    ends = generate.end_tokens(model, tokenizer)
+    texts = generate.write(model, corpus.prompts(SELF, tokenizer).rows, 128, 1024, 2, generate.sampling(source), ends)
+    assert all(torch.equal(a, b) for a, b in zip(rows, corpus.written(texts, SELF, tokenizer).rows, strict=True))
+    assert made.manifest["calibration"]["rows"] == len(rows) == 8
