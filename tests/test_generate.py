@@ -251,7 +251,7 @@ def test_the_settings_of_sampling_are_part_of_the_job(tiny, tmp_path):
 
 def test_another_jobs_text_is_refused(tiny, tmp_path):
     save_file(
-        {"0": torch.zeros(3, dtype=torch.long)}, tmp_path / "out.checkpoint.text.safetensors", {"identity": "{}", "done": "1"}
+        {"0": torch.zeros(3, dtype=torch.long)}, tmp_path / "out.checkpoint.text.safetensors", {"identity": "{}", "texts": "1"}
     )
     with pytest.raises(RotationZooError, match="of another job"):
         calibrate(job(tiny, tmp_path))
