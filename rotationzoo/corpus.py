@@ -189,7 +189,7 @@ def _documents(data: Data) -> Iterator[Document]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     suffix = path.suffix.lower()
     if suffix in _FILES and not path.is_file():
-        raise RotationZooError(f"there is no file {data.source}", hint="check the path given with --data, or with --prompts")
+        raise RotationZooError(f"there is no file {data.source}", hint="check the path given with --data")
     if path.exists() and suffix not in _FILES:
         raise RotationZooError(
             f"{data.source} is neither of {', '.join(_FILES)}", hint="rename it, or give a data set id of the hub with --data"

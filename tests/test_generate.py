@@ -274,7 +274,10 @@ def test_another_jobs_text_is_refused(tiny, tmp_path):
     ("words", "sentence"),
     [
         (["--length", "256"], "prompts of 256 tokens leave nothing to write in rows of 256"),
-        (["--length", "512", "--prompts", "absent.jsonl"], "there is no file absent.jsonl"),
+        (
+            ["--length", "512", "--prompts", "absent.jsonl"],
+            "there is no file absent.jsonl\nHint: check the path given with --prompts",
+        ),
         (["--recipe", "best", "--length", "512", "--tokens", "1024"], "2 rows are too few to choose on"),
     ],
 )
