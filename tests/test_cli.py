@@ -139,6 +139,7 @@ def start(command, *words) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "rotationzoo", "calibrate", "demo", *words],
         cwd=command.folder, env=command.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background of a shell ignores it
     )  # fmt: skip
 
 
