@@ -18,15 +18,14 @@ from rotationzoo.artifact import Artifact
 from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
-from rotationzoo.corpus import SELF, Corpus
+from rotationzoo.corpus import Corpus
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import check_recipe, fit
 from rotationzoo.generate import end_tokens, sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
-from rotationzoo.recipe import Recipe
-from rotationzoo.recipe import digest as recipe_digest
+from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotation import orthogonality_error
 from rotationzoo.search import search
 from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
@@ -165,7 +164,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
         if recipe.data.source == SELF:
             text = _written(job, known.source, model, text, checkpoint, progress)
             checkpoint = Checkpoint(checkpoint.path, checkpoint.identity | {"written": text.fingerprint})
-        held_out = [] if recipe.search is None else text.rows[-min(recipe.search.texts, len(text.rows) // 3) :]
+        held_out = [] if recipe.search is None else text.rows[-recipe.search.held_out(len(text.rows)) :]
         fitted = replace(text, rows=text.rows[: len(text.rows) - len(held_out)])
         statistics = collect(model, geometry, fitted.batches(job.batch), recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
@@ -202,7 +201,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     if job.recipe.data.source == SELF:
         shared["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling(source).items())
         shared["generation_config"] = settings_hash(source)
-        shared["data"] = recipe_digest(job.recipe.data.model_dump())
+        shared["data"] = digest(job.recipe.data.model_dump())
     return shared | {
         "weights": weights_fingerprint(source),
         "text": text.fingerprint,

@@ -6,9 +6,8 @@ import yaml
 
 from rotationzoo import int2
 from rotationzoo.artifact import clip_ratios
-from rotationzoo.corpus import SELF
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import SELF, Recipe
 
 CONTEXT = 131072  # tokens at which bits per element are stated
 

@@ -14,9 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, first_sentence
-from rotationzoo.recipe import Data
+from rotationzoo.recipe import SELF, Data
 
-SELF = "self"
 BUNDLED = Path(__file__).parent / "data" / "demo" / "calibration.jsonl"
 HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 _CHARACTERS_A_TOKEN = 40  # documents are mixed among about ten times the text that is used

@@ -1,6 +1,5 @@
 """Text that the model writes itself: prompts, and what it makes of them token by token, as a server would."""
 
-import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -8,11 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.artifact import digest
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError
 from rotationzoo.models import input_device
+from rotationzoo.recipe import digest
 from rotationzoo.source import Source, read_json
 
 _SETTINGS = "generation_config.json"
@@ -32,10 +31,10 @@ def sampling(source: Source) -> dict[str, Any]:
 
 
 def settings_hash(source: Source) -> str:
-    """sha256 of all that the makers say of generation: penalties and end tokens decide what is written, too."""
+    """Of all that the makers say of generation: penalties and end tokens decide what is written, too."""
     theirs = read_json(source.folder / _SETTINGS)
     theirs.pop("transformers_version", None)
-    return digest(json.dumps(theirs, sort_keys=True).encode())
+    return digest(theirs)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -10,11 +10,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo import artifact, checkpoint, models
 from rotationzoo.artifact import Artifact
-from rotationzoo.corpus import SELF
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe
 from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.sample import HELD, size_of
 from rotationzoo.source import Source, find
 
@@ -97,7 +96,7 @@ def plan(job: Job) -> Plan:
     if job.recipe.needs_statistics:
         loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
         activations = _activation_bytes(job, model, geometry or [])
-        writing = _cache_bytes(job, geometry or [], 4 if job.torch_dtype == torch.float32 else 2)
+        writing = _cache_bytes(job, geometry or [])
         searching = _search_bytes(job.recipe, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
         peak += loaded + 2 * statistics + max(activations, writing, searching)
     return Plan(source, config, geometry, None, weights, rotations + statistics, peak)
@@ -183,19 +182,19 @@ def _rotation_bytes(recipe: Recipe, geometry: Geometry) -> int:
     return sum(4 * h * (layer.key_dim**2 + layer.value_dim**2) for h, layer in zip(heads, layers, strict=True))
 
 
-def _cache_bytes(job: Job, geometry: Geometry, item: int) -> int:
+def _cache_bytes(job: Job, geometry: Geometry) -> int:
     """The key/value cache of a batch that the model writes."""
     if job.recipe.data.source != SELF:
         return 0
     width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in cached_layers(geometry))
-    return job.batch * job.recipe.data.length * width * item
+    return job.batch * job.recipe.data.length * width * _item(job)
 
 
 def _search_bytes(recipe: Recipe, geometry: Geometry) -> int:
     if recipe.search is None:
         return 0
     length, rows = recipe.data.length, recipe.data.tokens // recipe.data.length
-    held_out = min(recipe.search.texts, rows // 3)
+    held_out = recipe.search.held_out(rows)
     judged, taught = [length] * held_out, [length] * (rows - held_out)
     sizes = [size_of(geometry, layer, recipe.search, judged, taught) for layer in cached_layers(geometry)]
     return max(max(sizes, default=0), min(HELD, sum(sizes)))
@@ -206,7 +205,7 @@ def _activation_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> i
     under eager attention, the scores; plus the libraries themselves, whose memory counts on a CPU."""
     text = model.config.get_text_config(decoder=True)
     length, tokens = job.recipe.data.length, job.recipe.data.length * job.batch
-    item = 4 if job.torch_dtype == torch.float32 else 2
+    item = _item(job)
     widest = max((layer.query_heads * (layer.key_dim + layer.value_dim) for layer in geometry), default=0)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     projections = 3 * tokens * item * max(widest, inner if isinstance(inner, int) else max(inner))
@@ -214,3 +213,8 @@ def _activation_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> i
     scores = 3 * 4 * tokens * length * heads if text._attn_implementation == "eager" else 0
     libraries = 400_000_000 if job.torch_device == "cpu" else 0
     return 4 * tokens * text.hidden_size * item + projections + 2 * 8 * length * widest + scores + libraries
+
+
+def _item(job: Job) -> int:
+    """Bytes of an activation."""
+    return 4 if job.torch_dtype == torch.float32 else 2

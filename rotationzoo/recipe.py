@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.rotation import COMPOSITIONS, GIVEN, needs_statistics
 
+SELF = "self"  # text that the model writes itself, as `Data.source`
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -44,9 +46,9 @@ class Data(_Frozen):
     @field_validator("prompts")
     @classmethod
     def _prompts_of_self(cls, value: str, others: ValidationInfo) -> str:
-        if value == "self":
+        if value == SELF:
             raise ValueError("a model needs something to go on from")
-        if value != "bundled" and others.data.get("source") != "self":
+        if value != "bundled" and others.data.get("source") != SELF:
             raise ValueError("is for text that the model writes itself: --data self, or data.source = self")
         return value
 
@@ -66,6 +68,10 @@ class Search(_Frozen):
     """Of Adam, on the entries of the skew-symmetric matrix that turns a rotation."""
     format: Literal["sglang", "vllm", "mlx"] = "sglang"
     """The engine's 2-bit format that everything is tried in."""
+
+    def held_out(self, rows: int) -> int:
+        """How many of so many rows are held out for choosing."""
+        return min(self.texts, rows // 3)
 
 
 class Recipe(_Frozen):

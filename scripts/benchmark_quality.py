@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.calibrate import calibrate
-from rotationzoo.corpus import SELF
 from rotationzoo.evaluate import Evaluation, evaluate
 from rotationzoo.plan import Job
-from rotationzoo.recipe import PRESETS, Data, Recipe, Search
+from rotationzoo.recipe import PRESETS, SELF, Data, Recipe, Search
 from rotationzoo.tally import paired_difference
 
 BEST, UNCENTERED, OSCAR = PRESETS["best"], PRESETS["best-uncentered"], PRESETS["oscar"]
