@@ -132,14 +132,15 @@ class Chooser:
     ) -> tuple[list[Side], list[list[float]]]:
         """Learned rotations from several starts at once, with the curve of their losses."""
         assert self.rows is not None
+        matrix = torch.stack([start.matrix for start in starts])
+        clip = self._clip(side, matrix).unsqueeze(-1)
 
-        def back(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-            return self._back(side, rows, matrix)
+        def codec(rotated: torch.Tensor) -> torch.Tensor:
+            return straight_through(rotated, clip, self.recipe.group_size, self.form)
 
-        rows, matrix = self.rows[0 if side == "key" else 1], torch.stack([start.matrix for start in starts])
-        learned, curve = learn(
-            rows, metric, matrix, back, self.settings.steps, self.settings.rate, seed=self.recipe.seed, deadline=deadline
-        )
+        rows = self.rows[0 if side == "key" else 1] - self.mean[side][:, None]
+        settings, seed = self.settings, self.recipe.seed
+        learned, curve = learn(rows, metric, matrix, codec, settings.steps, settings.rate, seed=seed, deadline=deadline)
         scores = self._scores(side, learned, score)
         found = [
             Side(one, [name + _LEARNED for name in start.names], its)
@@ -149,9 +150,13 @@ class Chooser:
 
     def _back(self, side: str, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """Rows `[1, H, T, D]` as they come back from S caches."""
+        clip = self._clip(side, matrix)
+        return stored(rows, matrix, self.mean[side], clip, self.recipe.group_size, self.form)
+
+    def _clip(self, side: str, matrix: torch.Tensor) -> torch.Tensor:
+        """The recipe's clip ratio of each of `[S, H]`."""
         ratio = self.recipe.key_clip if side == "key" else self.recipe.value_clip
-        clip = torch.full(matrix.shape[:2], ratio, dtype=torch.float64)
-        return stored(rows, matrix, self.mean[side], clip, self.recipe.group_size, self.form, straight_through)
+        return torch.full(matrix.shape[:2], ratio, dtype=torch.float64)
 
     @torch.no_grad()
     def _scores(self, side: str, matrix: torch.Tensor, score: Score) -> torch.Tensor:

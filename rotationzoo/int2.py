@@ -71,7 +71,11 @@ def quantize(
     else:
         ratio = clip.unsqueeze(-1) if isinstance(clip, torch.Tensor) else clip
         threshold = clip_threshold(groups, ratio, format.interpolated)[..., None]
-    groups = torch.clamp(groups, -threshold, threshold)
+    return encode(torch.clamp(groups, -threshold, threshold), format)
+
+
+def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
+    """Groups `[..., D / group, group]` float32, already clamped, -> codes with their scales and offsets."""
     scale, offset = _metadata(groups.amin(-1), groups.amax(-1), format)
     s, o = scale.float().unsqueeze(-1), offset.float().unsqueeze(-1)
     steps = groups / s + o if format.offset == "zero" else (groups - o) / s

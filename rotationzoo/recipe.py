@@ -153,8 +153,8 @@ class Recipe(_Frozen):
 PRESETS = {
     "oscar": Recipe(),
     "oscar-v1": Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
-    "best": Recipe(name="best", center_keys=True, key_clip=0.9, search=Search(), data=Data(tokens=131072)),
-    "best-uncentered": Recipe(name="best-uncentered", key_clip=0.9, search=Search(), data=Data(tokens=131072)),
+    "best": Recipe(name="best", center_keys=True, key_clip=0.9, search=Search(), data=Data(tokens=262144)),
+    "best-uncentered": Recipe(name="best-uncentered", key_clip=0.9, search=Search(), data=Data(tokens=262144)),
     "hadamard": Recipe(name="hadamard", composition="hadamard"),
     "identity": Recipe(name="identity", composition="identity"),
     "random": Recipe(name="random", composition="random"),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,24 +14,47 @@ def straight_through(rows: torch.Tensor, clip: torch.Tensor, group_size: int | N
 
     Scale and threshold are part of that gradient: a smaller range is what makes a rotation better.
     """
-    with torch.no_grad():
-        exact = int2.round_trip(rows, clip, group_size, form)
-    if not rows.requires_grad:
-        return exact
     groups = rows.unflatten(-1, (-1, group_size or rows.shape[-1]))
     if form.clip_scope == "row":
         threshold = int2.clip_threshold(rows, clip, form.interpolated)[..., None, None]
     else:
         threshold = int2.clip_threshold(groups, clip.unsqueeze(-1), form.interpolated)[..., None]
-    clamped = torch.maximum(torch.minimum(groups, threshold), -threshold)
-    low, high = clamped.amin(-1, keepdim=True), clamped.amax(-1, keepdim=True)
-    scale = (high - low).clamp(min=1e-8) / 3
-    steps = (clamped - low) / scale
-    codes = steps + ((steps + 0.5).trunc().clamp(0, 3) - steps).detach()
-    smooth = (codes * scale + low).flatten(-2)
-    return smooth + (exact - smooth).detach()
+    return _Rounded.apply(groups, threshold, form).flatten(-2)
 
 
+class _Rounded(torch.autograd.Function):
+    """Clamped groups through the codec: `code * (high - low) / 3 + low`, where a code's derivative is that of its exact value.
+
+    The derivative along an entry is then 1, and that along the range the rounding error in units of the range. Written out,
+    since this is most of the time that learning takes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, groups: torch.Tensor, threshold: torch.Tensor, form: int2.Format) -> torch.Tensor:
+        clamped = torch.clamp(groups, -threshold, threshold)
+        quantized = int2.encode(clamped, form)
+        exact = int2.dequantize(quantized, form).view_as(groups)
+        (low, lowest), (high, highest) = clamped.min(-1, keepdim=True), clamped.max(-1, keepdim=True)
+        rounding = (exact - clamped) / (high - low).clamp(min=_SMALLEST_RANGE)
+        ctx.save_for_backward(groups, threshold, rounding, low, lowest, high, highest)
+        return exact
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        groups, threshold, rounding, low, lowest, high, highest = ctx.saved_tensors
+        (gradient,) = gradients
+        by_range = (gradient * rounding).sum(-1, keepdim=True)
+        # An entry beyond the threshold, and a range that ends there, move with the threshold.
+        sign = (groups > threshold).float() - (groups < -threshold).float()
+        above, below = high == threshold, low == -threshold
+        by_threshold = (gradient * sign).sum(-1, keepdim=True) + by_range * (above.float() + below.float())
+        by_entry = gradient * (sign == 0)
+        by_entry.scatter_add_(-1, highest, by_range.masked_fill(above, 0))
+        by_entry.scatter_add_(-1, lowest, -by_range.masked_fill(below, 0))
+        return by_entry, by_threshold.sum_to_size(threshold.shape), None
+
+
+_SMALLEST_RANGE = 1e-8  # as the codec's
 _LEAST = 1e-9  # of the metric's trace, so that a metric of low rank has a root
 
 
@@ -38,16 +62,16 @@ def learn(
     rows: torch.Tensor,
     metric: torch.Tensor,
     start: torch.Tensor,
-    back: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    codec: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
     rate: float,
-    tokens: int = 1024,
+    tokens: int = 4096,
     seed: int = 0,
     deadline: float | None = None,
 ) -> tuple[torch.Tensor, list[list[float]]]:
     """Rotations `[S, H, D, D]` float32 that lower `E[e M e^T]`, e the error of a stored row, and the S losses by step.
 
-    `rows` are `[H, N, D]`, `metric` M `[H, D, D]` is how errors count, `back` maps rows and rotations to rows as they come
+    `rows` are `[H, N, D]`, `metric` M `[H, D, D]` is how errors count, `codec` maps rotated rows `[S, H, T, D]` to what comes
     back. Every step multiplies by the Cayley transform `(I - A/2)^-1 (I + A/2)` of a skew-symmetric A: Adam's step, with a
     cosine rate, on `tokens` random rows. Losses are relative to the rows' own energy. `deadline` (`time.monotonic()`) ends it
     early, before the first step if it has passed. Re-orthogonalised in float64 by the polar decomposition.
@@ -69,8 +93,8 @@ def learn(
     for _ in range(steps):
         if deadline is not None and time.monotonic() > deadline:
             break
-        some = rows[:, torch.randint(rows.shape[1], (tokens,), generator=draw).to(rows.device)]
-        loss = ((back(some[None], matrix) - some) @ root).square().sum(-1).mean(-1) / energy
+        rotated = rows[:, torch.randint(rows.shape[1], (tokens,), generator=draw).to(rows.device)] @ matrix
+        loss = ((codec(rotated) - rotated) @ (matrix.mT @ root)).square().sum(-1).mean(-1) / energy
         (gradient,) = torch.autograd.grad(loss.sum(), matrix)
         with torch.no_grad():
             along = matrix.mT @ gradient

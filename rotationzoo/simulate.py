@@ -67,17 +67,15 @@ def stored(
     clip: torch.Tensor,
     group_size: int | None,
     form: int2.Format,
-    codec: Callable[..., torch.Tensor] = int2.round_trip,
 ) -> torch.Tensor:
     """Rows `[B, H, T, D]` as they come back from the cache, in their own frame.
 
-    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B; `codec` has the arguments
-    of `int2.round_trip`.
+    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B.
 
     A server never adds the mean of keys, which a softmax ignores, and adds that of values once, to what attention gives.
     """
     rotated = (rows - mean[:, None]) @ matrix
-    return codec(rotated, clip[..., None], group_size, form) @ matrix.mT + mean[:, None]
+    return int2.round_trip(rotated, clip[..., None], group_size, form) @ matrix.mT + mean[:, None]
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]

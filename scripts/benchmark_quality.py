@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--tokens", type=int, default=262144)
     parser.add_argument("--arms", default=";".join(ARMS))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     options = parser.parse_args()
