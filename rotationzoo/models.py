@@ -99,7 +99,7 @@ def load(
                 source.folder, dtype=dtype, output_loading_info=True, **options
             )
     except ModelUnavailable as error:
-        if isinstance(error.__cause__, torch.OutOfMemoryError):
+        if _is_out_of_memory(error.__cause__):
             raise ModelUnavailable(
                 f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
             ) from error
@@ -154,12 +154,18 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         with as_unavailable(f"{model} fails when it runs"):
             yield
     except ModelUnavailable as error:
-        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+        if not _is_out_of_memory(error.__cause__):
             raise
         smaller = f"--batch {batch // 2}" if batch > 1 else "--device-map auto, or a shorter --length"
         raise RotationZooError(
             f"a batch of {batch} rows of {length} tokens does not fit the device's memory", hint=f"add: {smaller}"
         ) from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    # On a full GPU CUDA's libraries fail in their own ways, before torch's allocator does.
+    said = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
 
 
 @dataclass(frozen=True)

@@ -215,10 +215,18 @@ def test_a_stopped_job_goes_on_with_what_was_written(stop, tiny, tmp_path):
     assert [path.name for path in stopped.output.parent.iterdir()] == ["out"]
 
 
-def test_text_outlives_a_job_that_ran_out_of_memory(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`."),
+    ],
+    ids=["torch", "cusolver"],
+)
+def test_text_outlives_a_job_that_ran_out_of_memory(error, tiny, tmp_path, monkeypatch):
     """The next command is the one that its hint asks for: with another batch."""
     with monkeypatch.context() as patch:
-        patch.setattr(jobs, "collect", lambda *words: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        patch.setattr(jobs, "collect", lambda *words: (_ for _ in ()).throw(error))
         with pytest.raises(RotationZooError, match="does not fit the device's memory"):
             calibrate(job(tiny, tmp_path))
     monkeypatch.setattr(generate, "_go_on", None)
