@@ -14,7 +14,8 @@ from rotationzoo.errors import RotationZooError
 
 LARGEST = 1e18
 """Rows must be finite and of at most this magnitude."""
-_SMALLEST_RANGE = 1e-8
+SMALLEST_RANGE = 1e-8
+"""A group's range counts as at least this."""
 _HALF_MAX, _HALF_TINY = 65504.0, 2.0**-24  # the largest and the smallest positive float16
 
 
@@ -66,11 +67,7 @@ def quantize(
     rows = rows.float()
     _check_values(rows)
     groups = rows.unflatten(-1, (-1, group))
-    if format.clip_scope == "row":
-        threshold = clip_threshold(rows, clip, format.interpolated)[..., None, None]
-    else:
-        ratio = clip.unsqueeze(-1) if isinstance(clip, torch.Tensor) else clip
-        threshold = clip_threshold(groups, ratio, format.interpolated)[..., None]
+    threshold = group_threshold(groups, clip, format)
     return encode(torch.clamp(groups, -threshold, threshold), format)
 
 
@@ -116,6 +113,14 @@ def clip_threshold(rows: torch.Tensor, ratio: float | torch.Tensor, interpolated
         above = _entry(largest, (dim - 2 - below).clamp(min=0))
         threshold = threshold + weight * (above - threshold)
     return threshold
+
+
+def group_threshold(groups: torch.Tensor, clip: float | torch.Tensor, format: Format) -> torch.Tensor:
+    """Where groups `[..., D / group, group]` are clamped, `[..., D / group or 1, 1]`; `clip` as in `quantize`."""
+    if format.clip_scope == "row":
+        return clip_threshold(groups.flatten(-2), clip, format.interpolated)[..., None, None]
+    ratio = clip.unsqueeze(-1) if isinstance(clip, torch.Tensor) else clip
+    return clip_threshold(groups, ratio, format.interpolated)[..., None]
 
 
 def pack(codes: torch.Tensor, packing: Literal["strided", "consecutive"]) -> torch.Tensor:
@@ -172,7 +177,7 @@ def _metadata(low: torch.Tensor, high: torch.Tensor, format: Format) -> tuple[to
     Division by three is by a tensor: torch multiplies by a rounded 1/3 on a GPU where the divisor is a Python number.
     """
     three = low.new_full((), 3.0)
-    scale = (high - low).clamp(min=_SMALLEST_RANGE) / three
+    scale = (high - low).clamp(min=SMALLEST_RANGE) / three
     if format.metadata == torch.float16:
         if format.offset == "zero":  # a zero beyond float16's integers would lose the codes
             scale = torch.maximum(scale, low.abs() / low.new_full((), 32768.0))

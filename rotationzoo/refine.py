@@ -15,11 +15,7 @@ def straight_through(rows: torch.Tensor, clip: torch.Tensor, group_size: int | N
     Scale and threshold are part of that gradient: a smaller range is what makes a rotation better.
     """
     groups = rows.unflatten(-1, (-1, group_size or rows.shape[-1]))
-    if form.clip_scope == "row":
-        threshold = int2.clip_threshold(rows, clip, form.interpolated)[..., None, None]
-    else:
-        threshold = int2.clip_threshold(groups, clip.unsqueeze(-1), form.interpolated)[..., None]
-    return _Rounded.apply(groups, threshold, form).flatten(-2)
+    return _Rounded.apply(groups, int2.group_threshold(groups, clip, form), form).flatten(-2)
 
 
 class _Rounded(torch.autograd.Function):
@@ -35,7 +31,7 @@ class _Rounded(torch.autograd.Function):
         quantized = int2.encode(clamped, form)
         exact = int2.dequantize(quantized, form).view_as(groups)
         (low, lowest), (high, highest) = clamped.min(-1, keepdim=True), clamped.max(-1, keepdim=True)
-        rounding = (exact - clamped) / (high - low).clamp(min=_SMALLEST_RANGE)
+        rounding = (exact - clamped) / (high - low).clamp(min=int2.SMALLEST_RANGE)
         ctx.save_for_backward(groups, threshold, rounding, low, lowest, high, highest)
         return exact
 
@@ -54,7 +50,6 @@ class _Rounded(torch.autograd.Function):
         return by_entry, by_threshold.sum_to_size(threshold.shape), None
 
 
-_SMALLEST_RANGE = 1e-8  # as the codec's
 _LEAST = 1e-9  # of the metric's trace, so that a metric of low rank has a root
 
 

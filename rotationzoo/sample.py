@@ -162,7 +162,12 @@ def stored_rows(
 
         with capture(model, keep):
             decoder(model)(input_ids=row[None].to(input_device(model)), use_cache=False)
-    return {layer: (torch.cat([k for k, _ in pairs], 1), torch.cat([v for _, v in pairs], 1)) for layer, pairs in found.items()}
+    joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for layer in list(found):  # one by one: all pieces and all of what they make would be twice the memory
+        keys, values = zip(*found.pop(layer), strict=True)
+        joined[layer] = torch.cat(keys, 1), torch.cat(values, 1)
+        del keys, values
+    return joined
 
 
 @torch.no_grad()
