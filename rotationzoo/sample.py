@@ -146,28 +146,34 @@ def take(
 
 @torch.no_grad()
 def stored_rows(
-    model: PreTrainedModel, rows: Iterable[torch.Tensor], sink: int, layers: set[int], count: int
+    model: PreTrainedModel, rows: Sequence[torch.Tensor], sink: int, layers: set[int], count: int
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values `[H, N, D]`, float32, of at most `count` tokens of each text `[T]`, drawn past its first `sink`."""
-    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
-    for number, row in enumerate(rows):
-        past = range(sink, len(row))
-        at = torch.tensor(_draw(number, past, count))
+    drawn = [torch.tensor(_draw(number, range(sink, len(row)), count)) for number, row in enumerate(rows)]
+    total, start = sum(map(len, drawn)), 0
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for row, at in zip(rows, drawn, strict=True):
+        here = slice(start, start := start + len(at))
 
         def keep(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, at: torch.Tensor = at
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, at: Any = at, here: slice = here
         ) -> None:
-            if layer in layers:
-                found[layer].append((key[0][:, at.to(key.device)].float(), value[0][:, at.to(value.device)].float()))
+            if layer not in layers:
+                return
+            if layer not in found:
+                # In one piece from the start: pieces kept between what a forward pass frees would hold twice the memory.
+                found[layer] = _room(key, total), _room(value, total)
+            for kept, tensor in zip(found[layer], (key, value), strict=True):
+                kept[:, here] = tensor[0][:, at.to(tensor.device)]
 
         with capture(model, keep):
             decoder(model)(input_ids=row[None].to(input_device(model)), use_cache=False)
-    joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for layer in list(found):  # one by one: all pieces and all of what they make would be twice the memory
-        keys, values = zip(*found.pop(layer), strict=True)
-        joined[layer] = torch.cat(keys, 1), torch.cat(values, 1)
-        del keys, values
-    return joined
+    return found
+
+
+def _room(like: torch.Tensor, count: int) -> torch.Tensor:
+    """`[H, N, D]` float32 for rows of `[1, H, T, D]`."""
+    return torch.empty(like.shape[1], count, like.shape[3], device=like.device)
 
 
 @torch.no_grad()
