@@ -100,7 +100,7 @@ def size_of(geometry: Geometry, layer: Layer, settings: Search, judged: Sequence
     return 4 * (sum(judged) * read + learned * width)
 
 
-Samples = Mapping[int, list[Sample]]
+Samples = dict[int, list[Sample]]
 """Layer that owns a cache -> samples of all layers that read it."""
 
 

@@ -18,7 +18,7 @@ from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import Recipe, Search
 from rotationzoo.sample import output_projections, size_of, stored_rows, take
 from rotationzoo.simulate import Cache
 from rotationzoo.trim import trim
@@ -45,6 +45,28 @@ def search(
     settings = recipe.search
     assert settings is not None
     cache = Cache(int2.FORMATS[settings.format], recipe.sink, recipe.recent)
+    found, record = _choose(
+        model, geometry, statistics, own, fitted, held_out, recipe, settings, cache, deadline, checkpoint, progress
+    )
+    tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, progress)
+    return tensors, {"model": trimmed, "layers": record}
+
+
+def _choose(
+    model: PreTrainedModel,
+    geometry: Geometry,
+    statistics: Statistics,
+    own: dict[str, torch.Tensor],
+    fitted: Sequence[torch.Tensor],
+    held_out: Sequence[torch.Tensor],
+    recipe: Recipe,
+    settings: Search,
+    cache: Cache,
+    deadline: float | None,
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What is chosen in every layer, from samples that are gone when it is done, and the record of each."""
     projections = output_projections(model, geometry)
     layers = cached_layers(geometry)
     found, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
@@ -62,7 +84,10 @@ def search(
                 )
             progress("searching", done, 2 * len(layers))
             theirs = {side: own[f"layers.{layer.index}.{side}.rotation"] for side in ("key", "value")}
-            chooser = Chooser(layer, statistics[layer.index], recipe, theirs, judge[layer.index], rows.get(layer.index))
+            # Popped: what a layer was chosen on is not needed once it is.
+            chooser = Chooser(
+                layer, statistics[layer.index], recipe, theirs, judge.pop(layer.index), rows.pop(layer.index, None)
+            )
             key = chooser.keys(_pace(deadline, 2 * len(layers) - done))
             progress("searching", done := done + 1, 2 * len(layers))
             value = chooser.values(key, _pace(deadline, 2 * len(layers) - done))
@@ -73,8 +98,7 @@ def search(
             if checkpoint is not None:
                 checkpoint.save_search(found, record)
     progress("searching", done, 2 * len(layers))
-    tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, progress)
-    return tensors, {"model": trimmed, "layers": record}
+    return found, record
 
 
 def _groups(layers: Sequence[Layer], sizes: Sequence[int]) -> list[list[Layer]]:
