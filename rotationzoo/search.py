@@ -18,7 +18,7 @@ from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
-from rotationzoo.recipe import Recipe, Search
+from rotationzoo.recipe import Recipe
 from rotationzoo.sample import output_projections, size_of, stored_rows, take
 from rotationzoo.simulate import Cache
 from rotationzoo.trim import trim
@@ -45,28 +45,6 @@ def search(
     settings = recipe.search
     assert settings is not None
     cache = Cache(int2.FORMATS[settings.format], recipe.sink, recipe.recent)
-    found, record = _choose(
-        model, geometry, statistics, own, fitted, held_out, recipe, settings, cache, deadline, checkpoint, progress
-    )
-    tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, progress)
-    return tensors, {"model": trimmed, "layers": record}
-
-
-def _choose(
-    model: PreTrainedModel,
-    geometry: Geometry,
-    statistics: Statistics,
-    own: dict[str, torch.Tensor],
-    fitted: Sequence[torch.Tensor],
-    held_out: Sequence[torch.Tensor],
-    recipe: Recipe,
-    settings: Search,
-    cache: Cache,
-    deadline: float | None,
-    checkpoint: Checkpoint | None,
-    progress: Progress,
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What is chosen in every layer, from samples that are gone when it is done, and the record of each."""
     projections = output_projections(model, geometry)
     layers = cached_layers(geometry)
     found, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
@@ -84,7 +62,7 @@ def _choose(
                 )
             progress("searching", done, 2 * len(layers))
             theirs = {side: own[f"layers.{layer.index}.{side}.rotation"] for side in ("key", "value")}
-            # Popped: what a layer was chosen on is not needed once it is.
+            # Popped: what a layer was chosen on is not needed once it is, least of all beside the passes of `trim`.
             chooser = Chooser(
                 layer, statistics[layer.index], recipe, theirs, judge.pop(layer.index), rows.pop(layer.index, None)
             )
@@ -98,7 +76,8 @@ def _choose(
             if checkpoint is not None:
                 checkpoint.save_search(found, record)
     progress("searching", done, 2 * len(layers))
-    return found, record
+    tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, progress)
+    return tensors, {"model": trimmed, "layers": record}
 
 
 def _groups(layers: Sequence[Layer], sizes: Sequence[int]) -> list[list[Layer]]:
