@@ -37,7 +37,7 @@ ARMS: dict[str, Recipe] = {
     "best-uncentered": UNCENTERED,
     "best, self": BEST.model_copy(update={"data": Data(source=SELF)}),
 }
-SETTINGS: dict[str, tuple[int, int, int | None]] = {"2048": (16, 2048, None), "4096": (8, 4096, None), "chunk": (16, 2048, 512)}
+SETTINGS: dict[str, tuple[int, int, int | None]] = {"2048": (64, 2048, None), "4096": (32, 4096, None), "chunk": (64, 2048, 512)}
 CLEAR = 1e-3  # of log perplexity, beside two standard errors
 
 
