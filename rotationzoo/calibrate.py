@@ -28,6 +28,7 @@ from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotation import orthogonality_error
 from rotationzoo.search import search
+from rotationzoo.simulate import Cache
 from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
 
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
@@ -62,9 +63,9 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         fetch(source, weights=False)
         text = (corpus.prompts if recipe.data.source == SELF else corpus.read)(recipe.data, models.load_tokenizer(source))
         if recipe.data.source != SELF:
-            _check_rows(recipe, len(text.rows))
-        elif recipe.data.packing == "packed":  # known before they are written
-            _check_rows(recipe, recipe.data.tokens // recipe.data.length)
+            _check_rows(recipe, [len(row) for row in text.rows])
+        elif recipe.data.packing != "document":  # known before they are written
+            _check_rows(recipe, recipe.data.row_lengths)
     check_room(job, known)
     if text is not None or known.geometry is None:
         progress("fetching the weights", 0, 0)
@@ -107,12 +108,17 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     return written
 
 
-def _check_rows(recipe: Recipe, rows: int) -> None:
-    if recipe.search is not None and rows < 3:
+def _check_rows(recipe: Recipe, lengths: list[int]) -> None:
+    if recipe.search is None:
+        return
+    if len(lengths) < 3:
         raise RotationZooError(
-            f"{rows} rows are too few to choose on some that the others have not seen",
+            f"a search chooses on rows that the statistics have not seen: of {len(lengths)} there are none to spare",
             hint="give at least three: more --tokens, or a shorter --length",
         )
+    stored = Cache(sink=recipe.sink, recent=recipe.recent).first_quantized
+    if max(lengths[-recipe.search.held_out(len(lengths)) :]) <= stored:
+        raise RotationZooError(f"no held-out row is longer than {stored} tokens", hint="give longer rows with --length")
 
 
 def max_error(rotations: dict[str, torch.Tensor]) -> float:
@@ -189,7 +195,7 @@ def _written(
         model, prompts.rows, data.length, data.tokens, job.batch, sampling(source), ends, start, data.seed, checkpoint, progress
     )
     text = corpus.written(texts, data, tokenizer)
-    _check_rows(job.recipe, len(text.rows))
+    _check_rows(job.recipe, [len(row) for row in text.rows])
     return replace(text, note="; ".join(filter(None, (prompts.note, text.note))) or None)
 
 

@@ -38,9 +38,9 @@ def calibrate(
     subset: Annotated[str | None, typer.Option(help="The data set's configuration.")] = None,
     split: Annotated[str | None, typer.Option(help="The data set's split (train).")] = None,
     column: Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")] = None,
-    packing: Annotated[str | None, typer.Option(help="packed rows of equal length, or one document a row.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in all (32768).")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens a row (2048).")] = None,
+    packing: Annotated[str | None, typer.Option(help="packed rows, mixed with rows half as long, or a document a row.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in all (32768; best: 262144).")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a row (2048; best: 4096).")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows a forward pass (4; 16 with a device map).")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Artifact folder (rotations/MODEL-RECIPE).")] = None,
@@ -72,7 +72,7 @@ def calibrate(
         tokens=tokens, length=length, seed=seed,
     )  # fmt: skip
     from rotationzoo.calibrate import calibrate as run
-    from rotationzoo.plan import Job
+    from rotationzoo.plan import Job, shortened
     from rotationzoo.plan import plan as look
     from rotationzoo.tables import show_artifact, show_plan
 
@@ -94,6 +94,8 @@ def calibrate(
         raise UsageError(f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best")
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
+    if length is None and recipe in recipes.PRESETS:
+        job = shortened(job)
     if dry_run:
         show_plan(out, job, look(job))
         return

@@ -107,7 +107,7 @@ def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(token_lists: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    make = _packed_rows if data.packing == "packed" else _document_rows
+    make = _document_rows if data.packing == "document" else _packed_rows
     rows = make(filter(None, token_lists), data, tokenizer)
     found = sum(row.numel() for row in rows)
     source = "what the model made of the prompts" if data.source == SELF else data.source
@@ -118,7 +118,7 @@ def _cut(token_lists: Iterable[list[int]], data: Data, tokenizer: PreTrainedToke
         )
     note = None
     if found < data.tokens:
-        whole = data.packing == "packed" and len(rows) == data.tokens // data.length
+        whole = data.packing != "document" and len(rows) == len(data.row_lengths)
         reason = f"whole rows of {data.length}" if whole else f"all of {source}"
         note = f"{found:,} tokens instead of {data.tokens:,}: {reason}"
     return Corpus(rows, _fingerprint(rows), note)
@@ -132,14 +132,16 @@ def _fingerprint(rows: list[torch.Tensor]) -> str:
 
 
 def _packed_rows(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[torch.Tensor]:
-    """Rows of exactly `length`, documents one after the other. Where the tokenizer starts every text with some tokens, each
-    row starts with them too, as each request does."""
+    """Rows of the lengths that `data` asks for, documents one after the other. Where the tokenizer starts every text with some
+    tokens, each row starts with them too, as each request does."""
     start = start_tokens(tokenizer)
-    body = data.length - len(start)
     stream = (token for document in documents for token in document)
     rows: list[torch.Tensor] = []
-    while len(rows) < data.tokens // data.length and len(chunk := list(islice(stream, body))) == body:
-        rows.append(torch.tensor(start + chunk))
+    for length in data.row_lengths:
+        row = start + list(islice(stream, length - len(start)))
+        if len(row) < length:
+            break
+        rows.append(torch.tensor(row))
     return rows
 
 
@@ -168,7 +170,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data
     opens the model's."""
     end = []
     if isinstance(document, str):
-        end = [tokenizer.eos_token_id] if data.packing == "packed" and isinstance(tokenizer.eos_token_id, int) else []
+        end = [tokenizer.eos_token_id] if data.packing != "document" and isinstance(tokenizer.eos_token_id, int) else []
     else:
         if tokenizer.chat_template is None:
             raise RotationZooError(

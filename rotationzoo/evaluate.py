@@ -74,7 +74,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             f"texts of {job.data.length} tokens are too short: the first that reads a quantized one is at position {start}",
             hint="give longer rows with --length, or smaller ones with --windows",
         )
-    if job.data.tokens < job.data.length and job.data.packing == "packed":
+    if job.data.packing != "document" and not job.data.row_lengths:
         raise UsageError(
             f"{job.data.tokens} tokens are less than one text of {job.data.length}", hint="more --tokens, or a shorter --length"
         )

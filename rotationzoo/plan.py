@@ -102,12 +102,29 @@ def plan(job: Job) -> Plan:
     return Plan(source, config, geometry, None, weights, rotations + statistics, peak)
 
 
+def shortened(job: Job) -> Job:
+    """The job with rows no longer than the model has positions: for a length that is the recipe's own and nobody's wish."""
+    try:
+        positions = _positions(models.load_config(find(job.model, job.revision)))
+    except UnsupportedModel:
+        return job  # which `plan` says
+    data = job.recipe.data
+    if positions is None or data.length <= positions:
+        return job
+    return replace(job, recipe=job.recipe.model_copy(update={"data": data.model_copy(update={"length": positions})}))
+
+
+def _positions(config: PretrainedConfig) -> int | None:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
 def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
     if not recipe.needs_statistics:
         return
     length, data = recipe.data.length, recipe.data
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(positions, int) and length > positions:
+    positions = _positions(config)
+    if positions is not None and length > positions:
         raise RotationZooError(
             f"rows of {length} tokens are longer than the {positions} positions of the model",
             hint=f"add: --length {positions}",
@@ -121,7 +138,7 @@ def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
         raise RotationZooError(
             f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens", hint="give longer rows with --length"
         )
-    if data.packing == "packed" and data.tokens < length:
+    if data.packing != "document" and not data.row_lengths:
         raise RotationZooError(
             f"{data.tokens} tokens are less than one row of {length}",
             hint=f"ask for at least --tokens {length}, or for shorter rows with --length",
@@ -193,9 +210,9 @@ def _cache_bytes(job: Job, geometry: Geometry) -> int:
 def _search_bytes(recipe: Recipe, geometry: Geometry) -> int:
     if recipe.search is None:
         return 0
-    length, rows = recipe.data.length, recipe.data.tokens // recipe.data.length
-    held_out = recipe.search.held_out(rows)
-    judged, taught = [length] * held_out, [length] * (rows - held_out)
+    lengths = recipe.data.row_lengths  # of documents, whose lengths nobody knows before they are read, an upper limit
+    held_out = recipe.search.held_out(len(lengths))
+    judged, taught = lengths[len(lengths) - held_out :], lengths[: len(lengths) - held_out]
     sizes = [size_of(geometry, layer, recipe.search, judged, taught) for layer in cached_layers(geometry)]
     return max(max(sizes, default=0), min(HELD, sum(sizes)))
 

@@ -35,13 +35,22 @@ class Data(_Frozen):
     split: str = "train"
     column: str | None = None
     """Column of the text or of the chat messages; None takes `text`, or else `messages`."""
-    packing: Literal["packed", "document"] = "packed"
-    """`packed`: rows of exactly `length` tokens, documents joined; `document`: a row is one document's first tokens."""
+    packing: Literal["packed", "mixed", "document"] = "packed"
+    """`packed`: rows of exactly `length` tokens, documents joined; `mixed`: every second of them cut into halves; `document`: a
+    row is one document's first tokens."""
     tokens: Annotated[int, Field(gt=0)] = 32768
     length: Annotated[int, Field(gt=1)] = 2048
     """Tokens a row."""
     seed: int = 0
     """Order of the documents; of `self` also what is drawn."""
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Of the rows that `packed` and `mixed` text is cut into where there is enough of it."""
+        half, lengths = self.length // 2, []
+        for number in range(self.tokens // self.length):
+            lengths += [half, self.length - half] if self.packing == "mixed" and number % 2 else [self.length]
+        return lengths
 
     @field_validator("prompts")
     @classmethod
@@ -150,11 +159,13 @@ class Recipe(_Frozen):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
+_MUCH = Data(tokens=262144, length=4096, packing="mixed")  # what is chosen on rows of one length is worse on others
+
 PRESETS = {
     "oscar": Recipe(),
     "oscar-v1": Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
-    "best": Recipe(name="best", center_keys=True, key_clip=0.9, search=Search(), data=Data(tokens=262144)),
-    "best-uncentered": Recipe(name="best-uncentered", key_clip=0.9, search=Search(), data=Data(tokens=262144)),
+    "best": Recipe(name="best", center_keys=True, key_clip=0.9, search=Search(), data=_MUCH),
+    "best-uncentered": Recipe(name="best-uncentered", key_clip=0.9, search=Search(), data=_MUCH),
     "hadamard": Recipe(name="hadamard", composition="hadamard"),
     "identity": Recipe(name="identity", composition="identity"),
     "random": Recipe(name="random", composition="random"),

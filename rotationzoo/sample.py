@@ -15,7 +15,7 @@ from rotationzoo.recipe import Search
 from rotationzoo.simulate import Cache, additive, divergence, doubled
 
 HELD = 4_000_000_000  # bytes of samples, of as many layers as that is enough for, at least one
-TAUGHT = 1024  # tokens of a text whose keys and values are learned from
+TAUGHT = 2048  # tokens of a text whose keys and values are learned from
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from rotationzoo import int2, sample
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.choose import Chooser
 from rotationzoo.collect import Progress, silent
-from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
 from rotationzoo.recipe import Recipe
@@ -39,8 +38,8 @@ def search(
     """The tensors to serve with, and a record of what was chosen and why.
 
     `own` are those of the recipe without a search, as `fit` makes them. `fitted` and `held_out` are token rows; learning uses
-    the first, every choice the second. `deadline` (`time.monotonic()`) cuts learning short. Raises `RotationZooError` where no
-    held-out text is longer than the cache's windows.
+    the first, every choice the second, of which at least one is longer than the cache's windows. `deadline`
+    (`time.monotonic()`) cuts learning short.
     """
     settings = recipe.search
     assert settings is not None
@@ -56,10 +55,6 @@ def search(
         judge = take(model, geometry, held_out, cache, settings.queries, indices, projections)
         rows = stored_rows(model, fitted, recipe.sink, indices, sample.TAUGHT) if settings.steps else {}
         for layer in group:
-            if not judge[layer.index]:
-                raise RotationZooError(
-                    f"no held-out row is longer than {cache.first_quantized} tokens", hint="give longer rows with --length"
-                )
             progress("searching", done, 2 * len(layers))
             theirs = {side: own[f"layers.{layer.index}.{side}.rotation"] for side in ("key", "value")}
             # Popped: what a layer was chosen on is not needed once it is, least of all beside the passes of `trim`.

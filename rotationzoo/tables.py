@@ -117,6 +117,7 @@ def show_plan(out: Output, job: Job, plan: Plan) -> None:
         "head_dim": common([layer.key_dim for layer in cached]),
         "value_head_dim": common([layer.value_dim for layer in cached]),
         "tokens": job.recipe.data.tokens if job.recipe.needs_statistics else 0,
+        "length": job.recipe.data.length,
         "weights_bytes": plan.weights_bytes,
         "peak_memory_bytes": plan.peak_memory_bytes,
         "artifact_bytes": plan.artifact_bytes,

@@ -24,6 +24,7 @@ from rotationzoo.tally import paired_difference
 
 BEST, UNCENTERED, OSCAR = PRESETS["best"], PRESETS["best-uncentered"], PRESETS["oscar"]
 OURS = {"key_statistic": "key", "value_statistic": "value"}
+SELF_WRITTEN = "best, self"  # on text that the model writes itself
 CLIP = {"key_clip": 0.9, "value_clip": 0.92}
 ARMS: dict[str, Recipe] = {
     "oscar-v1": PRESETS["oscar-v1"],
@@ -35,9 +36,11 @@ ARMS: dict[str, Recipe] = {
     "best": BEST,
     "best-uncentered, not learned": UNCENTERED.model_copy(update={"search": Search(steps=0)}),
     "best-uncentered": UNCENTERED,
-    "best, self": BEST.model_copy(update={"data": Data(source=SELF)}),
+    SELF_WRITTEN: BEST,
 }
-SETTINGS: dict[str, tuple[int, int, int | None]] = {"2048": (64, 2048, None), "4096": (32, 4096, None), "chunk": (64, 2048, 512)}
+SETTINGS: dict[str, tuple[int, int, int | None]] = {
+    "2048": (64, 2048, None), "4096": (32, 4096, None), "chunk": (64, 2048, 512),
+}  # fmt: skip
 CLEAR = 1e-3  # of log perplexity, beside two standard errors
 
 
@@ -56,8 +59,9 @@ def main() -> int:
     for model in options.models:
         folders, found[model] = [], {"seconds": {}}
         for name in arms:
-            text = {"prompts" if ARMS[name].data.source == SELF else "source": options.calibration}
-            data = ARMS[name].data.model_copy(update=text | {"tokens": options.tokens, "length": 2048})
+            own = name == SELF_WRITTEN
+            text = {"source": SELF, "prompts": options.calibration} if own else {"source": options.calibration}
+            data = BEST.data.model_copy(update=text | {"tokens": options.tokens})  # the same for all arms
             recipe = ARMS[name].model_copy(update={"data": data})
             folder = options.output / Path(model).name / name.replace(", ", "-").replace(" ", "-")
             there = folder.exists()

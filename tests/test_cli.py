@@ -236,6 +236,15 @@ def test_mistakes_get_one_sentence(inside, words, says):
     assert left_behind(inside) == before
 
 
+def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside):
+    shown = json.loads(inside("calibrate", "demo", "--recipe", "best", "--dry-run", "--json").stdout)
+    assert shown["length"] == 2048 < recipes.PRESETS["best"].data.length
+    (inside.folder / "mine.yaml").write_text("data: {length: 4096}\n")
+    assert "--length 2048" in only_error(inside("calibrate", "demo", "--recipe", "mine.yaml", "--dry-run")), (
+        "a wish is no default"
+    )
+
+
 def test_without_a_network(command):
     says = only_error(command("calibrate", "Qwen/Qwen3-8B"))
     assert "the hub cannot be reached and Qwen/Qwen3-8B is not in the local cache" in says

@@ -41,6 +41,21 @@ def test_packed_rows_are_of_equal_length_and_hold_the_documents_in_order(jsonl, 
     assert TEXTS[TEXTS.index(documents[0]) :][:2] != documents[:2], "shuffled"
 
 
+def test_mixed_rows_are_the_same_text_in_rows_of_two_lengths(jsonl, tokenizer):
+    packed, mixed = (read(small(jsonl, length=63, packing=packing), tokenizer) for packing in ("packed", "mixed"))
+    assert [row.numel() for row in mixed.rows] == [63, 31, 32] * 4 == small(jsonl, length=63, packing="mixed").row_lengths
+    assert torch.equal(torch.cat(mixed.rows), torch.cat(packed.rows))
+    assert mixed.note == packed.note == "504 tokens instead of 512: whole rows of 63"
+    assert [batch.shape for batch in mixed.batches(8)] == [(4, 31), (4, 32), (4, 63)]
+
+
+def test_mixed_rows_each_begin_as_a_request_does(jsonl, tokenizer, monkeypatch):
+    monkeypatch.setattr(corpus, "start_tokens", lambda tokenizer: [7])
+    assert [(row[0].item(), row.numel()) for row in read(small(jsonl, packing="mixed"), tokenizer).rows[:3]] == [
+        (7, 64), (7, 32), (7, 32),
+    ]  # fmt: skip
+
+
 def test_the_same_seed_gives_the_same_ids(jsonl, tokenizer):
     one, two, other = (read(small(jsonl, seed=seed), tokenizer) for seed in (0, 0, 1))
     assert one.fingerprint == two.fingerprint != other.fingerprint

@@ -286,7 +286,8 @@ def test_another_jobs_text_is_refused(tiny, tmp_path):
             ["--length", "512", "--prompts", "absent.jsonl"],
             "there is no file absent.jsonl\nHint: check the path given with --prompts",
         ),
-        (["--recipe", "best", "--length", "512", "--tokens", "1024"], "2 rows are too few to choose on"),
+        (["--recipe", "best", "--length", "512", "--tokens", "512"], "of 1 there are none to spare"),
+        (["--recipe", "best", "--length", "300", "--tokens", "3000"], "no held-out row is longer than 320 tokens"),
     ],
 )
 def test_what_cannot_be_written_gets_a_sentence(words, sentence, inside, tiny, monkeypatch):
@@ -319,7 +320,7 @@ def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
         return own, {"layers": {}, "model": {side: {"clip": 0.9} for side in ("key", "value")}}
 
     monkeypatch.setattr(jobs, "search", see)
-    recipe = PRESETS["best"].model_copy(update={"data": SELF})
+    recipe = PRESETS["best"].model_copy(update={"data": SELF, "sink": 4, "recent": 16})
     made = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu", batch=2))
     source = find(str(tiny))
     model, tokenizer = models.load(source, models.load_config(source), "cpu", torch.float32), models.load_tokenizer(source)

@@ -473,7 +473,7 @@ def test_a_search_is_for_heads():
 
 def test_too_little_text_to_choose_on(tmp_path):
     recipe = PRESETS["best"].model_copy(update={"data": Data(tokens=1024, length=512)})
-    with pytest.raises(RotationZooError, match="2 rows are too few"):
+    with pytest.raises(RotationZooError, match="of 2 there are none to spare"):
         calibrate(Job("demo", recipe, tmp_path / "out", device="cpu"))
     recipe = PRESETS["best"].model_copy(update={"data": Data(tokens=1024, length=256)})
     with pytest.raises(RotationZooError, match="no held-out row is longer than 320 tokens"):
