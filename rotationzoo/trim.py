@@ -21,7 +21,6 @@ RATIOS = {
     "key": (0.76, 0.8, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98),
     "value": (0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0),
 }
-_ALIKE = 1.05
 _POSITIONS = 256  # whose predictions are compared at a time
 
 Tensors = dict[str, torch.Tensor]
@@ -58,7 +57,7 @@ def trim(
         progress("trimming", 1 + number, 3)
         arms = [_with_clip(tensors, side, ratio) for ratio in ratios]
         found = measure(arms)
-        best = lowest(found)
+        best = int(found.mean(1).argmin())
         tensors = arms[best]
         record[side] = {"clip": ratios[best], "by_clip": dict(zip(map(str, ratios), found.mean(1).tolist(), strict=True))}
         record["trimmed"] = found[best].mean().item()
@@ -108,10 +107,3 @@ def _divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         by_position = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
         total += by_position.double().sum().cpu()
     return total / len(exact)
-
-
-def lowest(found: torch.Tensor) -> int:
-    """The first of `[ratios, texts]` that is neither clearly nor by 5 % worse than the best: of ratios that a few texts cannot
-    tell apart, the one that clips most, which is what single layers ask for."""
-    best = found[int(found.mean(1).argmin())]
-    return next(i for i, one in enumerate(found) if not clearly_less(best, one) and one.mean() <= _ALIKE * best.mean())
