@@ -66,6 +66,7 @@ class Tally:
                 {"from": low, "to": high, "perplexity": _perplexity(loss[:, i].sum(), count[:, i].sum())}
                 for i, (low, high) in enumerate(zip(self.edges, self.edges[1:], strict=False))
             ],
+            "text_losses": self._text_losses(),
         }
 
     def report(self, exact: "Tally") -> dict[str, Any]:
@@ -75,13 +76,16 @@ class Tally:
             {"from": low, "to": high, **self._metrics(exact, slice(i, i + 1))}
             for i, (low, high) in enumerate(zip(self.edges, self.edges[1:], strict=False))
         ]
-        count = torch.cat(self.counts).sum(1)
         return {
             **whole,
             "by_length": by_length,
             "by_layer": self._by_layer(),
-            "text_losses": (torch.cat(self.losses).sum(1) / count).tolist(),
+            "text_losses": self._text_losses(),
         }
+
+    def _text_losses(self) -> list[float]:
+        """Mean negative log likelihood of each text's tokens, nats."""
+        return (torch.cat(self.losses).sum(1) / torch.cat(self.counts).sum(1)).tolist()
 
     def _by_layer(self) -> list[dict[str, Any]]:
         """Block error and KL of each layer, over all texts."""

@@ -2,19 +2,23 @@
 
     python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER [--arms "A;B"] [--settings S,T]
 
-Settings: `2048` and `4096` tokens a text, and `chunk` (2048 tokens, prefilled in chunks of 512). Prints a table for each, with
-the increase of perplexity and the attention KL of every arm, and their ratios to `oscar-v1`; FOLDER gets the artifacts
-(which are not made again), and the numbers as `quality.json`.
+Settings: `2048` and `4096` tokens a text, and `chunk` (2048 tokens, prefilled in chunks of 512). Prints a table for each model
+and setting, with the increase of perplexity and the attention KL of every arm, and their ratios to `oscar-v1`; then the same
+over all models. FOLDER gets the artifacts, and the numbers as `MODEL.json`; what is there is not made again, so that models can
+be done side by side in processes of their own and looked at together afterwards.
 """
 
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rotationzoo.calibrate import calibrate
 from rotationzoo.evaluate import Evaluation, evaluate
@@ -22,12 +26,12 @@ from rotationzoo.plan import Job
 from rotationzoo.recipe import PRESETS, SELF, Data, Recipe, Search
 from rotationzoo.tally import paired_difference
 
-BEST, UNCENTERED, OSCAR = PRESETS["best"], PRESETS["best-uncentered"], PRESETS["oscar"]
+BEST, UNCENTERED = PRESETS["best"], PRESETS["best-uncentered"]
+OSCAR = PRESETS["oscar"].model_copy(update={"data": BEST.data})
 OURS = {"key_statistic": "key", "value_statistic": "value"}
-SELF_WRITTEN = "best, self"  # on text that the model writes itself
 CLIP = {"key_clip": 0.9, "value_clip": 0.92}
 ARMS: dict[str, Recipe] = {
-    "oscar-v1": PRESETS["oscar-v1"],
+    "oscar-v1": PRESETS["oscar-v1"].model_copy(update={"data": BEST.data}),
     "oscar": OSCAR,
     "oscar, centred": OSCAR.model_copy(update={"center_keys": True}),
     "key and value, centred": OSCAR.model_copy(update={"center_keys": True, **OURS}),
@@ -36,12 +40,20 @@ ARMS: dict[str, Recipe] = {
     "best": BEST,
     "best-uncentered, not learned": UNCENTERED.model_copy(update={"search": Search(steps=0)}),
     "best-uncentered": UNCENTERED,
-    SELF_WRITTEN: BEST,
+    "best, values centred": BEST.model_copy(update={"center_values": True}),
+    "best, one start": BEST.model_copy(update={"search": Search(starts=1)}),
+    "best, 4 texts to choose on": BEST.model_copy(update={"search": Search(texts=4)}),
+    "best, 65536 tokens": BEST.model_copy(update={"data": BEST.data.model_copy(update={"tokens": 65536})}),
+    "best, rows of 2048": BEST.model_copy(update={"data": Data(tokens=BEST.data.tokens, length=2048)}),
+    "best, self": BEST.model_copy(update={"data": BEST.data.model_copy(update={"source": SELF})}),
 }
 SETTINGS: dict[str, tuple[int, int, int | None]] = {
     "2048": (64, 2048, None), "4096": (32, 4096, None), "chunk": (64, 2048, 512),
 }  # fmt: skip
+BASES = ("oscar-v1", "oscar", "hadamard")
 CLEAR = 1e-3  # of log perplexity, beside two standard errors
+
+Arms = dict[str, dict[str, Any]]
 
 
 def main() -> int:
@@ -50,71 +62,113 @@ def main() -> int:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=262144)
+    parser.add_argument("--tokens", type=int, help="of calibration, for every arm")
+    parser.add_argument("--length", type=int, help="of a row of calibration, for every arm")
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--arms", default=";".join(ARMS))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     options = parser.parse_args()
     arms = [name for name in ARMS if name in options.arms.split(";")]
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Arms]] = {}
     for model in options.models:
-        folders, found[model] = [], {"seconds": {}}
-        for name in arms:
-            own = name == SELF_WRITTEN
-            text = {"source": SELF, "prompts": options.calibration} if own else {"source": options.calibration}
-            data = BEST.data.model_copy(update=text | {"tokens": options.tokens})  # the same for all arms
-            recipe = ARMS[name].model_copy(update={"data": data})
-            folder = options.output / Path(model).name / name.replace(", ", "-").replace(" ", "-")
-            there = folder.exists()
-            started = time.monotonic()
-            folders.append(calibrate(Job(model, recipe, folder, dtype="float32", batch=16)).folder)
-            if not there:
-                found[model]["seconds"][name] = round(time.monotonic() - started, 1)
+        path = options.output / f"{Path(model).name}.json"
+        found[model] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for setting in options.settings.split(","):
-            texts, length, chunk = SETTINGS[setting]
-            data = Data(source=options.data, tokens=texts * length, length=length)
-            report = evaluate(Evaluation(model, folders, data, dtype="float32", batch=4, prefill_chunk=chunk))
-            named = dict(zip([*arms, "none", "hadamard", "random"], report["arms"].values(), strict=True))
-            found[model][setting] = {name: summary(arm, named.get("oscar-v1"), report) for name, arm in named.items()}
-            show(model, setting, found[model][setting])
-            (options.output / "quality.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            there = found[model].setdefault(setting, {})
+            if missing := [name for name in arms if name not in there]:
+                there |= measure(model, missing, setting, options) | there  # data-free arms take the clip ratios of the first
+                path.write_text(json.dumps(found[model], indent=2) + "\n", encoding="utf-8")
+            show(f"{model}, {setting}", found[model][setting])
+    if len(found) > 1:
+        for setting in options.settings.split(","):
+            show_together(setting, [settings[setting] for settings in found.values()])
     return 0
 
 
-def summary(arm: dict[str, Any], base: dict[str, Any] | None, report: dict[str, Any]) -> dict[str, Any]:
-    """An arm beside `oscar-v1`: the paired difference of log perplexity over texts, with its standard error."""
-    kept = {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error", "text_losses")}
-    kept["standard_error"] = arm["standard_error"]["perplexity_increase"]
-    if base is not None:
-        tokens = [1] * len(arm["text_losses"])  # texts of one length
-        kept["difference"], kept["difference_error"] = paired_difference(arm["text_losses"], base["text_losses"], tokens)
-    return kept
+def measure(model: str, arms: list[str], setting: str, options: argparse.Namespace) -> Arms:
+    """Calibrate what is not there, and evaluate it: each arm's measures and the losses of its texts, and the exact model's."""
+    folders = []
+    for name in arms:
+        data = ARMS[name].data
+        asked = {key: value for key in ("tokens", "length") if (value := getattr(options, key)) is not None}
+        data = data.model_copy(update={"prompts" if data.source == SELF else "source": options.calibration} | asked)
+        folder = options.output / Path(model).name / re.sub(r"[^\w-]+", "-", name)
+        started, there = time.monotonic(), folder.exists()
+        job = Job(model, ARMS[name].model_copy(update={"data": data}), folder, dtype="float32", batch=options.batch)
+        folders.append(calibrate(job).folder)
+        if not there:
+            print(f"{model}, {name}: {time.monotonic() - started:.0f} s", flush=True)
+    texts, length, chunk = SETTINGS[setting]
+    data = Data(source=options.data, tokens=texts * length, length=length)
+    report = evaluate(Evaluation(model, folders, data, dtype="float32", batch=4, prefill_chunk=chunk))
+    measures = ("perplexity_increase", "attention_kl", "output_error", "text_losses")
+    kept = {
+        name: {key: arm[key] for key in measures}
+        for name, arm in zip([*arms, "none", "hadamard", "random"], report["arms"].values(), strict=True)
+    }
+    return kept | {"exact": {"text_losses": report["exact"]["text_losses"]}}
 
 
-def show(model: str, setting: str, arms: dict[str, dict[str, Any]]) -> None:
-    base = arms.get("oscar-v1")
-    print(f"\n{model}, {setting}")
-    for name, arm in arms.items():
-        error = arm["standard_error"] or math.nan
-        line = f"{name:32s} {arm['perplexity_increase']:+8.2%} ±{error:.2%}  KL {arm['attention_kl']:.4f}"
+def show(title: str, arms: Arms) -> None:
+    """A row an arm, beside `oscar-v1`, and the correlation over arms of what single layers show with what the model loses."""
+    print(f"\n{title}")
+    base, compared = arms.get("oscar-v1"), {name: arm for name, arm in arms.items() if name != "exact"}
+    for name, arm in compared.items():
+        _, error = difference(arm, arms["exact"])
+        line = f"{name:30s} {arm['perplexity_increase']:+9.2%} ±{error:.2%}  KL {arm['attention_kl']:.4f}"
         if base is not None:
             ratios = [arm[key] / base[key] for key in ("perplexity_increase", "attention_kl")]
-            line += f"  of oscar-v1: {ratios[0]:.2f}, {ratios[1]:.2f}  {verdict(arm)}"
+            line += f"  of oscar-v1: {ratios[0]:.3f}, {ratios[1]:.3f}  {verdict(*difference(arm, base))}"
         print(line)
-    by_layer = {"attention KL": "attention_kl", "block error": "output_error"}
-    print("correlation over arms with the increase of perplexity, of logarithms:", end=" ")
-    print(", ".join(f"{name} {correlation(arms, measure):.2f}" for name, measure in by_layer.items()), flush=True)
+    measures = {"attention KL": "attention_kl", "block error": "output_error"}
+    found = ", ".join(f"{name} {correlation(compared, measure):.2f}" for name, measure in measures.items())
+    print(f"correlation over arms with the increase of perplexity, of logarithms: {found}", flush=True)
 
 
-def correlation(arms: dict[str, dict[str, Any]], measure: str) -> float:
+def show_together(setting: str, models: list[Arms]) -> None:
+    """Ratios of the means over models; errors are of the choice of texts, which are the same for all models."""
+    print(f"\n{len(models)} models, {setting}: of oscar-v1's; and log perplexity beside {', '.join(BASES)}")
+    for name in [name for name in models[0] if name != "exact" and all(name in arms for arms in models)]:
+        increase, error = ratio(models, name, "oscar-v1")
+        kl = sum(arms[name]["attention_kl"] for arms in models) / sum(arms["oscar-v1"]["attention_kl"] for arms in models)
+        beside = []
+        for base in BASES:
+            by_text = torch.stack([losses(arms[name]) - losses(arms[base]) for arms in models]).mean(0)
+            beside.append(f"{by_text.mean():+.2%} ±{by_text.std() / len(by_text) ** 0.5:.2%}")
+        print(f"{name:30s} {increase:.3f} ±{error:.3f}, KL {kl:.3f}; {', '.join(beside)}", flush=True)
+
+
+def ratio(models: list[Arms], name: str, base: str, draws: int = 2000) -> tuple[float, float]:
+    """Of the mean perplexity increases of two arms, and its standard error by bootstrap over texts."""
+    over, under = (torch.stack([losses(arms[arm]) - losses(arms["exact"]) for arms in models]) for arm in (name, base))
+
+    def of(texts: torch.Tensor) -> torch.Tensor:
+        return over[:, texts].mean(-1).expm1().sum(0) / under[:, texts].mean(-1).expm1().sum(0)
+
+    count = over.shape[1]
+    drawn = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(0))
+    return of(torch.arange(count)).item(), of(drawn).std().item()
+
+
+def losses(arm: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(arm["text_losses"], dtype=torch.float64)
+
+
+def difference(arm: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
+    """Of log perplexity, paired over texts of one length, with its standard error."""
+    mean, error = paired_difference(arm["text_losses"], base["text_losses"], [1] * len(arm["text_losses"]))
+    return mean, math.nan if error is None else error
+
+
+def correlation(arms: Arms, measure: str) -> float:
     """Pearson's, over arms, of the logarithms of a measure of single layers and of the increase of perplexity."""
     pairs = [(arm[measure], arm["perplexity_increase"]) for arm in arms.values()]
     ours, loss = zip(*((math.log(a), math.log(b)) for a, b in pairs if a > 0 and b > 0), strict=True)
     return statistics.correlation(ours, loss)
 
 
-def verdict(arm: dict[str, Any]) -> str:
-    """Better or worse than `oscar-v1` by more than two standard errors and 0.1 %."""
-    difference, error = arm["difference"], arm["difference_error"] or 0.0
+def verdict(difference: float, error: float) -> str:
+    """Better or worse by more than two standard errors and 0.1 %."""
     clear = abs(difference) > max(2 * error, CLEAR)
     return ("better" if difference < 0 else "worse") if clear else "no difference"
 
