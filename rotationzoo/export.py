@@ -32,6 +32,7 @@ class Engine(Protocol):
 
 ENGINES = {module.NAME: cast(Engine, module) for module in (sglang, vllm, gguf, mlx, onnx)}
 RECORD = "export.json"
+_CHOSEN = ", for which a search chose its rotations: with higher ones they can be far worse than others"
 ABSORBED = "rotationzoo.json"
 """What `absorb` leaves in the model that it writes."""
 
@@ -105,6 +106,7 @@ def _reductions(
     clips: Clips,
 ) -> list[str]:
     """What is left out as the request says. Raises `RotationZooError`, with the flags, for what it does not say."""
+    searched = "search" in there.manifest
     reduced: list[str] = []
     refused: list[tuple[str, str]] = []
 
@@ -129,7 +131,7 @@ def _reductions(
     words = {"one": "a single clip ratio", "side": "one clip ratio for all keys and one for all values", "layer": "one a layer"}
     own = f"{max(keys):g}" if takes.clip == "one" else f"{max(keys):g}/{max(values):g}"
     if request.clip and single:
-        given = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the artifact's own"
+        given = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the artifact's own{_CHOSEN * searched}"
         reduced += [given] if clips != _clips(tensors, geometry, replace(request, clip=None)) else []
     reduce(not single, False, words[takes.clip], f"--clip {own}")
     windows = request.windows or (recipe.sink, recipe.recent)
@@ -138,9 +140,10 @@ def _reductions(
         reduced.append(f"windows {windows[0]}/{windows[1]} instead of {recipe.sink}/{recipe.recent}")
     if refused:
         wanted = ", ".join(f"{what} ({flag.split()[0]})" for what, flag in refused)
+        better = "; made for such engines: --recipe best-uncentered" if searched and drops and not request.uncentered else ""
         raise RotationZooError(
             f"{request.engine} cannot serve {there.folder} as it is, only with {wanted}",
-            hint=f"to accept that, add: {' '.join(flag for _, flag in refused)}",
+            hint=f"to accept that, add: {' '.join(flag for _, flag in refused)}{better}",
         )
     return reduced
 

@@ -300,6 +300,19 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
     assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
 
 
+def test_rotations_of_a_search_are_for_their_clip_ratios_and_means(made, tmp_path):
+    there = made(recipe=CENTERED, head_dim=32)
+    search = {"layers": {}, "model": {side: {"clip": ratio} for side, ratio in (("key", 0.96), ("value", 0.92))}}
+    searched = artifact.write(
+        tmp_path / "searched", there.rotations(), there.statistics(), {**there.manifest, "search": search}, card.render
+    )
+    done = exported("sglang", searched, tmp_path / "sglang", clip=(1.0, 0.92))
+    assert [words.partition(", for which a search chose")[1] != "" for words in done.reduced] == [True]
+    with pytest.raises(RotationZooError) as refused:
+        exported("mlx", searched, tmp_path / "mlx")
+    assert refused.value.hint == "to accept that, add: --uncentered; made for such engines: --recipe best-uncentered"
+
+
 def test_other_refusals(made, tmp_path):
     there = made(head_dim=32)
     with pytest.raises(RotationZooError, match="multiples of 8"):
