@@ -17,10 +17,7 @@ from rotationzoo.models import input_device
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.tally import clearly_less
 
-RATIOS = {
-    "key": (0.76, 0.8, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98),
-    "value": (0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0),
-}
+_STEP = 0.02  # between clip ratios
 _POSITIONS = 256  # whose predictions are compared at a time
 
 Tensors = dict[str, torch.Tensor]
@@ -46,23 +43,35 @@ def trim(
     def measure(arms: Sequence[Tensors]) -> torch.Tensor:
         return divergences(model, geometry, [Arm(str(i), arm, group_size) for i, arm in enumerate(arms)], cache, rows)
 
+    def nearest_best(tensors: Tensors, side: str, ratio: float, divergence: float) -> dict[float, float]:
+        """Ratios tried, and their divergence: from one step by step to where neither neighbour is better."""
+        tried = {ratio: divergence}
+        while near := [r for r in _beside(min(tried, key=lambda one: tried[one])) if r not in tried]:
+            found = measure([_with_clip(tensors, side, r) for r in near])
+            tried |= zip(near, found.mean(1).tolist(), strict=True)
+        return tried
+
     progress("trimming", 0, 3)
     mixed = {"own": own, "keys": own | _of(chosen, "key"), "values": own | _of(chosen, "value"), "both": chosen}
     found = measure(list(mixed.values()))
     best = int(found.mean(1).argmin())
     kept = list(mixed)[best if clearly_less(found[best], found[0]) else 0]
-    tensors = mixed[kept]
-    record: dict[str, Any] = {"by_side": dict(zip(mixed, found.mean(1).tolist(), strict=True)), "kept": kept}
-    for number, (side, ratios) in enumerate(RATIOS.items()):
+    tensors, by_side = mixed[kept], dict(zip(mixed, found.mean(1).tolist(), strict=True))
+    record: dict[str, Any] = {"by_side": by_side, "kept": kept, "trimmed": by_side[kept]}
+    for number, side in enumerate(("key", "value")):
         progress("trimming", 1 + number, 3)
-        arms = [_with_clip(tensors, side, ratio) for ratio in ratios]
-        found = measure(arms)
-        best = int(found.mean(1).argmin())
-        tensors = arms[best]
-        record[side] = {"clip": ratios[best], "by_clip": dict(zip(map(str, ratios), found.mean(1).tolist(), strict=True))}
-        record["trimmed"] = found[best].mean().item()
+        start = next(tensor for name, tensor in tensors.items() if name.endswith(f".{side}.clip"))
+        tried = nearest_best(tensors, side, round(start[0].item(), 4), record["trimmed"])
+        ratio = min(tried, key=lambda one: tried[one])
+        tensors = _with_clip(tensors, side, ratio)
+        record[side] = {"clip": ratio, "by_clip": {f"{one:g}": tried[one] for one in sorted(tried)}}
+        record["trimmed"] = tried[ratio]
     progress("trimming", 3, 3)
     return tensors, record
+
+
+def _beside(ratio: float) -> list[float]:
+    return [near for near in (round(ratio - _STEP, 4), round(ratio + _STEP, 4)) if 0 < near <= 1]
 
 
 def _of(tensors: Mapping[str, torch.Tensor], side: str) -> Tensors:
