@@ -1,9 +1,9 @@
 """A model that reads its keys and values from a 2-bit cache, simulated in one forward pass of whole rows.
 
 A server keeps the first `sink` and the last `recent` tokens of a request exact, so a position is read exact by some queries and
-quantized by later ones. The model's own attention function is therefore called once, on keys and values `[exact; quantized]`
-of twice the length, with a mask that shows each query one of the two copies of each position. Windows, soft cap and sinks
-stay the model's.
+quantized by later ones. The model's own attention function is therefore called on keys and values `[exact; quantized]` of twice
+the length, with a mask that shows each query one of the two copies of each position; block by block of queries, on what these
+see. Windows, soft cap and sinks stay the model's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,8 @@ from rotationzoo import int2
 from rotationzoo.capture import Attention, intercept
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.geometry import Geometry
+
+_QUERIES = 512  # of a block
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Simulation:
     sides: tuple[str, ...] = ("key", "value")
     queries: torch.Tensor | None = None
     """Positions whose attention is compared, `[Q]`; None for no comparison."""
-    _doubled: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    _doubled: dict[int, tuple[Any, torch.Tensor, list["Block"]]] = field(default_factory=dict)
     _exactly: bool = False
 
     @contextmanager
@@ -117,10 +119,14 @@ class Simulation:
             if self._exactly or layer not in self.layers:
                 return attend(query, key, value)
             keys, values = (self._both_copies(t, owners[layer], side) for t, side in ((key, "key"), (value, "value")))
-            mask = self._mask(attend, query)
+            mask, blocks = self._mask(attend, query)
             if self.queries is not None:
                 observe_kl(layer, self._divergence(attend, query, key, keys, mask), self.queries)
-            return replace(attend, mask=mask)(query, keys, values)
+            outputs = [
+                replace(attend, mask=block.mask)(query[:, :, block.queries], keys[:, :, block.seen], values[:, :, block.seen])
+                for block in blocks
+            ]
+            return torch.cat(outputs, dim=1)
 
         def compare(layer: int) -> Callable[..., None]:
             def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -150,12 +156,13 @@ class Simulation:
         stored = self.arm.stored(rows, f"layers.{owner}.{side}", self.cache.format) if side in self.sides else rows
         return torch.cat([rows, stored], dim=2)
 
-    def _mask(self, attend: Attention, query: torch.Tensor) -> torch.Tensor:
-        """The model's own mask for `[exact; quantized]`, `[B or 1, 1, T, 2T]`; layers that share a mask share the result."""
+    def _mask(self, attend: Attention, query: torch.Tensor) -> tuple[torch.Tensor, list["Block"]]:
+        """The model's own mask for `[exact; quantized]`, `[B or 1, 1, T, 2T]`, and its blocks: one for layers that share it."""
         found = self._doubled.get(id(attend.mask))
         if found is None:
-            found = self._doubled[id(attend.mask)] = attend.mask, doubled(attend, query, self.cache)
-        return found[1]
+            mask = doubled(attend, query, self.cache)
+            found = self._doubled[id(attend.mask)] = attend.mask, mask, blocks_of(mask)
+        return found[1:]
 
     def _divergence(
         self, attend: Attention, query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor
@@ -188,6 +195,28 @@ def doubled(attend: Attention, query: torch.Tensor, cache: Cache) -> torch.Tenso
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min
     return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries that read together, the positions of `[exact; quantized]` that any of them sees, and the mask between them."""
+
+    queries: slice
+    seen: torch.Tensor
+    mask: torch.Tensor
+
+
+def blocks_of(mask: torch.Tensor) -> list[Block]:
+    """A mask `[B or 1, 1, T, 2T]` in blocks of queries. Most of it is hidden from all of a block: what comes later, and one
+    copy or the other of nearly all else."""
+    found = []
+    for start in range(0, mask.shape[2], _QUERIES):
+        queries = slice(start, start + _QUERIES)
+        part = mask[:, :, queries]
+        visible = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min
+        seen = visible.flatten(0, 2).any(0).nonzero()[:, 0]
+        found.append(Block(queries, seen, part[..., seen]))
+    return found
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

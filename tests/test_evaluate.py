@@ -11,6 +11,7 @@ from architectures import EXPECTED, NAMES
 from conftest import save_tiny
 
 from rotationzoo import int2
+from rotationzoo import simulate as simulating
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.cli_options import parse_layers, parse_windows
@@ -53,6 +54,12 @@ def simulate(model, arm, cache, ids=IDS, queries=None, **options):
 
 def random_arm(model) -> Arm:
     return Arm("random", fit(None, PRESETS["random"], geometry_of(model)))
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+    """Rows as short as these would be read in one block of queries."""
+    monkeypatch.setattr(simulating, "_QUERIES", 7)
 
 
 @pytest.mark.parametrize("name", calibrated)
