@@ -56,7 +56,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     known = plan(job)
     if known.refusal is not None:
         raise known.refusal
-    source, recipe = known.source, job.recipe
+    job, source, recipe = known.job, known.source, known.job.recipe
     check_output(job)
     text = None
     if recipe.needs_statistics:

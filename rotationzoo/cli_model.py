@@ -72,7 +72,7 @@ def calibrate(
         tokens=tokens, length=length, seed=seed,
     )  # fmt: skip
     from rotationzoo.calibrate import calibrate as run
-    from rotationzoo.plan import Job, shortened
+    from rotationzoo.plan import Job
     from rotationzoo.plan import plan as look
     from rotationzoo.tables import show_artifact, show_plan
 
@@ -89,15 +89,14 @@ def calibrate(
         max_memory=max_memory,
         restart=restart,
         budget=budget,
+        fit_length=length is None and recipe in recipes.PRESETS,
     )
     if budget is not None and chosen.search is None:
         raise UsageError(f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best")
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
-    if length is None and recipe in recipes.PRESETS:
-        job = shortened(job)
     if dry_run:
-        show_plan(out, job, look(job))
+        show_plan(out, look(job))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill is an interruption too
     before = job.output.stat().st_ctime_ns if job.output.exists() else None

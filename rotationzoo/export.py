@@ -131,7 +131,8 @@ def _reductions(
     words = {"one": "a single clip ratio", "side": "one clip ratio for all keys and one for all values", "layer": "one a layer"}
     own = f"{max(keys):g}" if takes.clip == "one" else f"{max(keys):g}/{max(values):g}"
     if request.clip and single:
-        given = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the artifact's own{_CHOSEN * searched}"
+        given = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the artifact's own"
+        given += _CHOSEN if searched else ""
         reduced += [given] if clips != _clips(tensors, geometry, replace(request, clip=None)) else []
     reduce(not single, False, words[takes.clip], f"--clip {own}")
     windows = request.windows or (recipe.sink, recipe.recent)

@@ -17,7 +17,7 @@ from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.sample import HELD, size_of
 from rotationzoo.source import Source, find
 
-_HEAP = 1.75  # of what is kept on a CPU, whose allocator leaves holes between it: 6.7 GB measured for 3.8 GB of samples
+_HEAP = 1.75  # of what is kept on a CPU, whose allocator leaves holes between it: 6.7 GB measured for 3.7 GB of samples
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Job:
     restart: bool = False
     budget: float | None = None
     """Minutes that a search may take in all; None lets it finish."""
+    fit_length: bool = False
+    """Rows longer than the model has positions are cut to them, not refused: their length is the recipe's and nobody's wish."""
 
     def __post_init__(self) -> None:
         artifact.check_name(self.output)
@@ -60,12 +62,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a job before a weight is read.
+    """What is known of a job before a weight is read; `job` is the one to run, with rows that fit the model.
 
     `config` and `geometry` are None if the model is refused; `geometry` also if only the weights can tell. Sizes in bytes,
     estimated.
     """
 
+    job: Job
     source: Source
     config: PretrainedConfig | None
     geometry: Geometry | None
@@ -89,7 +92,8 @@ def plan(job: Job) -> Plan:
         with as_unavailable(f"{source.name} fails when it runs"):
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
-        return Plan(source, None, None, refusal)
+        return Plan(job, source, None, None, refusal)
+    job = _fitting(job, config) if job.fit_length else job
     check_recipe(job.recipe, geometry or [])
     _check_length(job.recipe, config)
     weights = models.weights_bytes(source, model)
@@ -101,16 +105,12 @@ def plan(job: Job) -> Plan:
         writing = _cache_bytes(job, geometry or [])
         searching = _search_bytes(job, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
         peak += loaded + 2 * statistics + max(activations, writing, searching)
-    return Plan(source, config, geometry, None, weights, rotations + statistics, peak)
+    return Plan(job, source, config, geometry, None, weights, rotations + statistics, peak)
 
 
-def shortened(job: Job) -> Job:
-    """The job with rows no longer than the model has positions: for a length that is the recipe's own and nobody's wish."""
-    try:
-        positions = _positions(models.load_config(find(job.model, job.revision)))
-    except UnsupportedModel:
-        return job  # which `plan` says
-    data = job.recipe.data
+def _fitting(job: Job, config: PretrainedConfig) -> Job:
+    """The job with rows no longer than the model has positions."""
+    data, positions = job.recipe.data, _positions(config)
     if positions is None or data.length <= positions:
         return job
     return replace(job, recipe=job.recipe.model_copy(update={"data": data.model_copy(update={"length": positions})}))

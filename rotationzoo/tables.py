@@ -101,7 +101,8 @@ def _search_table(found: dict[str, Any]) -> None:
     print(f"Kept: {model['kept']}, with the clip ratios {clips} ({model['trimmed']:.4f} nats)")
 
 
-def show_plan(out: Output, job: Job, plan: Plan) -> None:
+def show_plan(out: Output, plan: Plan) -> None:
+    job = plan.job
     cached = cached_layers(plan.geometry or [])
 
     def common(values: list[Any]) -> Any:
