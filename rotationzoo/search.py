@@ -22,6 +22,8 @@ from rotationzoo.sample import output_projections, size_of, stored_rows, take
 from rotationzoo.simulate import Cache
 from rotationzoo.trim import trim
 
+_LAYERS = 2 / 3  # of the time there is; the clip ratios of the whole model get the rest
+
 
 def search(
     model: PreTrainedModel,
@@ -39,7 +41,7 @@ def search(
 
     `own` are those of the recipe without a search, as `fit` makes them. `fitted` and `held_out` are token rows; learning uses
     the first, every choice the second, of which at least one is longer than the cache's windows. `deadline`
-    (`time.monotonic()`) cuts learning short.
+    (`time.monotonic()`) cuts learning short, and then the search for clip ratios; what every choice is scored on is not cut.
     """
     settings = recipe.search
     assert settings is not None
@@ -49,6 +51,8 @@ def search(
     found, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     left = [layer for layer in layers if str(layer.index) not in record]
     done = 2 * (len(layers) - len(left))
+    begun = time.monotonic()
+    layers_end = None if deadline is None else begun + _LAYERS * max(0.0, deadline - begun)
     judged, taught = ([len(row) for row in rows] for rows in (held_out, fitted))
     for group in _groups(left, [size_of(geometry, layer, settings, judged, taught) for layer in left]):
         indices = {layer.index for layer in group}
@@ -61,9 +65,9 @@ def search(
             chooser = Chooser(
                 layer, statistics[layer.index], recipe, theirs, judge.pop(layer.index), rows.pop(layer.index, None)
             )
-            key = chooser.keys(_pace(deadline, 2 * len(layers) - done))
+            key = chooser.keys(_pace(layers_end, 2 * len(layers) - done))
             progress("searching", done := done + 1, 2 * len(layers))
-            value = chooser.values(key, _pace(deadline, 2 * len(layers) - done))
+            value = chooser.values(key, _pace(layers_end, 2 * len(layers) - done))
             done += 1
             for name, side in (("key", key), ("value", value)):
                 found[f"layers.{layer.index}.{name}.rotation"] = side.matrix.cpu().contiguous()
@@ -71,7 +75,7 @@ def search(
             if checkpoint is not None:
                 checkpoint.save_search(found, record)
     progress("searching", done, 2 * len(layers))
-    tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, progress)
+    tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, deadline, progress)
     return tensors, {"model": trimmed, "layers": record}
 
 

@@ -5,6 +5,7 @@ shrinking adds up: ratios chosen head by head come out too low. So all heads of 
 most engines take, and it is judged by the divergence of the model's predictions.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,13 +32,14 @@ def trim(
     cache: Cache,
     group_size: int | None,
     rows: Sequence[torch.Tensor],
+    deadline: float | None = None,
     progress: Progress = silent,
 ) -> tuple[Tensors, dict[str, Any]]:
     """The keys and the values of `chosen`, or the recipe's `own` where the model does not clearly gain by them, with one clip
     ratio a side; and a record.
 
     The record has, in nats a token on the texts `rows` `[T]`, the divergence of the model's predictions with either or both
-    sides chosen, and with each ratio tried.
+    sides chosen, and with each ratio tried. No more ratios are tried after `deadline` (`time.monotonic()`).
     """
 
     def measure(arms: Sequence[Tensors]) -> torch.Tensor:
@@ -46,7 +48,10 @@ def trim(
     def nearest_best(tensors: Tensors, side: str, ratio: float, divergence: float) -> dict[float, float]:
         """Ratios tried, and their divergence: from one step by step to where neither neighbour is better."""
         tried = {ratio: divergence}
-        while near := [r for r in _beside(min(tried, key=lambda one: tried[one])) if r not in tried]:
+        while deadline is None or time.monotonic() < deadline:
+            near = [r for r in _beside(min(tried, key=lambda one: tried[one])) if r not in tried]
+            if not near:
+                break
             found = measure([_with_clip(tensors, side, r) for r in near])
             tried |= zip(near, found.mean(1).tolist(), strict=True)
         return tried

@@ -444,6 +444,7 @@ def test_best_makes_an_artifact_of_the_demo_model(tmp_path):
     kept = calibrate(Job("demo", recipe, tmp_path / "none", device="cpu", budget=0.0))
     curves = [layer[side]["curve"] for layer in kept.manifest["search"]["layers"].values() for side in ("key", "value")]
     assert not any(curves), "no time to learn"
+    assert [len(kept.manifest["search"]["model"][side]["by_clip"]) for side in ("key", "value")] == [1, 1], "or for clip ratios"
 
 
 def test_a_budget_is_for_recipes_that_search(inside):
