@@ -57,7 +57,8 @@ def search(
     for group in _groups(left, [size_of(geometry, layer, settings, judged, taught) for layer in left]):
         indices = {layer.index for layer in group}
         judge = take(model, geometry, held_out, cache, settings.queries, indices, projections)
-        rows = stored_rows(model, fitted, recipe.sink, indices, sample.TAUGHT) if settings.steps else {}
+        learning = settings.steps and (layers_end is None or time.monotonic() < layers_end)
+        rows = stored_rows(model, fitted, recipe.sink, indices, sample.TAUGHT) if learning else {}
         for layer in group:
             progress("searching", done, 2 * len(layers))
             theirs = {side: own[f"layers.{layer.index}.{side}.rotation"] for side in ("key", "value")}

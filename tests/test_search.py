@@ -442,8 +442,8 @@ def test_best_makes_an_artifact_of_the_demo_model(tmp_path):
     assert again.identity == there.identity, "the same bytes"
     assert not (tmp_path / "best.checkpoint.safetensors").exists()
     kept = calibrate(Job("demo", recipe, tmp_path / "none", device="cpu", budget=0.0))
-    curves = [layer[side]["curve"] for layer in kept.manifest["search"]["layers"].values() for side in ("key", "value")]
-    assert not any(curves), "no time to learn"
+    sides = [layer[side] for layer in kept.manifest["search"]["layers"].values() for side in ("key", "value")]
+    assert not any("curve" in side for side in sides), "no time to learn"
     assert [len(kept.manifest["search"]["model"][side]["by_clip"]) for side in ("key", "value")] == [1, 1], "or for clip ratios"
 
 
