@@ -1,5 +1,6 @@
 """One calibration from a model's name to an artifact on disk: resumable, and silent but for a progress callback."""
 
+import math
 import os
 import platform
 import resource
@@ -178,7 +179,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
         if recipe.search is None:
             return _Made(geometry, statistics, dtype, rotations, text)
         # The deadline counts from here: statistics are a small part of such a job.
-        deadline = None if job.budget is None else time.monotonic() + 60 * job.budget
+        deadline = math.inf if job.budget is None else time.monotonic() + 60 * job.budget
         found, record = search(
             model, geometry, statistics, rotations, fitted.rows, held_out, recipe, deadline, checkpoint, progress
         )

@@ -4,6 +4,7 @@ Keys are scored by the KL of their attention and by what they change in the bloc
 relative to the recipe's own rotation: 1 is as good as that. `docs/quality.md` shows that both predict what the model loses.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,7 +64,7 @@ class Chooser:
         self.mean = {side: torch.zeros_like(moments[side].mean).float().to(self.device) for side in ("key", "value")}
         self.mean |= {side: moments[side].mean.float().to(self.device) for side in recipe.centered}
 
-    def keys(self, deadline: float | None = None) -> Side:
+    def keys(self, deadline: float = math.inf) -> Side:
         own = self._own("key")
         with torch.no_grad():
             back = [sample.attention(self._back("key", sample.key, own.matrix[None]))[0] for sample in self.judge]
@@ -77,7 +78,7 @@ class Chooser:
 
         return self._choose("key", own, self.moments["query"].second_moment.cpu(), score, deadline)
 
-    def values(self, key: Side, deadline: float | None = None) -> Side:
+    def values(self, key: Side, deadline: float = math.inf) -> Side:
         """The same for values, as they are read by attention over the keys that were chosen."""
         own = self._own("value")
         with torch.no_grad():
@@ -103,7 +104,7 @@ class Chooser:
         matrix = self.own[side].to(self.device).expand(self.layer.kv_heads, -1, -1)
         return Side(matrix, ["own"] * self.layer.kv_heads, torch.empty(0))
 
-    def _choose(self, side: str, own: Side, read: torch.Tensor, score: Score, deadline: float | None) -> Side:
+    def _choose(self, side: str, own: Side, read: torch.Tensor, score: Score, deadline: float) -> Side:
         mean = self.mean[side].cpu().double()
         stored = self.moments[side].second_moment.cpu() - mean.unsqueeze(-1) * mean.unsqueeze(-2)
         own.scores = self._scores(side, own.matrix[None], score)[:, 0]
@@ -128,7 +129,7 @@ class Chooser:
         return [_pick(sides, which.cpu()) for which in scores.mean(0).argsort(0)]
 
     def _learn(
-        self, side: str, metric: torch.Tensor, starts: Sequence[Side], score: Score, deadline: float | None
+        self, side: str, metric: torch.Tensor, starts: Sequence[Side], score: Score, deadline: float
     ) -> tuple[list[Side], list[list[float]]]:
         """Learned rotations from several starts at once, with the curve of their losses."""
         assert self.rows is not None

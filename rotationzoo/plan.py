@@ -35,7 +35,7 @@ class Job:
     max_memory: str | None = None
     restart: bool = False
     budget: float | None = None
-    """Minutes that a search may take in all; None lets it finish."""
+    """Minutes for a search: they end learning and the clip ratios, not what choices are scored on. None lets it finish."""
     fit_length: bool = False
     """Rows longer than the model has positions are cut to them, not refused: their length is the recipe's and nobody's wish."""
 

@@ -1,5 +1,6 @@
 """Learning a rotation through the exact codec, with a straight-through gradient for the rounding."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,7 @@ def learn(
     rate: float,
     tokens: int = 4096,
     seed: int = 0,
-    deadline: float | None = None,
+    deadline: float = math.inf,
 ) -> tuple[torch.Tensor, list[list[float]]]:
     """Rotations `[S, H, D, D]` float32 that lower `E[e M e^T]`, e the error of a stored row, and the S losses by step.
 
@@ -86,7 +87,7 @@ def learn(
     draw = torch.Generator().manual_seed(seed)
     curve: list[torch.Tensor] = []
     for _ in range(steps):
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             break
         rotated = rows[:, torch.randint(rows.shape[1], (tokens,), generator=draw).to(rows.device)] @ matrix
         loss = ((codec(rotated) - rotated) @ (matrix.mT @ root)).square().sum(-1).mean(-1) / energy

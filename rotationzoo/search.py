@@ -4,6 +4,7 @@ Everything is judged on calibration text that the statistics have not seen, and 
 there before is left out.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ def search(
     fitted: Sequence[torch.Tensor],
     held_out: Sequence[torch.Tensor],
     recipe: Recipe,
-    deadline: float | None = None,
+    deadline: float = math.inf,
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -52,12 +53,12 @@ def search(
     left = [layer for layer in layers if str(layer.index) not in record]
     done = 2 * (len(layers) - len(left))
     begun = time.monotonic()
-    layers_end = None if deadline is None else begun + _LAYERS * max(0.0, deadline - begun)
+    layers_end = begun + _LAYERS * (deadline - begun)
     judged, taught = ([len(row) for row in rows] for rows in (held_out, fitted))
     for group in _groups(left, [size_of(geometry, layer, settings, judged, taught) for layer in left]):
         indices = {layer.index for layer in group}
         judge = take(model, geometry, held_out, cache, settings.queries, indices, projections)
-        learning = settings.steps and (layers_end is None or time.monotonic() < layers_end)
+        learning = settings.steps > 0 and time.monotonic() < layers_end
         rows = stored_rows(model, fitted, recipe.sink, indices, sample.TAUGHT) if learning else {}
         for layer in group:
             progress("searching", done, 2 * len(layers))
@@ -93,7 +94,7 @@ def _groups(layers: Sequence[Layer], sizes: Sequence[int]) -> list[list[Layer]]:
     return groups
 
 
-def _pace(deadline: float | None, left: int) -> float | None:
+def _pace(deadline: float, left: int) -> float:
     """When the next of `left` equal parts should be done."""
     now = time.monotonic()
-    return None if deadline is None else now + max(0.0, deadline - now) / left
+    return now + max(0.0, deadline - now) / left

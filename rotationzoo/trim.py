@@ -5,6 +5,7 @@ shrinking adds up: ratios chosen head by head come out too low. So all heads of 
 most engines take, and it is judged by the divergence of the model's predictions.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def trim(
     cache: Cache,
     group_size: int | None,
     rows: Sequence[torch.Tensor],
-    deadline: float | None = None,
+    deadline: float = math.inf,
     progress: Progress = silent,
 ) -> tuple[Tensors, dict[str, Any]]:
     """The keys and the values of `chosen`, or the recipe's `own` where the model does not clearly gain by them, with one clip
@@ -48,7 +49,7 @@ def trim(
     def nearest_best(tensors: Tensors, side: str, ratio: float, divergence: float) -> dict[float, float]:
         """Ratios tried, and their divergence: from one step by step to where neither neighbour is better."""
         tried = {ratio: divergence}
-        while deadline is None or time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             near = [r for r in _beside(min(tried, key=lambda one: tried[one])) if r not in tried]
             if not near:
                 break
