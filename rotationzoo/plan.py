@@ -103,7 +103,7 @@ def plan(job: Job) -> Plan:
         loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
         activations = _activation_bytes(job, model, geometry or [])
         writing = _cache_bytes(job, geometry or [])
-        searching = _search_bytes(job, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
+        searching = _search_bytes(job, model, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
         peak += loaded + 2 * statistics + max(activations, writing, searching)
     return Plan(job, source, config, geometry, None, weights, rotations + statistics, peak)
 
@@ -209,14 +209,15 @@ def _cache_bytes(job: Job, geometry: Geometry) -> int:
     return job.batch * job.recipe.data.length * width * _item(job)
 
 
-def _search_bytes(job: Job, geometry: Geometry) -> int:
+def _search_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> int:
     recipe = job.recipe
     if recipe.search is None:
         return 0
     lengths = recipe.data.row_lengths  # of documents, whose lengths nobody knows before they are read, an upper limit
     held_out = recipe.search.held_out(len(lengths))
     judged, taught = lengths[len(lengths) - held_out :], lengths[: len(lengths) - held_out]
-    sizes = [size_of(geometry, layer, recipe.search, judged, taught) for layer in cached_layers(geometry)]
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    sizes = [size_of(geometry, layer, recipe.search, judged, taught, hidden) for layer in cached_layers(geometry)]
     held = max(max(sizes, default=0), min(HELD, sum(sizes)))
     return int(_HEAP * held) if job.torch_device == "cpu" else held
 

@@ -34,6 +34,7 @@ FLOORS = [
         "tally",
         "simulate",
         "candidates",
+        "projection",
         "sample",
         "refine",
         "trim",
@@ -56,7 +57,7 @@ FLOORS = [
         "pull",
         "release",
     ],
-    ["console", "tables", "cli_options", "cli_model", "cli_zoo", "cli_engines", "cli", "__main__"],
+    ["console", "tables", "plan_view", "cli_options", "cli_model", "cli_zoo", "cli_engines", "cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}
