@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import artifact, card, corpus, models
+from rotationzoo import artifact, corpus, models, soundness
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import Corpus
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.fit import check_recipe, fit
 from rotationzoo.generate import end_tokens, sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
@@ -32,6 +32,7 @@ from rotationzoo.search import search
 from rotationzoo.simulate import Cache
 from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
 
+_UNSOUND = "fetch the weights again; activations as large as theirs have no float32 statistics"
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
 
 
@@ -44,7 +45,9 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
     missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
     try:
         return _calibrate(job, progress)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Unsound):  # going on from the sums that led to it would only be refused again
+            Checkpoint(job.checkpoint, {}).remove()
         for folder in missing:  # made on the way, and of no use without an artifact or a checkpoint
             with suppress(OSError):
                 folder.rmdir()
@@ -104,7 +107,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     if made.search is not None:
         manifest["search"] = made.search
     sums = to_tensors(made.statistics) if made.statistics is not None else None
-    written = artifact.write(job.output, made.rotations, sums, manifest, card.render)
+    written = soundness.write(job.output, made.rotations, sums, manifest, _UNSOUND)
     checkpoint.remove()
     return written
 
@@ -178,6 +181,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
         rotations = fit(statistics, recipe, geometry)
         if recipe.search is None:
             return _Made(geometry, statistics, dtype, rotations, text)
+        soundness.check_before_search(rotations, to_tensors(statistics), recipe, geometry, _UNSOUND)
         # The deadline counts from here: statistics are a small part of such a job.
         deadline = math.inf if job.budget is None else time.monotonic() + 60 * job.budget
         found, record = search(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo import artifact, card, foreign, models, rotation
+from rotationzoo import artifact, foreign, models, rotation, soundness
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import max_error
 from rotationzoo.engines import Foreign, Side
@@ -19,8 +19,8 @@ from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, 
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotation import DATA_FREE
+from rotationzoo.soundness import ORTHOGONAL
 from rotationzoo.source import Source, config_hash, find, has_weights, weights_fingerprint
-from rotationzoo.verify import ORTHOGONAL
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def import_(job: Import) -> Artifact:
         "run": {"device": "cpu", "dtype": None, "seconds": round(time.monotonic() - started, 3), "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": error},
     }
-    return artifact.write(job.output, rotations, statistics or None, manifest, card.render)
+    return soundness.write(
+        job.output, rotations, statistics or None, manifest, hint="fetch the files again, or ask who made them"
+    )
 
 
 def _identity(job: Import, key: Foreign, value: Foreign, recipe: Recipe) -> dict[str, str]:
