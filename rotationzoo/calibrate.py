@@ -1,17 +1,16 @@
 """One calibration from a model's name to an artifact on disk: resumable, and silent but for a progress callback."""
 
 import math
-import os
 import platform
 import resource
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from rotationzoo import artifact, corpus, models, soundness
@@ -24,6 +23,7 @@ from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.fit import check_recipe, fit
 from rotationzoo.generate import end_tokens, sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
+from rotationzoo.identity import differences
 from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, check_output, check_room, plan
 from rotationzoo.recipe import SELF, Recipe, digest
@@ -55,7 +55,7 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
 
 
 def _calibrate(job: Job, progress: Progress) -> Artifact:
-    started = time.monotonic()
+    started, versions = time.monotonic(), artifact.versions()
     progress("looking at the model", 0, 0)
     known = plan(job)
     if known.refusal is not None:
@@ -94,9 +94,10 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         "recipe_sha256": recipe.hash,
         "calibration": _describe(made.text, recipe, identity),
         "identity": identity,
-        "versions": artifact.versions(),
+        "versions": versions,
         "run": {
-            "device": _device_name(job),
+            "device": device_name(job.torch_device),
+            "threads": torch.get_num_threads(),
             "dtype": made.dtype,
             "batch": job.batch,
             "seconds": round(time.monotonic() - started, 3),
@@ -213,13 +214,16 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
         shared["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling(source).items())
         shared["generation_config"] = settings_hash(source)
         shared["data"] = digest(job.recipe.data.model_dump())
+    threads = torch.get_num_threads() if job.torch_device == "cpu" else None  # sums depend on how they are split
+    chosen = {"threads": threads, "device_map": job.device_map, "max_memory": job.max_memory, "budget": job.budget}
     return shared | {
         "weights": weights_fingerprint(source),
         "text": text.fingerprint,
         "batch": str(job.batch),
-        "device": _device_name(job) + (f", {job.device_map} {job.max_memory or ''}" if job.device_map else ""),
-        "dtype": str(job.torch_dtype) + (f", {job.budget} minutes" if job.budget is not None else ""),
-        "versions": f"torch {torch.__version__}, transformers {version('transformers')}",
+        "device": device_name(job.torch_device),
+        "dtype": str(job.torch_dtype),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        **{key: str(value) for key, value in chosen.items() if value is not None},
     }
 
 
@@ -228,7 +232,7 @@ def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
     if job.restart or job.unfinished or not (job.output / artifact.MANIFEST).is_file():
         return None
     there = Artifact.open(job.output)
-    if changed := [key for key, value in identity.items() if there.manifest["identity"].get(key) != value]:
+    if changed := differences(there.manifest["identity"], identity):
         raise RotationZooError(
             f"{job.output} holds the work of another job: {', '.join(changed)} differ",
             hint="choose another place with --output, or replace it with --restart",
@@ -248,7 +252,5 @@ def _describe(text: Corpus | None, recipe: Recipe, identity: dict[str, str]) -> 
     }  # fmt: skip
 
 
-def _device_name(job: Job) -> str:
-    if job.torch_device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {os.cpu_count()} threads"
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
