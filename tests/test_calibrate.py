@@ -464,6 +464,33 @@ def test_fp8_weights(tmp_path):
                 assert 1e-6 < (tensor - exact).norm() / exact.norm() < 0.2  # measured .01 to .10
 
 
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-vlm"])
+@pytest.mark.parametrize("implementation", ["someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"])
+def test_a_config_names_no_code_to_fetch(key, name, implementation, tiny, tmp_path, monkeypatch):
+    """Not of kernels on the hub, for the model nor for its text part."""
+    for place in ("modeling_utils.lazy_import_flash_attention", "integrations.hub_kernels.load_and_register_attn_kernel"):
+        monkeypatch.setattr(f"transformers.{place}", lambda *_, **__: pytest.fail("asked for a kernel"))
+    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
+    if name.endswith("vlm"):
+        changes = {"text_config": architectures.config(name).text_config.to_dict() | changes}
+    folder = tmp_path / "model"
+    architectures.build(name, **changes).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, folder)
+    expected = calibrate(job(folder, tmp_path / "expected"))
+    config = json.loads((folder / "config.json").read_text())
+    nested = {part: {**config[part], key: implementation} for part in ("text_config", "vision_config") if part in config}
+    (folder / "config.json").write_text(json.dumps({**config, **nested, key: implementation}))
+    source = find(str(folder))
+    loaded = models.load_config(source)
+    for model in (models.on_meta(loaded, name), models.load(source, loaded, "cpu", torch.float32)):
+        used = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+        assert used <= {"sdpa", "eager"}
+    assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(expected)
+
+
 def test_a_soft_cap_is_never_dropped(tmp_path):
     """sdpa, which transformers 5.17 chooses for Gemma 2, would ignore it without a word."""
     architectures.build("gemma2", attn_implementation=None).save_pretrained(tmp_path)
