@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from rotationzoo import artifact, corpus, models, soundness
+from rotationzoo import artifact, corpus, models, verify
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     if made.search is not None:
         manifest["search"] = made.search
     sums = to_tensors(made.statistics) if made.statistics is not None else None
-    written = soundness.write(job.output, made.rotations, sums, manifest, _UNSOUND)
+    written = verify.write(job.output, made.rotations, sums, manifest, _UNSOUND)
     checkpoint.remove()
     return written
 
@@ -174,7 +174,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
             check_transparent(model, ids)
         if recipe.data.source == SELF:
             text = _written(job, known.source, model, text, checkpoint, progress)
-            checkpoint = Checkpoint(checkpoint.path, checkpoint.identity | {"written": text.fingerprint})
+            checkpoint = Checkpoint(checkpoint.path, {**checkpoint.identity, "written": text.fingerprint})
         held_out = [] if recipe.search is None else text.rows[-recipe.search.held_out(len(text.rows)) :]
         fitted = replace(text, rows=text.rows[: len(text.rows) - len(held_out)])
         statistics = collect(model, geometry, fitted.batches(job.batch), recipe, checkpoint, progress)
@@ -182,7 +182,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
         rotations = fit(statistics, recipe, geometry)
         if recipe.search is None:
             return _Made(geometry, statistics, dtype, rotations, text)
-        soundness.check_before_search(rotations, to_tensors(statistics), recipe, geometry, _UNSOUND)
+        verify.check_before_search(rotations, to_tensors(statistics), recipe, geometry, _UNSOUND)
         # The deadline counts from here: statistics are a small part of such a job.
         deadline = math.inf if job.budget is None else time.monotonic() + 60 * job.budget
         found, record = search(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo import artifact, foreign, models, rotation, soundness
+from rotationzoo import artifact, foreign, models, rotation, verify
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import max_error
 from rotationzoo.engines import Foreign, Side
@@ -19,7 +19,6 @@ from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, 
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotation import DATA_FREE
-from rotationzoo.soundness import ORTHOGONAL
 from rotationzoo.source import Source, config_hash, find, has_weights, weights_fingerprint
 
 
@@ -69,7 +68,7 @@ def import_(job: Import) -> Artifact:
         return finished
     rotations = _tensors(key, value, recipe, geometry)
     error = max_error(rotations)
-    exact = error <= ORTHOGONAL
+    exact = error <= verify.ORTHOGONAL
     statistics = recover_statistics(rotations, recipe, geometry) if exact else {}
     if not exact:
         notes.append(f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered from them")
@@ -97,9 +96,7 @@ def import_(job: Import) -> Artifact:
         "run": {"device": "cpu", "dtype": None, "seconds": round(time.monotonic() - started, 3), "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": error},
     }
-    return soundness.write(
-        job.output, rotations, statistics or None, manifest, hint="fetch the files again, or ask who made them"
-    )
+    return verify.write(job.output, rotations, statistics or None, manifest, hint="fetch the files again, or ask who made them")
 
 
 def _identity(job: Import, key: Foreign, value: Foreign, recipe: Recipe) -> dict[str, str]:

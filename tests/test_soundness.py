@@ -8,7 +8,7 @@ from conftest import save_tiny
 from safetensors.torch import load_file, save_file
 from test_import import pair  # noqa: F401 (a fixture)
 
-from rotationzoo import soundness
+from rotationzoo import verify as checks
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import Unsound
@@ -90,12 +90,12 @@ def test_the_one_writer_refuses_what_verify_would(name, change, says, tiny, tmp_
     tensors[name] = change(tensors[name])
     manifest = {key: value for key, value in sound.manifest.items() if key not in ("schema", "files")}
     with pytest.raises(Unsound) as refused:
-        soundness.write(tmp_path / "out", tensors, statistics, manifest, hint="make it again")
+        checks.write(tmp_path / "out", tensors, statistics, manifest, hint="make it again")
     assert str(refused.value) == f"not written, since it would not pass verify: {says}"
     assert refused.value.hint == "make it again"
     assert not (tmp_path / "out").exists()
     before = (sound.folder / "manifest.json").read_bytes()
     with pytest.raises(Unsound):
-        soundness.write(sound.folder, tensors, statistics, manifest, hint="make it again")
+        checks.write(sound.folder, tensors, statistics, manifest, hint="make it again")
     assert (sound.folder / "manifest.json").read_bytes() == before, "what was there stays"
     assert verify(Artifact.open(sound.folder)).ok
