@@ -25,7 +25,7 @@ from rotationzoo.generate import end_tokens, sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
 from rotationzoo.identity import differences
 from rotationzoo.moments import Statistics, to_tensors
-from rotationzoo.plan import Job, Plan, check_output, check_room, plan
+from rotationzoo.plan import Job, Plan, asked_recipe, check_output, check_room, plan
 from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotation import orthogonality_error
 from rotationzoo.search import search
@@ -90,7 +90,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     manifest = {
         "model": models.describe(source, known.config, identity["weights"] or None),
         "geometry": geometry_json(made.geometry),
-        "recipe": recipe.model_dump(),
+        "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
         "calibration": _describe(made.text, recipe, identity),
         "identity": identity,
@@ -213,7 +213,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     if job.recipe.data.source == SELF:
         shared["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling(source).items())
         shared["generation_config"] = settings_hash(source)
-        shared["data"] = digest(job.recipe.data.model_dump())
+        shared["data"] = digest(job.recipe.published()["data"])
     threads = torch.get_num_threads() if job.torch_device == "cpu" else None  # sums depend on how they are split
     chosen = {"threads": threads, "device_map": job.device_map, "max_memory": job.max_memory, "budget": job.budget}
     return shared | {
@@ -232,7 +232,8 @@ def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
     if job.restart or job.unfinished or not (job.output / artifact.MANIFEST).is_file():
         return None
     there = Artifact.open(job.output)
-    if changed := differences(there.manifest["identity"], identity):
+    theirs = there.manifest["identity"] | {"recipe": asked_recipe(there.manifest)}
+    if changed := differences(theirs, identity):
         raise RotationZooError(
             f"{job.output} holds the work of another job: {', '.join(changed)} differ",
             hint="choose another place with --output, or replace it with --restart",
@@ -243,9 +244,11 @@ def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
 def _describe(text: Corpus | None, recipe: Recipe, identity: dict[str, str]) -> dict[str, Any] | None:
     if text is None:
         return None
-    described = recipe.data.model_dump(include={"source", "subset", "split", "column", "packing", "length", "seed"})
+    told = ("source", "subset", "split", "column", "packing", "length", "seed")
+    data = recipe.published()["data"]
+    described = {key: data[key] for key in told}
     if recipe.data.source == SELF:
-        described |= recipe.data.model_dump(include={"prompts", "prompt_tokens"})
+        described |= {key: data[key] for key in ("prompts", "prompt_tokens")}
         described |= {"prompts_fingerprint": identity["text"], "sampling": identity["sampling"]}
     return described | {
         "tokens": text.tokens, "rows": len(text.rows), "fingerprint": text.fingerprint, "note": text.note

@@ -15,7 +15,7 @@ _CORES = re.compile(r"(?P<device>.* CPU), \d+ threads")
 def differences(theirs: Identity, ours: Identity, parts: Iterable[str] | None = None) -> list[str]:
     """The keys, of all or of some `parts`, in which the identity on disk and that of the job at hand differ."""
     theirs = _in_present_form(theirs)
-    keys = sorted({*theirs, *ours}) if parts is None else parts
+    keys = dict.fromkeys([*ours, *theirs]) if parts is None else parts
     return [key for key in keys if theirs.get(key) != ours.get(key) and not _unknown(key, theirs)]
 
 

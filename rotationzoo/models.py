@@ -46,7 +46,7 @@ def load_config(source: Source) -> PretrainedConfig:
 def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) -> dict[str, Any]:
     """A manifest's `model`: what tells which model an artifact is for."""
     return {
-        "id": source.name,
+        "id": source.label,
         "revision": source.revision,
         "license": license_of(source),
         "architecture": (config.architectures or [type(config).__name__])[0],

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -13,7 +14,7 @@ from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe
 from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import SELF, Recipe, digest, without_paths
 from rotationzoo.sample import HELD, size_of
 from rotationzoo.source import Source, find
 
@@ -163,12 +164,18 @@ def check_output(job: Job) -> None:
 
 def _check_recipe_of(job: Job, there: Artifact) -> None:
     """Work of another recipe is replaced only when asked to, or when a run that was asked to goes on."""
-    if there.manifest["recipe_sha256"] != job.recipe.hash and not job.restart and not job.unfinished:
+    if asked_recipe(there.manifest) != job.recipe.hash and not job.restart and not job.unfinished:
         theirs = f"{there.manifest['recipe'].get('name')} for {there.manifest['model'].get('id')}"
         raise RotationZooError(
             f"{job.output} holds the work of another recipe ({theirs})",
             hint="choose another place with --output, or replace it with --restart",
         )
+
+
+def asked_recipe(manifest: dict[str, Any]) -> str:
+    """The hash of the recipe that an artifact was made by, without the paths that earlier versions wrote into it."""
+    written = manifest["identity"].get("recipe", manifest["recipe_sha256"])
+    return digest(without_paths(manifest["recipe"])) if written == manifest["recipe_sha256"] else written
 
 
 def check_room(job: Job, known: Plan) -> None:
