@@ -58,7 +58,7 @@ FLOORS = [
         "pull",
         "release",
     ],
-    ["console", "tables", "plan_view", "cli_options", "cli_model", "cli_zoo", "cli_engines", "cli", "__main__"],
+    ["stage_log", "console", "tables", "plan_view", "cli_options", "cli_model", "cli_zoo", "cli_engines", "cli", "__main__"],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}
