@@ -8,7 +8,6 @@ import json
 import shutil
 import struct
 from collections import Counter, defaultdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
-from rotationzoo import models
+from rotationzoo import __version__, models
 from rotationzoo.artifact import Artifact, disk_errors, install, temporary_sibling
 from rotationzoo.capture import Attention, decoder, intercept
 from rotationzoo.collect import Progress, silent
@@ -63,7 +62,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     places = _places(source, changes)
     others = (path for path in source.folder.iterdir() if path.name == _INDEX or not path.name.endswith(_WEIGHTS))
     files = [*filter(Path.is_file, others), *weight_files(source.folder)]
-    record = {"rotationzoo": version("rotationzoo"), "absorbed": "value rotation", "artifact": artifact.identity}
+    record = {"rotationzoo": __version__, "absorbed": "value rotation", "artifact": artifact.identity}
     with disk_errors(output), temporary_sibling(output) as work:
         for done, path in enumerate(files):
             progress("absorbing", done, len(files))

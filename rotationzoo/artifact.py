@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
+from rotationzoo import __version__
 from rotationzoo.errors import RotationZooError, UsageError
 
 SCHEMA = 1
@@ -256,8 +256,15 @@ def write_atomically(path: Path, tensors: dict[str, torch.Tensor], metadata: dic
 
 
 def versions() -> dict[str, str]:
-    """A manifest's `versions`."""
-    return {name: version(name) for name in ("rotationzoo", "torch", "transformers")} | {"python": platform.python_version()}
+    """A manifest's `versions`: of the code that runs, installed or from a path."""
+    import transformers
+
+    return {
+        "rotationzoo": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def clip_ratios(manifest: dict[str, Any]) -> dict[str, float]:

@@ -1,37 +1,38 @@
 """One calibration from a model's name to an artifact on disk: resumable, and silent but for a progress callback."""
 
 import math
-import os
 import platform
 import resource
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
-from rotationzoo import artifact, card, corpus, models
+from rotationzoo import artifact, corpus, models, verify
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import check_transparent
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import Corpus
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.fit import check_recipe, fit
 from rotationzoo.generate import end_tokens, sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of
+from rotationzoo.identity import differences
 from rotationzoo.moments import Statistics, to_tensors
-from rotationzoo.plan import Job, Plan, check_output, check_room, plan
+from rotationzoo.plan import Job, Plan, asked_recipe, check_output, check_room, plan
 from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotation import orthogonality_error
 from rotationzoo.search import search
 from rotationzoo.simulate import Cache
 from rotationzoo.source import Source, config_hash, fetch, weights_fingerprint
 
+_UNSOUND = "fetch the weights again; activations as large as theirs have no float32 statistics"
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
 
 
@@ -44,7 +45,9 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
     missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
     try:
         return _calibrate(job, progress)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Unsound):  # going on from the sums that led to it would only be refused again
+            Checkpoint(job.checkpoint, {}).remove()
         for folder in missing:  # made on the way, and of no use without an artifact or a checkpoint
             with suppress(OSError):
                 folder.rmdir()
@@ -52,7 +55,7 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
 
 
 def _calibrate(job: Job, progress: Progress) -> Artifact:
-    started = time.monotonic()
+    started, versions = time.monotonic(), artifact.versions()
     progress("looking at the model", 0, 0)
     known = plan(job)
     if known.refusal is not None:
@@ -87,13 +90,14 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     manifest = {
         "model": models.describe(source, known.config, identity["weights"] or None),
         "geometry": geometry_json(made.geometry),
-        "recipe": recipe.model_dump(),
+        "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
         "calibration": _describe(made.text, recipe, identity),
         "identity": identity,
-        "versions": artifact.versions(),
+        "versions": versions,
         "run": {
-            "device": _device_name(job),
+            "device": device_name(job.torch_device),
+            "threads": torch.get_num_threads(),
             "dtype": made.dtype,
             "batch": job.batch,
             "seconds": round(time.monotonic() - started, 3),
@@ -104,7 +108,7 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
     if made.search is not None:
         manifest["search"] = made.search
     sums = to_tensors(made.statistics) if made.statistics is not None else None
-    written = artifact.write(job.output, made.rotations, sums, manifest, card.render)
+    written = verify.write(job.output, made.rotations, sums, manifest, _UNSOUND)
     checkpoint.remove()
     return written
 
@@ -170,7 +174,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
             check_transparent(model, ids)
         if recipe.data.source == SELF:
             text = _written(job, known.source, model, text, checkpoint, progress)
-            checkpoint = Checkpoint(checkpoint.path, checkpoint.identity | {"written": text.fingerprint})
+            checkpoint = Checkpoint(checkpoint.path, {**checkpoint.identity, "written": text.fingerprint})
         held_out = [] if recipe.search is None else text.rows[-recipe.search.held_out(len(text.rows)) :]
         fitted = replace(text, rows=text.rows[: len(text.rows) - len(held_out)])
         statistics = collect(model, geometry, fitted.batches(job.batch), recipe, checkpoint, progress)
@@ -178,6 +182,7 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
         rotations = fit(statistics, recipe, geometry)
         if recipe.search is None:
             return _Made(geometry, statistics, dtype, rotations, text)
+        verify.check_before_search(rotations, to_tensors(statistics), recipe, geometry, _UNSOUND)
         # The deadline counts from here: statistics are a small part of such a job.
         deadline = math.inf if job.budget is None else time.monotonic() + 60 * job.budget
         found, record = search(
@@ -208,14 +213,17 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     if job.recipe.data.source == SELF:
         shared["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling(source).items())
         shared["generation_config"] = settings_hash(source)
-        shared["data"] = digest(job.recipe.data.model_dump())
+        shared["data"] = digest(job.recipe.published()["data"])
+    threads = torch.get_num_threads() if job.torch_device == "cpu" else None  # sums depend on how they are split
+    chosen = {"threads": threads, "device_map": job.device_map, "max_memory": job.max_memory, "budget": job.budget}
     return shared | {
         "weights": weights_fingerprint(source),
         "text": text.fingerprint,
         "batch": str(job.batch),
-        "device": _device_name(job) + (f", {job.device_map} {job.max_memory or ''}" if job.device_map else ""),
-        "dtype": str(job.torch_dtype) + (f", {job.budget} minutes" if job.budget is not None else ""),
-        "versions": f"torch {torch.__version__}, transformers {version('transformers')}",
+        "device": device_name(job.torch_device),
+        "dtype": str(job.torch_dtype),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        **{key: str(value) for key, value in chosen.items() if value is not None},
     }
 
 
@@ -224,7 +232,8 @@ def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
     if job.restart or job.unfinished or not (job.output / artifact.MANIFEST).is_file():
         return None
     there = Artifact.open(job.output)
-    if changed := [key for key, value in identity.items() if there.manifest["identity"].get(key) != value]:
+    theirs = there.manifest["identity"] | {"recipe": asked_recipe(there.manifest)}
+    if changed := differences(theirs, identity):
         raise RotationZooError(
             f"{job.output} holds the work of another job: {', '.join(changed)} differ",
             hint="choose another place with --output, or replace it with --restart",
@@ -235,16 +244,16 @@ def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
 def _describe(text: Corpus | None, recipe: Recipe, identity: dict[str, str]) -> dict[str, Any] | None:
     if text is None:
         return None
-    described = recipe.data.model_dump(include={"source", "subset", "split", "column", "packing", "length", "seed"})
+    told = ("source", "subset", "split", "column", "packing", "length", "seed")
+    data = recipe.published()["data"]
+    described = {key: data[key] for key in told}
     if recipe.data.source == SELF:
-        described |= recipe.data.model_dump(include={"prompts", "prompt_tokens"})
+        described |= {key: data[key] for key in ("prompts", "prompt_tokens")}
         described |= {"prompts_fingerprint": identity["text"], "sampling": identity["sampling"]}
     return described | {
         "tokens": text.tokens, "rows": len(text.rows), "fingerprint": text.fingerprint, "note": text.note
     }  # fmt: skip
 
 
-def _device_name(job: Job) -> str:
-    if job.torch_device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {os.cpu_count()} threads"
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"

@@ -36,6 +36,8 @@ def render(manifest: dict[str, Any]) -> str:
         made = f"Imported by rotationzoo {manifest['versions']['rotationzoo']}, matrices unchanged, from\n"
         made += ", ".join(f"`{file['name']}` (sha256 `{file['sha256']}`)" for file in imported["files"].values())
     title = "a model that nobody has named" if name == "MODEL" else name
+    if not model["revision"] and name != "demo":
+        name = "MODEL"  # a folder of somebody's machine
     stored_key = "(k - mean) R_K" if recipe.center_keys else "k R_K"
     stored_value, output = ("(v - mean) R_V", "R_V^T` plus `mean") if recipe.center_values else ("v R_V", "R_V^T")
     clips = clip_ratios(manifest)

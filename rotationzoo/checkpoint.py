@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rotationzoo.artifact import write_atomically
 from rotationzoo.errors import RotationZooError
+from rotationzoo.identity import Identity, differences
 from rotationzoo.moments import Statistics, from_raw, to_raw
 
 _OF_TEXT = ("config", "weights", "text", "data", "sampling", "generation_config")  # of an identity: what text a model writes
@@ -30,7 +31,7 @@ class Checkpoint:
     They are saved only between batches and layers, so going on gives the bytes of an uninterrupted run.
     """
 
-    def __init__(self, path: Path, identity: dict[str, str]):
+    def __init__(self, path: Path, identity: Identity):
         self.path = path
         self.identity = identity
         self._written, self._searched, _ = files(path)
@@ -77,7 +78,7 @@ class Checkpoint:
             tensors = load_file(path)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart") from error
-        if changed := [key for key in parts or self.identity if theirs.get(key) != self.identity.get(key)]:
+        if changed := differences(theirs, self.identity, parts):
             raise RotationZooError(
                 f"the checkpoint {path} is of another job: {', '.join(changed)} differ",
                 hint="start afresh with --restart, or choose another --output",
@@ -88,7 +89,7 @@ class Checkpoint:
         start = time.monotonic()
         if start < self._due:
             return
-        metadata = {"identity": json.dumps(self.identity)} | {name: json.dumps(value) for name, value in told.items()}
+        metadata = {"identity": json.dumps(dict(self.identity))} | {name: json.dumps(value) for name, value in told.items()}
         write_atomically(path, dict(tensors()), metadata)
         now = time.monotonic()
         self._due = now + _SHARE * (now - start)

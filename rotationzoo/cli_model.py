@@ -74,7 +74,8 @@ def calibrate(
     from rotationzoo.calibrate import calibrate as run
     from rotationzoo.plan import Job
     from rotationzoo.plan import plan as look
-    from rotationzoo.tables import show_artifact, show_plan
+    from rotationzoo.plan_view import show_plan
+    from rotationzoo.tables import show_artifact
 
     output = output.expanduser() if output else default_output(model, chosen.name)
     job = Job(

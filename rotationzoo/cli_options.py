@@ -2,12 +2,12 @@
 
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from rotationzoo import __version__
 from rotationzoo.console import report
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
@@ -61,7 +61,7 @@ MaxMemory = Annotated[str | None, typer.Option(help="Limits for the device map: 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(metadata.version("rotationzoo"))
+        print(__version__)
         raise typer.Exit()
 
 

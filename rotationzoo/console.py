@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.stage_log import StageLog
 
 
 class Mode(Enum):
@@ -43,10 +44,14 @@ class Output:
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A `(stage, done, total)` callback that draws a bar on a terminal, and nothing elsewhere."""
+        """A `(stage, done, total)` callback that draws a bar on a terminal, and writes a line now and then elsewhere."""
         stderr = Console(stderr=True)
-        if self.mode is Mode.QUIET or not stderr.is_terminal:
+        if self.mode is Mode.QUIET:
             yield lambda stage, done, total: None
+            return
+        if not stderr.is_terminal:
+            with StageLog(self.note).running() as log:
+                yield log
             return
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=stderr, transient=True) as bar:

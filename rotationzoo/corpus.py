@@ -14,13 +14,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, first_sentence
-from rotationzoo.recipe import SELF, Data
+from rotationzoo.recipe import FILES, SELF, Data
 
 BUNDLED = Path(__file__).parent / "data" / "demo" / "calibration.jsonl"
 HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
 _CHARACTERS_A_TOKEN = 40  # documents are mixed among about ten times the text that is used
 _PIECE = 1 << 16  # characters
-_FILES = (".jsonl", ".txt", ".parquet")
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a chat."""
@@ -110,7 +109,7 @@ def _cut(token_lists: Iterable[list[int]], data: Data, tokenizer: PreTrainedToke
     make = _document_rows if data.packing == "document" else _packed_rows
     rows = make(filter(None, token_lists), data, tokenizer)
     found = sum(row.numel() for row in rows)
-    source = "what the model made of the prompts" if data.source == SELF else data.source
+    source = "what the model made of the prompts" if data.source == SELF else data.label
     if not rows:
         raise RotationZooError(
             f"{source} is too short for a row of {data.length} tokens",
@@ -189,11 +188,11 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase, data: Data
 def _documents(data: Data) -> Iterator[Document]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     suffix = path.suffix.lower()
-    if suffix in _FILES and not path.is_file():
+    if suffix in FILES and not path.is_file():
         raise RotationZooError(f"there is no file {data.source}", hint="check the path given with --data")
-    if path.exists() and suffix not in _FILES:
+    if path.exists() and suffix not in FILES:
         raise RotationZooError(
-            f"{data.source} is neither of {', '.join(_FILES)}", hint="rename it, or give a data set id of the hub with --data"
+            f"{data.source} is neither of {', '.join(FILES)}", hint="rename it, or give a data set id of the hub with --data"
         )
     read_file = {".txt": _pieces, ".jsonl": _json_lines}.get(suffix)
     records = read_file(path) if read_file else _data_set(data, path)

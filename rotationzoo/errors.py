@@ -31,6 +31,10 @@ class ModelUnavailable(RotationZooError):
     """A model that could not be found, reached or read."""
 
 
+class Unsound(RotationZooError):
+    """Numbers that no artifact may hold: not finite, not orthogonal, or not from the statistics beside them."""
+
+
 class HubError(RotationZooError):
     """What a hub or the network between refused; `missing` if something asked for is not there."""
 

@@ -101,10 +101,10 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             found[arm.name]["bits_per_element"] = bits
         windows.append({"sink": cache.sink, "recent": cache.recent, "arms": found})
     report = {
-        "model": source.name,
+        "model": source.label,
         "revision": source.revision,
         "weights_fingerprint": weights_fingerprint(source),
-        "text": {"source": job.data.source, "fingerprint": text.fingerprint, "rows": len(text.rows), "length": job.data.length},
+        "text": {"source": job.data.label, "fingerprint": text.fingerprint, "rows": len(text.rows), "length": job.data.length},
         "tokens": exact.tokens,
         "first_position": start,
         "format": job.format,
@@ -250,7 +250,11 @@ def _arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
         taken = {*BASELINES, *(arm.name for arm in arms)}
         name = there.folder.resolve().name
         group_size = Recipe.model_validate(there.manifest["recipe"]).group_size
-        arms.append(Arm(str(there.folder) if name in taken else name, there.rotations(), group_size))
+        if name in taken:  # by its hash: paths are not for a report that may be published
+            name = f"{name} {there.identity[:8]}"
+        if name in taken:
+            name = f"{name} ({len(arms) + 1})"
+        arms.append(Arm(name, there.rotations(), group_size))
     shared = _recipe(artifacts)
     same = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
     for name in BASELINES:
@@ -266,9 +270,9 @@ def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact]) -> li
         if made_for["config_sha256"] != config_hash(source) or (
             made_for["weights_fingerprint"] and made_for["weights_fingerprint"] != weights_fingerprint(source)
         ):
-            notes.append(f"{there.folder} was made for other weights than these: {made_for['id']}")
+            notes.append(f"{there.folder.resolve().name} was made for other weights than these: {made_for['id']}")
         if (there.manifest["calibration"] or {}).get("fingerprint") == text.fingerprint:
-            notes.append(f"{there.folder} was calibrated on this very text")
+            notes.append(f"{there.folder.resolve().name} was calibrated on this very text")
     return notes
 
 

@@ -1,10 +1,10 @@
 """Text that the model writes itself: prompts, and what it makes of them token by token, as a server would."""
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.checkpoint import Checkpoint
@@ -96,7 +96,7 @@ def _borne(model: PreTrainedModel, prompt: torch.Tensor, batch: int) -> int:
         if torch.dist(step_by_step, at_once) < _ALIKE * torch.dist(at_once, at_once.mean()):
             return size
     raise RotationZooError(
-        f"transformers {version('transformers')} makes other text of this model token by token than in one pass",
+        f"transformers {transformers.__version__} makes other text of this model token by token than in one pass",
         hint="upgrade transformers, or give text with --data",
     )
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from rotationzoo import artifact, card, foreign, models, rotation
+from rotationzoo import artifact, foreign, models, rotation, verify
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import max_error
 from rotationzoo.engines import Foreign, Side
 from rotationzoo.errors import RotationZooError, UnsupportedModel, first_sentence
 from rotationzoo.foreign import Described
 from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, geometry_on_meta
+from rotationzoo.identity import differences
 from rotationzoo.moments import tensor_name
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import PRESETS, Recipe, name_of
 from rotationzoo.rotation import DATA_FREE
 from rotationzoo.source import Source, config_hash, find, has_weights, weights_fingerprint
-from rotationzoo.verify import ORTHOGONAL
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def import_(job: Import) -> Artifact:
     notes += [note for side in (key, value) for note in side.notes]
     recipe, assumed = _recipe(job, key, value, described, composition, group_size)
     notes += assumed
-    identity = _identity(job, key, value, recipe)
+    identity = _identity(job, source, key, value, recipe)
     if (finished := _finished(job, identity)) is not None:
         return finished
     rotations = _tensors(key, value, recipe, geometry)
     error = max_error(rotations)
-    exact = error <= ORTHOGONAL
+    exact = error <= verify.ORTHOGONAL
     statistics = recover_statistics(rotations, recipe, geometry) if exact else {}
     if not exact:
         notes.append(f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered from them")
@@ -82,14 +82,14 @@ def import_(job: Import) -> Artifact:
     manifest: dict[str, Any] = {
         "model": _model(source),
         "geometry": geometry_json(geometry),
-        "recipe": recipe.model_dump(),
+        "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
         "calibration": None,
         "imported": {
             "format": key.format,
             "files": files,
             "objectives": {"key": key.content.objective, "value": value.content.objective},
-            "calibration": {k: v for k, v in key.calibration.items() if isinstance(v, str | int | float | bool)},
+            "calibration": _told(key.calibration),
             "notes": notes,
         },
         "identity": identity,
@@ -97,12 +97,18 @@ def import_(job: Import) -> Artifact:
         "run": {"device": "cpu", "dtype": None, "seconds": round(time.monotonic() - started, 3), "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": error},
     }
-    return artifact.write(job.output, rotations, statistics or None, manifest, card.render)
+    return verify.write(job.output, rotations, statistics or None, manifest, hint="fetch the files again, or ask who made them")
 
 
-def _identity(job: Import, key: Foreign, value: Foreign, recipe: Recipe) -> dict[str, str]:
+def _told(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of its making, without the paths of the machine that it was made on."""
+    told = {key: value for key, value in calibration.items() if isinstance(value, str | int | float | bool)}
+    return {key: name_of(value) if isinstance(value, str) else value for key, value in told.items()}
+
+
+def _identity(job: Import, source: Source | None, key: Foreign, value: Foreign, recipe: Recipe) -> dict[str, str]:
     """What decides the result."""
-    model = {"model": job.model, "revision": job.revision or ""} if job.model else {}
+    model = {"model": source.label, "revision": job.revision or ""} if source else {}
     return {"key": artifact.sha256(key.path), "value": artifact.sha256(value.path), "recipe": recipe.hash, **model}
 
 
@@ -110,7 +116,10 @@ def _finished(job: Import, identity: dict[str, str]) -> Artifact | None:
     if job.restart or not (job.output / artifact.MANIFEST).is_file():
         return None
     there = Artifact.open(job.output)
-    if there.manifest["identity"] != identity:
+    theirs = there.manifest["identity"]
+    if "model" in theirs:  # as a path, where an earlier version imported for a folder
+        theirs = theirs | {"model": name_of(theirs["model"])}
+    if differences(theirs, identity):
         raise RotationZooError(
             f"{job.output} exists and holds other work", hint="choose another place with --output, or replace it with --restart"
         )

@@ -46,7 +46,7 @@ def load_config(source: Source) -> PretrainedConfig:
 def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) -> dict[str, Any]:
     """A manifest's `model`: what tells which model an artifact is for."""
     return {
-        "id": source.name,
+        "id": source.label,
         "revision": source.revision,
         "license": license_of(source),
         "architecture": (config.architectures or [type(config).__name__])[0],
@@ -65,14 +65,20 @@ def _model_class(config: PretrainedConfig, name: str) -> Any:
 def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
     """The model as its config describes it, on `meta`: shapes without weights."""
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
-        return _model_class(config, name).from_config(config, trust_remote_code=False, **_attention(config)).eval()
+        return _model_class(config, name).from_config(config, trust_remote_code=False, **_implementations(config)).eval()
 
 
-def _attention(config: PretrainedConfig) -> dict[str, str]:
-    """The attention implementation, where the library's choice would be wrong: sdpa drops a soft cap without a word, and
-    some versions (5.17, for Gemma 2) choose it all the same."""
-    capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    return {"attn_implementation": "eager"} if capped else {}
+def _implementations(config: PretrainedConfig) -> dict[str, str | None]:
+    """How attention and experts are computed: never as `config.json` says, which may name somebody's repository of kernels,
+    whose code would be fetched and run.
+
+    None is the library's own choice, sdpa or eager for each part of a model. Models with a soft cap get eager: sdpa drops it
+    without a word, and some versions (5.17, for Gemma 2) choose sdpa all the same.
+    """
+    text = config.get_text_config(decoder=True)
+    eager = "eager" in (config._attn_implementation, text._attn_implementation)
+    eager = eager or bool(getattr(text, "attn_logit_softcapping", None))
+    return {"attn_implementation": "eager" if eager else None, "experts_implementation": None}
 
 
 def load(
@@ -83,7 +89,7 @@ def load(
     Quantized weights come in the type that their makers chose, whatever `dtype` says.
     """
     # False, not absent: absent, transformers would ask on the terminal whether to run the repository's own code.
-    options: dict[str, Any] = _attention(config) | {"device_map": device, "trust_remote_code": False}
+    options: dict[str, Any] = {"device_map": device, "trust_remote_code": False, **_implementations(config)}
     if getattr(config, "quantization_config", None):
         dtype = "auto"
     if placement is not None:
@@ -96,7 +102,7 @@ def load(
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT):
             model, found = _model_class(config, source.name).from_pretrained(
-                source.folder, dtype=dtype, output_loading_info=True, **options
+                source.folder, config=config, dtype=dtype, output_loading_info=True, **options
             )
     except ModelUnavailable as error:
         if _is_out_of_memory(error.__cause__):

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -13,7 +14,7 @@ from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe
 from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import SELF, Recipe, digest, without_paths
 from rotationzoo.sample import HELD, size_of
 from rotationzoo.source import Source, find
 
@@ -103,7 +104,7 @@ def plan(job: Job) -> Plan:
         loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
         activations = _activation_bytes(job, model, geometry or [])
         writing = _cache_bytes(job, geometry or [])
-        searching = _search_bytes(job, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
+        searching = _search_bytes(job, model, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
         peak += loaded + 2 * statistics + max(activations, writing, searching)
     return Plan(job, source, config, geometry, None, weights, rotations + statistics, peak)
 
@@ -163,12 +164,18 @@ def check_output(job: Job) -> None:
 
 def _check_recipe_of(job: Job, there: Artifact) -> None:
     """Work of another recipe is replaced only when asked to, or when a run that was asked to goes on."""
-    if there.manifest["recipe_sha256"] != job.recipe.hash and not job.restart and not job.unfinished:
+    if asked_recipe(there.manifest) != job.recipe.hash and not job.restart and not job.unfinished:
         theirs = f"{there.manifest['recipe'].get('name')} for {there.manifest['model'].get('id')}"
         raise RotationZooError(
             f"{job.output} holds the work of another recipe ({theirs})",
             hint="choose another place with --output, or replace it with --restart",
         )
+
+
+def asked_recipe(manifest: dict[str, Any]) -> str:
+    """The hash of the recipe that an artifact was made by, without the paths that earlier versions wrote into it."""
+    written = manifest["identity"].get("recipe", manifest["recipe_sha256"])
+    return digest(without_paths(manifest["recipe"])) if written == manifest["recipe_sha256"] else written
 
 
 def check_room(job: Job, known: Plan) -> None:
@@ -209,14 +216,15 @@ def _cache_bytes(job: Job, geometry: Geometry) -> int:
     return job.batch * job.recipe.data.length * width * _item(job)
 
 
-def _search_bytes(job: Job, geometry: Geometry) -> int:
+def _search_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> int:
     recipe = job.recipe
     if recipe.search is None:
         return 0
     lengths = recipe.data.row_lengths  # of documents, whose lengths nobody knows before they are read, an upper limit
     held_out = recipe.search.held_out(len(lengths))
     judged, taught = lengths[len(lengths) - held_out :], lengths[: len(lengths) - held_out]
-    sizes = [size_of(geometry, layer, recipe.search, judged, taught) for layer in cached_layers(geometry)]
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    sizes = [size_of(geometry, layer, recipe.search, judged, taught, hidden) for layer in cached_layers(geometry)]
     held = max(max(sizes, default=0), min(HELD, sum(sizes)))
     return int(_HEAP * held) if job.torch_device == "cpu" else held
 

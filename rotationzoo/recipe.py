@@ -13,6 +13,9 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.rotation import COMPOSITIONS, GIVEN, needs_statistics
 
 SELF = "self"  # text that the model writes itself, as `Data.source`
+FILES = (".jsonl", ".txt", ".parquet")  # of text; anything else is a data set's id
+
+_PLACES = ("source", "prompts")  # keys of `Data` that may be paths
 
 
 class _Frozen(BaseModel):
@@ -51,6 +54,11 @@ class Data(_Frozen):
         for number in range(self.tokens // self.length):
             lengths += [half, self.length - half] if self.packing == "mixed" and number % 2 else [self.length]
         return lengths
+
+    @property
+    def label(self) -> str:
+        """The name of the source to publish."""
+        return name_of(self.source)
 
     @field_validator("prompts")
     @classmethod
@@ -134,8 +142,13 @@ class Recipe(_Frozen):
 
     @property
     def hash(self) -> str:
-        """sha256 of the recipe as JSON with sorted keys."""
-        return digest(self.model_dump())
+        """sha256 of what is published of the recipe, as JSON with sorted keys."""
+        return digest(self.published())
+
+    def published(self) -> dict[str, Any]:
+        """The recipe as JSON, with the names of local files and folders in place of their paths. What is in them is told by
+        the fingerprints beside it."""
+        return without_paths(self.model_dump())
 
     @property
     def has_eigenbasis(self) -> bool:
@@ -213,6 +226,19 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
 def digest(content: dict[str, Any]) -> str:
     """sha256 of a recipe's content, also of one that an earlier rotationzoo wrote with fewer keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def without_paths(content: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's content as `Recipe.published` has it, also of one that an earlier rotationzoo wrote with its paths."""
+    named = {key: name_of(value) for key, value in content["data"].items() if key in _PLACES}
+    model = content.get("model")
+    return {**content, "model": model and name_of(model), "data": {**content["data"], **named}}
+
+
+def name_of(place: str) -> str:
+    """What may be published of a place: of a path of this machine its last part, of a hub id or a URL all."""
+    local = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
+    return Path(place).name if local and "://" not in place else place
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:

@@ -90,14 +90,18 @@ def _draw(text: int, positions: range, count: int) -> list[int]:
     return sorted(random.Random(f"0 {text}").sample(positions, min(count, len(positions))))
 
 
-def size_of(geometry: Geometry, layer: Layer, settings: Search, judged: Sequence[int], taught: Sequence[int]) -> int:
+def size_of(
+    geometry: Geometry, layer: Layer, settings: Search, judged: Sequence[int], taught: Sequence[int], hidden: int
+) -> int:
     """Bytes of all that is held of a layer's cache, float32: keys, values, attention and mask of each text that choices are
-    judged on, and keys and values of those that are learned from. Texts are given by their tokens."""
+    judged on, keys and values of those that are learned from, and the output projections of the layers that read it. Texts
+    are given by their tokens; `hidden` is the width of the residual stream."""
     width = layer.kv_heads * (layer.key_dim + layer.value_dim)
     readers = [reader for reader in geometry if reader.owner == layer.index]
     read = sum(width + settings.queries * (reader.query_heads + 2) for reader in readers)
     learned = sum(min(tokens, TAUGHT) for tokens in taught) if settings.steps else 0
-    return 4 * (sum(judged) * read + learned * width)
+    projected = sum(reader.query_heads * reader.value_dim * hidden for reader in readers)
+    return 4 * (sum(judged) * read + learned * width + projected)
 
 
 Samples = dict[int, list[Sample]]
@@ -112,7 +116,7 @@ def take(
     cache: Cache,
     queries: int,
     layers: set[int],
-    projections: Mapping[int, torch.Tensor],
+    projections: Mapping[int, torch.Tensor | None],
 ) -> Samples:
     """Run texts `[T]` and keep `queries` queries of each, drawn past the windows, in the layers that own or read the caches of
     `layers`."""
@@ -174,32 +178,3 @@ def stored_rows(
 def _room(like: torch.Tensor, count: int) -> torch.Tensor:
     """`[H, N, D]` float32 for rows of `[1, H, T, D]`."""
     return torch.empty(like.shape[1], count, like.shape[3], device=like.device)
-
-
-@torch.no_grad()
-def output_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, torch.Tensor]:
-    """Each layer's output projection by query head, `[H_q, D_v, hidden]` float32: the first linear map of the right width that
-    is run after a layer's attention. Layers without one, or whose weights are quantized, are absent."""
-    widths = {layer.index: layer.query_heads * layer.value_dim for layer in geometry}
-    heads = {layer.index: layer.query_heads for layer in geometry}
-    waiting: list[int] = []
-    found: dict[int, torch.Tensor] = {}
-
-    def ran(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention) -> torch.Tensor:
-        waiting[:] = [layer]
-        return attend(query, key, value)
-
-    def see(module: torch.nn.Module, args: Any) -> None:
-        if waiting and isinstance(module, torch.nn.Linear) and module.in_features == widths[waiting[0]]:
-            layer = waiting.pop()
-            if module.weight.is_floating_point() and module.weight.itemsize > 1 and not module.weight.is_meta:
-                found[layer] = module.weight.float().T.unflatten(0, (heads[layer], -1)).contiguous()
-
-    hooks: list[Any] = [m.register_forward_pre_hook(see) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    try:
-        with intercept(model, ran):
-            decoder(model)(input_ids=torch.zeros(1, 8, dtype=torch.long, device=input_device(model)), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found

@@ -6,7 +6,7 @@ there before is left out.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from rotationzoo.choose import Chooser
 from rotationzoo.collect import Progress, silent
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
+from rotationzoo.projection import OutputProjection, output_projections
 from rotationzoo.recipe import Recipe
-from rotationzoo.sample import output_projections, size_of, stored_rows, take
+from rotationzoo.sample import size_of, stored_rows, take
 from rotationzoo.simulate import Cache
 from rotationzoo.trim import trim
 
@@ -55,9 +56,12 @@ def search(
     begun = time.monotonic()
     layers_end = begun + _LAYERS * (deadline - begun)
     judged, taught = ([len(row) for row in rows] for rows in (held_out, fitted))
-    for group in _groups(left, [size_of(geometry, layer, settings, judged, taught) for layer in left]):
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    for group in _groups(left, [size_of(geometry, layer, settings, judged, taught, hidden) for layer in left]):
         indices = {layer.index for layer in group}
-        judge = take(model, geometry, held_out, cache, settings.queries, indices, projections)
+        matrices, kept = _read(projections, indices)
+        judge = take(model, geometry, held_out, cache, settings.queries, indices, matrices)
+        matrices.clear()  # the samples hold what they need, until their layer is done
         learning = settings.steps > 0 and time.monotonic() < layers_end
         rows = stored_rows(model, fitted, recipe.sink, indices, sample.TAUGHT) if learning else {}
         for layer in group:
@@ -73,12 +77,24 @@ def search(
             done += 1
             for name, side in (("key", key), ("value", value)):
                 found[f"layers.{layer.index}.{name}.rotation"] = side.matrix.cpu().contiguous()
-            record[str(layer.index)] = {"key": key.record, "value": value.record}
+            record[str(layer.index)] = {"key": key.record, "value": value.record, "projection": kept[layer.index]}
             if checkpoint is not None:
                 checkpoint.save_search(found, record)
     progress("searching", done, 2 * len(layers))
     tensors, trimmed = trim(model, geometry, own, own | found, cache, recipe.group_size, held_out, deadline, progress)
     return tensors, {"model": trimmed, "layers": record}
+
+
+def _read(
+    projections: Mapping[int, OutputProjection], owners: set[int]
+) -> tuple[dict[int, torch.Tensor | None], dict[int, dict[str, str]]]:
+    """The output projections of all layers that read the caches of `owners`; and by owner, how each of them was read."""
+    matrices: dict[int, torch.Tensor | None] = {}
+    kept: dict[int, dict[str, str]] = {owner: {} for owner in owners}
+    for index, projection in projections.items():
+        if (owner := projection.layer.owner) in owners:
+            matrices[index], kept[owner][str(index)] = projection.read()
+    return matrices, kept
 
 
 def _groups(layers: Sequence[Layer], sizes: Sequence[int]) -> list[list[Layer]]:

@@ -48,7 +48,7 @@ def assemble(there: Artifact, request: Request, clips: Clips, absorbed: str | No
     key, value = (_side(there, tensors, recipe, geometry, side, request, pools) for side in SIDES)
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     return Serving(
-        model=absorbed or (there.manifest["model"]["id"] if there.bound else None),
+        model=absorbed or _model_to_serve(there),
         geometry=geometry,
         key=key,
         value=None if absorbed else value,
@@ -135,6 +135,12 @@ def _provenance(
         "text_sha256": data.get("fingerprint"), "post_rope": True, "accumulator_dtype": "float64",
     }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None} | served
+
+
+def _model_to_serve(there: Artifact) -> str | None:
+    """The hub id of the model, or a word for a folder, whose place is not known here; None for one that nobody has named."""
+    model = there.manifest["model"]
+    return (model["id"] if model["revision"] else "MODEL") if there.bound else None
 
 
 def _served(clips: Clips, recipe: Recipe, sink: int, recent: int) -> dict[str, int | float]:

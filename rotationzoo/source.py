@@ -29,6 +29,11 @@ class Source:
     folder: Path
     revision: str | None
 
+    @property
+    def label(self) -> str:
+        """The name to publish: where a folder is on this machine is nobody's business."""
+        return self.name if self.revision is not None or self.name == "demo" else self.folder.resolve().name
+
 
 def find(model: str, revision: str | None = None) -> Source:
     """Locate a hub id, a local folder or `demo`, fetching no more than `config.json`. Raises `ModelUnavailable`."""

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact import Artifact
-from rotationzoo.card import CONTEXT, bits_per_element
+from rotationzoo.card import CONTEXT
 from rotationzoo.console import Output, table
 from rotationzoo.export import Exported, as_json, launch_line
-from rotationzoo.geometry import cached_layers, geometry_json
 from rotationzoo.hubs import Published
 from rotationzoo.index import Entry
-from rotationzoo.int2 import FORMATS
-from rotationzoo.plan import Job, Plan
+from rotationzoo.plan import Job
 from rotationzoo.pull import Pulled
 from rotationzoo.release import Due
 from rotationzoo.summary import LayerSummary, summarize
@@ -89,11 +87,14 @@ def _search_table(found: dict[str, Any]) -> None:
     """What was chosen for each head, what it scores on held-out text, and what the model makes of all of it."""
     rows = []
     for layer, sides in found["layers"].items():
-        for side, chosen in sides.items():
+        for side in ("key", "value"):
+            chosen = sides[side]
             for head, candidate in enumerate(chosen["candidate"]):
                 rows.append([f"{layer} {side}s", str(head), candidate, f"{chosen['chosen'][head]:.2f}"])
     table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows)
     print("score: error of the block, and attention KL of keys, of what the recipe makes without a search")
+    if missing := _missing_projections(found["layers"]):
+        print(f"Scored without the output projection, which was not readable: {missing}")
     model = found["model"]
     sides = ", ".join(f"{name} {nats:.4f}" for name, nats in model["by_side"].items())
     print(f"Divergence of the model's predictions in nats, without a search and with what was chosen for: {sides}")
@@ -101,57 +102,14 @@ def _search_table(found: dict[str, Any]) -> None:
     print(f"Kept: {model['kept']}, with the clip ratios {clips} ({model['trimmed']:.4f} nats)")
 
 
-def show_plan(out: Output, plan: Plan) -> None:
-    job = plan.job
-    cached = cached_layers(plan.geometry or [])
-
-    def common(values: list[Any]) -> Any:
-        """The one value that all layers share, or the list of them."""
-        return values[0] if len(set(values)) == 1 else values
-
-    data: dict[str, Any] = {
-        "model": plan.source.name,
-        "revision": plan.source.revision,
-        "recipe": job.recipe.name,
-        "layers": len(cached),
-        "kv_heads": common([layer.kv_heads for layer in cached]),
-        "head_dim": common([layer.key_dim for layer in cached]),
-        "value_head_dim": common([layer.value_dim for layer in cached]),
-        "tokens": job.recipe.data.tokens if job.recipe.needs_statistics else 0,
-        "length": job.recipe.data.length,
-        "weights_bytes": plan.weights_bytes,
-        "peak_memory_bytes": plan.peak_memory_bytes,
-        "artifact_bytes": plan.artifact_bytes,
-        "bits_per_element": {
-            name: bits_per_element(cached, job.recipe.group_size, form, job.recipe.sink, job.recipe.recent) if cached else None
-            for name, form in FORMATS.items()
-        },
-        "refusal": str(plan.refusal) if plan.refusal else None,
-        "output": str(job.output),
-        "geometry": geometry_json(plan.geometry or []),
-    }
-
-    def human() -> None:
-        if plan.refusal:
-            print(f"{plan.source.name} cannot be calibrated: {plan.refusal}")
-            return
-        if plan.geometry is None:
-            print(f"{plan.source.name}: what its layers cache shows only with its weights")
-        else:
-            print(f"{plan.source.name}: {data['layers']} layers with a cache, KV heads {data['kv_heads']}, ", end="")
-            print(f"head dimension {data['head_dim']}")
-        print(f"Weights {_size(plan.weights_bytes)}, peak memory about {_size(plan.peak_memory_bytes)}, ", end="")
-        print(f"artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
-        if cached:
-            bits = ", ".join(f"{value:.2f} ({name})" for name, value in data["bits_per_element"].items())
-            print(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {bits}")
-        print(f"Would write: {job.output}")
-
-    out.result(data, str(job.output), human)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+def _missing_projections(layers: dict[str, Any]) -> str:
+    """The layers whose heads were scored apart from the residual stream, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for sides in layers.values():
+        for layer, kept in sides.get("projection", {}).items():  # which searches of earlier versions do not say
+            if kept.startswith("identity: "):
+                by_reason.setdefault(kept.removeprefix("identity: "), []).append(layer)
+    return "; ".join(f"layers {', '.join(numbers)} ({reason})" for reason, numbers in by_reason.items())
 
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def validate(
                 drawn = drawn - rotations[f"{name}.mean"][:, None]
             check(name, drawn, rotations[f"{name}.rotation"].expand(layer.kv_heads, -1, -1), rotations[f"{name}.clip"])
             progress("validating", done := done + 1, total)
-    report = check.report() | {"identity": there.identity, "captured_from": model, "kept": None}
+    report = check.report() | {"identity": there.identity, "captured_from": model and find(model, revision).label, "kept": None}
     if on_gpu and speed:
         progress("measuring", 0, 0)
         report |= throughput.measure(layers[0].key_dim, recipe.group_size, artifact.clip_ratios(there.manifest)["key"])

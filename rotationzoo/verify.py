@@ -2,14 +2,18 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from rotationzoo import foreign, rotation
+from rotationzoo import artifact as artifacts
+from rotationzoo import card, foreign, rotation
 from rotationzoo.artifact import Artifact, clip_ratios
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.fit import fit
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
+from rotationzoo.int2 import LARGEST
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import Recipe, digest, from_dict
 from rotationzoo.source import config_hash, find, has_weights, weights_fingerprint
@@ -19,6 +23,8 @@ ORTHOGONAL = 1e-6  # of the stored float32 matrices; measured 8e-8 for D up to 5
 # another side or layer.
 DIAGONAL = 1e-4
 SIDES = ("key", "value")
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,31 +49,70 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
     problems, checked = artifact.damaged_files(), ["checksums"]
     error = None
     try:
-        recipe = from_dict(artifact.manifest["recipe"], "the manifest's recipe")
         if digest(artifact.manifest["recipe"]) != artifact.manifest["recipe_sha256"]:
             problems.append("the recipe in the manifest is not the one that was used: its sha256 differs")
-        geometry = geometry_from_json(artifact.manifest["geometry"])
-        rotations, statistics = artifact.rotations(), artifact.statistics()
-        imported = "imported" in artifact.manifest
-        # A foreign file may lack eigenvalues; what is then known of its statistics is nothing.
-        shapes = _tensor_problems(rotations, rotation_shapes(recipe, geometry), ".eigenvalues" if imported else None)
-        if statistics is not None:
-            expected = _recovered_shapes(recipe, geometry) if imported else _statistics_shapes(recipe, geometry)
-            shapes += _tensor_problems(statistics, expected, "_moment" if imported else None)
-        checked += ["geometry", "finiteness"]
-        problems += shapes
-        if not shapes:
-            error, found = _orthogonality(rotations, foreign.ORTHOGONAL if imported else ORTHOGONAL)
-            problems += found + _clip_problems(rotations, clip_ratios(artifact.manifest))
-            problems += _origin_problems(rotations, statistics, recipe, geometry)
-            problems += _mean_problems(rotations, statistics or {})
-            checked += ["orthogonality", "clip ratios", "agreement with the statistics" if statistics else "the recipe"]
+        sound = check(artifact.rotations(), artifact.statistics(), artifact.manifest)
+        problems += sound.problems
+        error = sound.orthogonality_error
+        checked += sound.checked
     except RotationZooError as damage:
         problems.append(str(damage))
     if model is not None:
         found, what = _model_problems(artifact, model, revision)
         problems += found
         checked.append(what)
+    return Verification(problems, error, checked)
+
+
+def write(folder: Path, rotations: Tensors, statistics: Tensors | None, manifest: dict[str, Any], hint: str) -> Artifact:
+    """What every artifact is written by: as `artifacts.write` does it, with its card, of tensors that would pass `verify`.
+
+    Raises `Unsound` with the first problem and `hint` where they would not, and writes nothing then.
+    """
+    _refuse(check(rotations, statistics, manifest), hint)
+    return artifacts.write(folder, rotations, statistics, manifest, card.render)
+
+
+def check_before_search(rotations: Tensors, statistics: Tensors, recipe: Recipe, geometry: Geometry, hint: str) -> None:
+    """Raise `Unsound` where what a recipe makes without its search would not pass: before the search takes its time."""
+    bare = recipe.model_copy(update={"search": None})
+    clips = {"key": recipe.key_clip, "value": recipe.value_clip}
+    _refuse(_check_tensors(rotations, statistics, bare, geometry, clips), hint)
+
+
+def _refuse(found: Verification, hint: str) -> None:
+    if found.problems:
+        raise Unsound(f"not written, since it would not pass verify: {found.problems[0]}", hint=hint)
+
+
+def check(rotations: Tensors, statistics: Tensors | None, manifest: dict[str, Any]) -> Verification:
+    """The tensors of an artifact held against its manifest. Raises `RotationZooError` for a manifest that is damaged."""
+    recipe = from_dict(manifest["recipe"], "the manifest's recipe")
+    geometry = geometry_from_json(manifest["geometry"])
+    return _check_tensors(rotations, statistics, recipe, geometry, clip_ratios(manifest), "imported" in manifest)
+
+
+def _check_tensors(
+    rotations: Tensors,
+    statistics: Tensors | None,
+    recipe: Recipe,
+    geometry: Geometry,
+    clips: dict[str, float],
+    imported: bool = False,
+) -> Verification:
+    checked = ["geometry", "finiteness"]
+    # A foreign file may lack eigenvalues; what is then known of its statistics is nothing.
+    shapes = _tensor_problems(rotations, rotation_shapes(recipe, geometry), ".eigenvalues" if imported else None)
+    if statistics is not None:
+        expected = _recovered_shapes(recipe, geometry) if imported else _statistics_shapes(recipe, geometry)
+        shapes += _tensor_problems(statistics, expected, "_moment" if imported else None)
+    if shapes:
+        return Verification(shapes, None, checked)
+    error, problems = _orthogonality(rotations, foreign.ORTHOGONAL if imported else ORTHOGONAL)
+    problems += _clip_problems(rotations, clips)
+    problems += _origin_problems(rotations, statistics, recipe, geometry)
+    problems += _mean_problems(rotations, statistics or {})
+    checked += ["orthogonality", "clip ratios", "agreement with the statistics" if statistics else "the recipe"]
     return Verification(problems, error, checked)
 
 
@@ -130,6 +175,8 @@ def _tensor_problems(tensors: dict[str, torch.Tensor], expected: Shapes, optiona
             layers[f"{what} of another shape or type than the model's"].append(int(index))
         elif not torch.isfinite(tensor).all():
             layers[f"{what} not finite"].append(int(index))
+        elif kind == "mean" and tensor.abs().max() > LARGEST:
+            layers[f"{what} beyond {LARGEST:.0e}, the most that the codec takes"].append(int(index))
         elif kind == "count" and tensor.item() <= 0:
             layers[f"{what} not positive"].append(int(index))
     problems = _sentences(layers)

@@ -22,6 +22,7 @@ from rotationzoo.calibrate import calibrate
 from rotationzoo.collect import collect
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import geometry_of
+from rotationzoo.identity import differences
 from rotationzoo.moments import to_tensors
 from rotationzoo.plan import Job, plan
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search, override
@@ -308,6 +309,83 @@ def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+# ---- which job it is
+
+
+def stopped_after_one_batch(job: Job) -> Job:
+    def interrupt(stage, done, total):
+        if stage == "calibrating" and done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(job, interrupt)
+    return job
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["artifact", "checkpoint"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"budget": 5.0}, "budget"),
+        ({"device_map": "auto"}, "device_map"),
+        ({"device_map": "auto", "max_memory": "cpu=9GB"}, "device_map, max_memory"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"batch": 1}, "batch"),
+    ],
+)
+def test_another_job_is_told_by_what_differs(change, named, finished, tiny, tmp_path):
+    options = {"dtype": "float32", "batch": 2}
+    first = job(tiny, tmp_path, **options)
+    calibrate(first) if finished else stopped_after_one_batch(first)
+    what = "holds the work of another job" if finished else "is of another job"
+    with pytest.raises(RotationZooError, match=f"{what}: {named} differ"):
+        calibrate(job(tiny, tmp_path, **{**options, **change}))
+
+
+def test_threads_are_those_that_torch_computes_with(tiny, tmp_path):
+    """Sums depend on how many threads they are split between, and not on how many cores there are."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        there = calibrate(job(tiny, tmp_path))
+        assert there.manifest["run"]["threads"] == 3
+        assert there.manifest["identity"]["threads"] == "3"
+        torch.set_num_threads(1)
+        with pytest.raises(RotationZooError, match="another job: threads differ"):
+            calibrate(job(tiny, tmp_path))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "dtype"),
+    [
+        ({}, "x86_64 CPU, 64 threads", "torch.float32"),
+        ({"budget": 5.0}, "x86_64 CPU, 64 threads", "torch.float32, 5.0 minutes"),
+        ({"device_map": "auto", "dtype": "float32"}, "x86_64 CPU, 64 threads, auto ", "torch.float32"),
+        (
+            {"device_map": "auto", "max_memory": "0=20GiB,cpu=60GiB", "dtype": "float32", "budget": 0.5},
+            "x86_64 CPU, 64 threads, auto 0=20GiB,cpu=60GiB",
+            "torch.float32, 0.5 minutes",
+        ),
+    ],
+)
+def test_work_of_an_earlier_version_is_the_same_job(options, device, dtype, tiny, tmp_path, monkeypatch):
+    """It had the budget in `dtype`, the device map in `device`, and the machine's cores for threads."""
+    monkeypatch.setattr(jobs, "device_name", lambda device: "x86_64 CPU")
+    mine = job(tiny, tmp_path, **options)
+    source = find(str(tiny))
+    text = jobs.corpus.read(SMALL, models.load_tokenizer(source))
+    ours = jobs._identity(mine, source, text)
+    new = ("threads", "device_map", "max_memory", "budget")
+    theirs = {key: value for key, value in ours.items() if key not in new} | {"device": device, "dtype": dtype}
+    assert differences(theirs, ours) == []
+    assert differences(theirs, ours | {"budget": "7.0"}) == ["budget"]
+    assert differences(theirs, ours | {"device_map": "balanced"}) == ["device_map"]
+    assert differences(theirs | {"device": "aarch64" + device[6:]}, ours) == ["device"]
+    assert differences({**ours, "device": "NVIDIA H100 80GB HBM3, auto "}, ours | {"device_map": "auto"}) == ["device"]
+
+
 # ---- models that do not fit one device
 
 
@@ -384,6 +462,33 @@ def test_fp8_weights(tmp_path):
             exact = plain.statistics()[name].double()
             if name.endswith("second_moment"):
                 assert 1e-6 < (tensor - exact).norm() / exact.norm() < 0.2  # measured .01 to .10
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-vlm"])
+@pytest.mark.parametrize("implementation", ["someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"])
+def test_a_config_names_no_code_to_fetch(key, name, implementation, tiny, tmp_path, monkeypatch):
+    """Not of kernels on the hub, for the model nor for its text part."""
+    for place in ("modeling_utils.lazy_import_flash_attention", "integrations.hub_kernels.load_and_register_attn_kernel"):
+        monkeypatch.setattr(f"transformers.{place}", lambda *_, **__: pytest.fail("asked for a kernel"))
+    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
+    if name.endswith("vlm"):
+        changes = {"text_config": architectures.config(name).text_config.to_dict() | changes}
+    folder = tmp_path / "model"
+    architectures.build(name, **changes).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, folder)
+    expected = calibrate(job(folder, tmp_path / "expected"))
+    config = json.loads((folder / "config.json").read_text())
+    nested = {part: {**config[part], key: implementation} for part in ("text_config", "vision_config") if part in config}
+    (folder / "config.json").write_text(json.dumps({**config, **nested, key: implementation}))
+    source = find(str(folder))
+    loaded = models.load_config(source)
+    for model in (models.on_meta(loaded, name), models.load(source, loaded, "cpu", torch.float32)):
+        used = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+        assert used <= {"sdpa", "eager"}
+    assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(expected)
 
 
 def test_a_soft_cap_is_never_dropped(tmp_path):

@@ -164,7 +164,8 @@ def test_stopped_half_way_and_run_again(command, uninterrupted, how):
     assert "out" not in left_behind(command), "stopped before it was done"
     if how != signal.SIGKILL:
         assert running.returncode == 130, errors
-        assert errors.splitlines() == [
+        said = [line for line in errors.splitlines() if not line.startswith("[")]  # what a slow run logs
+        assert said == [
             "Error: interrupted; what was done so far is saved",
             f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",
         ]

@@ -2,10 +2,10 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rotationzoo import __version__
 from rotationzoo.errors import HubError, StaleParent, first_sentence
 from rotationzoo.hubs.protocol import NETWORK, SPELLING, Hub, Published, patiently
 
@@ -18,7 +18,7 @@ class HuggingFace(Hub):
     def __init__(self) -> None:
         from huggingface_hub import HfApi
 
-        self.api = HfApi(library_name="rotationzoo", library_version=version("rotationzoo"))
+        self.api = HfApi(library_name="rotationzoo", library_version=__version__)
 
     def resolve(self, repo: str, revision: str | None = None) -> str:
         with self._errors(repo, revision):

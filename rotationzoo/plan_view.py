@@ -1,0 +1,62 @@
+"""What `calibrate --dry-run` prints: a table for people, one object for machines."""
+
+from typing import Any
+
+from rotationzoo.card import CONTEXT, bits_per_element
+from rotationzoo.console import Output
+from rotationzoo.geometry import cached_layers, geometry_json
+from rotationzoo.int2 import FORMATS
+from rotationzoo.plan import Plan
+
+
+def show_plan(out: Output, plan: Plan) -> None:
+    job = plan.job
+    cached = cached_layers(plan.geometry or [])
+
+    def common(values: list[Any]) -> Any:
+        """The one value that all layers share, or the list of them."""
+        return values[0] if len(set(values)) == 1 else values
+
+    data: dict[str, Any] = {
+        "model": plan.source.name,
+        "revision": plan.source.revision,
+        "recipe": job.recipe.name,
+        "layers": len(cached),
+        "kv_heads": common([layer.kv_heads for layer in cached]),
+        "head_dim": common([layer.key_dim for layer in cached]),
+        "value_head_dim": common([layer.value_dim for layer in cached]),
+        "tokens": job.recipe.data.tokens if job.recipe.needs_statistics else 0,
+        "length": job.recipe.data.length,
+        "weights_bytes": plan.weights_bytes,
+        "peak_memory_bytes": plan.peak_memory_bytes,
+        "artifact_bytes": plan.artifact_bytes,
+        "bits_per_element": {
+            name: bits_per_element(cached, job.recipe.group_size, form, job.recipe.sink, job.recipe.recent) if cached else None
+            for name, form in FORMATS.items()
+        },
+        "refusal": str(plan.refusal) if plan.refusal else None,
+        "output": str(job.output),
+        "geometry": geometry_json(plan.geometry or []),
+    }
+
+    def human() -> None:
+        if plan.refusal:
+            print(f"{plan.source.name} cannot be calibrated: {plan.refusal}")
+            return
+        if plan.geometry is None:
+            print(f"{plan.source.name}: what its layers cache shows only with its weights")
+        else:
+            print(f"{plan.source.name}: {data['layers']} layers with a cache, KV heads {data['kv_heads']}, ", end="")
+            print(f"head dimension {data['head_dim']}")
+        print(f"Weights {_size(plan.weights_bytes)}, peak memory about {_size(plan.peak_memory_bytes)}, ", end="")
+        print(f"artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
+        if cached:
+            bits = ", ".join(f"{value:.2f} ({name})" for name, value in data["bits_per_element"].items())
+            print(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {bits}")
+        print(f"Would write: {job.output}")
+
+    out.result(data, str(job.output), human)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
