@@ -57,8 +57,8 @@ class Arm:
 
     def stored(self, rows: torch.Tensor, name: str, format: int2.Format) -> torch.Tensor:
         """Rows `[B, H, T, D]` as they come back from the cache, in their own frame and type; `name` is `layers.N.key`."""
-        matrix, clip = (self.tensors[f"{name}.{kind}"].to(rows.device) for kind in ("rotation", "clip"))
-        mean = self.tensors.get(f"{name}.mean", matrix.new_zeros(1, rows.shape[-1])).to(rows.device)
+        matrix, clip = (self.tensors[f"{name}.{kind}"] for kind in ("rotation", "clip"))
+        mean = self.tensors.get(f"{name}.mean", matrix.new_zeros(1, rows.shape[-1]))
         return stored(rows.float(), matrix, mean, clip, self.group_size, format).to(rows.dtype)
 
 
@@ -72,10 +72,11 @@ def stored(
 ) -> torch.Tensor:
     """Rows `[B, H, T, D]` as they come back from the cache, in their own frame.
 
-    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B.
+    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B, on any device.
 
     A server never adds the mean of keys, which a softmax ignores, and adds that of values once, to what attention gives.
     """
+    matrix, mean = matrix.to(rows.device), mean.to(rows.device)
     rotated = (rows - mean[:, None]) @ matrix
     return int2.round_trip(rotated, clip[..., None], group_size, form) @ matrix.mT + mean[:, None]
 
@@ -98,7 +99,7 @@ class Simulation:
     sides: tuple[str, ...] = ("key", "value")
     queries: torch.Tensor | None = None
     """Positions whose attention is compared, `[Q]`; None for no comparison."""
-    _doubled: dict[int, tuple[Any, torch.Tensor, list["Block"]]] = field(default_factory=dict)
+    _masks: list["Doubled"] = field(default_factory=list)
     _exactly: bool = False
 
     @contextmanager
@@ -119,12 +120,12 @@ class Simulation:
             if self._exactly or layer not in self.layers:
                 return attend(query, key, value)
             keys, values = (self._both_copies(t, owners[layer], side) for t, side in ((key, "key"), (value, "value")))
-            mask, blocks = self._mask(attend, query)
+            mask = self._doubled(attend, query)
             if self.queries is not None:
-                observe_kl(layer, self._divergence(attend, query, key, keys, mask), self.queries)
+                observe_kl(layer, self._divergence(attend, query, key, keys, mask.whole), self.queries)
             outputs = [
                 replace(attend, mask=block.mask)(query[:, :, block.queries], keys[:, :, block.seen], values[:, :, block.seen])
-                for block in blocks
+                for block in mask.blocks
             ]
             return torch.cat(outputs, dim=1)
 
@@ -148,7 +149,7 @@ class Simulation:
             with intercept(model, attention):
                 yield
         finally:
-            self._doubled.clear()
+            self._masks.clear()
             for hook in hooks:
                 hook.remove()
 
@@ -156,13 +157,14 @@ class Simulation:
         stored = self.arm.stored(rows, f"layers.{owner}.{side}", self.cache.format) if side in self.sides else rows
         return torch.cat([rows, stored], dim=2)
 
-    def _mask(self, attend: Attention, query: torch.Tensor) -> tuple[torch.Tensor, list["Block"]]:
-        """The model's own mask for `[exact; quantized]`, `[B or 1, 1, T, 2T]`, and its blocks: one for layers that share it."""
-        found = self._doubled.get(id(attend.mask))
-        if found is None:
-            mask = doubled(attend, query, self.cache)
-            found = self._doubled[id(attend.mask)] = attend.mask, mask, blocks_of(mask)
-        return found[1:]
+    def _doubled(self, attend: Attention, query: torch.Tensor) -> "Doubled":
+        """The model's own mask for `[exact; quantized]`, made once for all layers on a device that have the same."""
+        for known in self._masks:
+            if known.device == query.device and known.length == query.shape[2] and _same(known.mask, attend.mask):
+                return known
+        whole = doubled(attend, query, self.cache)
+        self._masks.append(Doubled(attend.mask, query.device, query.shape[2], whole, blocks_of(whole)))
+        return self._masks[-1]
 
     def _divergence(
         self, attend: Attention, query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor
@@ -195,6 +197,25 @@ def doubled(attend: Attention, query: torch.Tensor, cache: Cache) -> torch.Tenso
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min
     return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
+
+
+def _same(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """By content: layers on a second device are each handed a copy of their own."""
+    if mask is None or other is None or mask is other:
+        return mask is other
+    return (mask.device, mask.dtype) == (other.device, other.dtype) and torch.equal(mask, other)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """A model's own `mask` for rows of `length` tokens on a device (None: plain causal), and the mask that shows each query
+    one copy of each position, `[B or 1, 1, T, 2T]`, with its blocks."""
+
+    mask: torch.Tensor | None
+    device: torch.device
+    length: int
+    whole: torch.Tensor
+    blocks: list["Block"]
 
 
 @dataclass(frozen=True)

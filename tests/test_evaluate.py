@@ -14,6 +14,7 @@ from rotationzoo import int2
 from rotationzoo import simulate as simulating
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
+from rotationzoo.capture import Attention
 from rotationzoo.cli_options import parse_layers, parse_windows
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluate import Evaluation, attention_modules, evaluate
@@ -50,6 +51,52 @@ def simulate(model, arm, cache, ids=IDS, queries=None, **options):
         lambda layer, kl, _: divergences.update({layer: kl}),
     ):
         return logits(model, ids), outputs, divergences
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A simulation, the question which mask a layer gets, and a list of the queries that a mask was really made for."""
+    model = architectures.build("llama")
+    simulation = Simulation(random_arm(model), Cache(sink=1, recent=2), geometry_of(model), {0, 1, 2, 3})
+    made = []
+
+    def note(attend, query, cache):
+        made.append(query)
+        return real(attend, query, cache)
+
+    real = simulating.doubled
+    monkeypatch.setattr(simulating, "doubled", note)
+    # No shapes are known of what depends on values, on `meta`.
+    monkeypatch.setattr(simulating, "blocks_of", lambda mask: [])
+
+    def ask(mask, length=8, device="cpu"):
+        query = torch.zeros(1, 4, length, 16, device=device)
+        return simulation._doubled(Attention(model, lambda *_: None, mask, {}), query).whole
+
+    return ask, made
+
+
+def test_layers_on_a_second_device_get_a_mask_of_their_own(asked):
+    """Under sdpa every layer of full attention is handed None, wherever it is and however long the row."""
+    ask, made = asked
+    first, second, longer = ask(None), ask(None, device="meta"), ask(None, length=9)
+    assert (first.device.type, second.device.type) == ("cpu", "meta")
+    assert (first.shape[-2:], longer.shape[-2:]) == ((8, 16), (9, 18))
+    assert ask(None) is first
+    assert ask(None, device="meta") is second
+    assert len(made) == 3
+
+
+def test_layers_that_are_handed_copies_of_one_mask_share_what_is_made_of_it(asked):
+    """accelerate gives each layer that is not on the first device a copy of its own."""
+    ask, made = asked
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    window = mask & ~torch.ones_like(mask).tril(-3)
+    whole, narrow = ask(mask), ask(window)
+    assert ask(mask.clone()) is whole
+    assert ask(window.clone()) is narrow
+    assert not torch.equal(whole, narrow)
+    assert len(made) == 2
 
 
 def random_arm(model) -> Arm:
