@@ -58,19 +58,24 @@ class Chooser:
     ):
         assert recipe.search is not None
         self.layer, self.moments, self.recipe, self.settings = layer, moments, recipe, recipe.search
-        self.own, self.judge, self.rows = own, judge, rows
+        self.own, self.rows = own, rows
         self.form = int2.FORMATS[self.settings.format]
         self.device = judge[0].key.device
         self.mean = {side: torch.zeros_like(moments[side].mean).float().to(self.device) for side in ("key", "value")}
         self.mean |= {side: moments[side].mean.float().to(self.device) for side in recipe.centered}
+        self.judge = [self._centered(sample) for sample in judge] if recipe.center_keys else judge
+
+    def _centered(self, sample: Sample) -> Sample:
+        """With keys as a server reads all of them, exact or stored: without their mean."""
+        return replace(sample, key=sample.key - self.mean["key"].to(sample.key.device)[:, None])
 
     def keys(self, deadline: float = math.inf) -> Side:
         own = self._own("key")
         with torch.no_grad():
             back = [sample.attention(self._back("key", sample.key, own.matrix[None]))[0] for sample in self.judge]
             pairs = list(zip(self.judge, back, strict=True))
-            divergence = self._mean([sample.divergence(attention) for sample, attention in pairs])
-            error = self._mean([sample.key_error(attention) for sample, attention in pairs])
+            divergence = self._average([sample.divergence(attention) for sample, attention in pairs])
+            error = self._average([sample.key_error(attention) for sample, attention in pairs])
 
         def score(sample: Sample, rows: torch.Tensor) -> torch.Tensor:
             attention = sample.attention(rows)[0]
@@ -86,14 +91,14 @@ class Chooser:
         with torch.no_grad():
             parts = {id(s): s.attention(self._back("key", s.key, key.matrix[None]))[1] for s in self.judge}
             back = [self._back("value", s.value, own.matrix[None]) for s in self.judge]
-            error = self._mean([s.value_error(parts[id(s)], rows) for s, rows in zip(self.judge, back, strict=True)])
+            error = self._average([s.value_error(parts[id(s)], rows) for s, rows in zip(self.judge, back, strict=True)])
 
         def score(sample: Sample, rows: torch.Tensor) -> torch.Tensor:
             return sample.value_error(parts[id(sample)], rows).to(self.device) / error
 
         return self._choose("value", own, self._output_metric(), score, deadline)
 
-    def _mean(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _average(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
         """`[H]` of `[1, H]` each, of layers that may be on several devices."""
         return torch.cat([score.to(self.device) for score in scores]).mean(0)
 
@@ -156,9 +161,11 @@ class Chooser:
         return found, curve[:: max(1, len(curve) // 20)]
 
     def _back(self, side: str, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """Rows `[1, H, T, D]` as they come back from S caches."""
-        clip = self._clip(side, matrix)
-        return stored(rows, matrix, self.mean[side], clip, self.recipe.group_size, self.form)
+        """Rows `[1, H, T, D]` as they come back from S caches. Those of keys are centred already."""
+        clip, mean = self._clip(side, matrix), self.mean[side].to(rows.device)[:, None]
+        if side == "key":
+            return stored(rows, matrix, clip, self.recipe.group_size, self.form)
+        return stored(rows - mean, matrix, clip, self.recipe.group_size, self.form) + mean
 
     def _clip(self, side: str, matrix: torch.Tensor) -> torch.Tensor:
         """The recipe's clip ratio of each of `[S, H]`."""

@@ -55,30 +55,38 @@ class Arm:
     tensors: Mapping[str, torch.Tensor]
     group_size: int | None = None
 
+    def kept(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows `[B, H, T, D]` of `layers.N.key` or `layers.N.value` as the windows keep them: keys without their mean, which no
+        server adds again, since a softmax over keys ignores it."""
+        mean = self._mean(rows, name)
+        return rows if mean is None or name.endswith(".value") else (rows.float() - mean).to(rows.dtype)
+
     def stored(self, rows: torch.Tensor, name: str, format: int2.Format) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as they come back from the cache, in their own frame and type; `name` is `layers.N.key`."""
+        """Rows `[B, H, T, D]` as they come back from the 2-bit cache, in their own frame and type: keys without their mean,
+        values with theirs, which a server adds to what attention gives."""
         matrix, clip = (self.tensors[f"{name}.{kind}"] for kind in ("rotation", "clip"))
-        mean = self.tensors.get(f"{name}.mean", matrix.new_zeros(1, rows.shape[-1]))
-        return stored(rows.float(), matrix, mean, clip, self.group_size, format).to(rows.dtype)
+        mean = self._mean(rows, name)
+        centered = rows.float() if mean is None else rows.float() - mean
+        back = stored(centered, matrix, clip, self.group_size, format)
+        if mean is not None and name.endswith(".value"):
+            back = back + mean
+        return back.to(rows.dtype)
+
+    def _mean(self, rows: torch.Tensor, name: str) -> torch.Tensor | None:
+        """`[H, 1, D]`."""
+        mean = self.tensors.get(f"{name}.mean")
+        return None if mean is None else mean.to(rows.device)[:, None]
 
 
 def stored(
-    rows: torch.Tensor,
-    matrix: torch.Tensor,
-    mean: torch.Tensor,
-    clip: torch.Tensor,
-    group_size: int | None,
-    form: int2.Format,
+    rows: torch.Tensor, matrix: torch.Tensor, clip: torch.Tensor, group_size: int | None, form: int2.Format
 ) -> torch.Tensor:
-    """Rows `[B, H, T, D]` as they come back from the cache, in their own frame.
+    """Rows `[B, H, T, D]`, less their mean where they are centred, as they come back from the cache, in their own frame.
 
-    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B, on any device.
-
-    A server never adds the mean of keys, which a softmax ignores, and adds that of values once, to what attention gives.
+    `matrix` is `[H, D, D]` and `clip` `[H]`, with or without B, on any device.
     """
-    matrix, mean = matrix.to(rows.device), mean.to(rows.device)
-    rotated = (rows - mean[:, None]) @ matrix
-    return int2.round_trip(rotated, clip[..., None], group_size, form) @ matrix.mT + mean[:, None]
+    matrix = matrix.to(rows.device)
+    return int2.round_trip(rows @ matrix, clip[..., None], group_size, form) @ matrix.mT
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -154,8 +162,10 @@ class Simulation:
                 hook.remove()
 
     def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
-        stored = self.arm.stored(rows, f"layers.{owner}.{side}", self.cache.format) if side in self.sides else rows
-        return torch.cat([rows, stored], dim=2)
+        if side not in self.sides:
+            return torch.cat([rows, rows], dim=2)
+        name = f"layers.{owner}.{side}"
+        return torch.cat([self.arm.kept(rows, name), self.arm.stored(rows, name, self.cache.format)], dim=2)
 
     def _doubled(self, attend: Attention, query: torch.Tensor) -> "Doubled":
         """The model's own mask for `[exact; quantized]`, made once for all layers on a device that have the same."""

@@ -35,8 +35,7 @@ def show_artifact(out: Output, artifact: Artifact) -> None:
         "peak_memory_bytes": manifest["run"]["peak_memory_bytes"],
         "orthogonality_error": manifest["metrics"]["orthogonality_error"],
     }
-    if calibration["note"]:
-        out.note(f"Note: {calibration['note']}")
+    out.notes([*([calibration["note"]] if calibration["note"] else []), *manifest.get("notes", [])])
 
     def human() -> None:
         layer_table(artifact, layers)
@@ -50,8 +49,7 @@ def show_artifact(out: Output, artifact: Artifact) -> None:
 def show_export(out: Output, done: Exported) -> None:
     for words in done.reduced:
         out.note(f"Reduced: {words}")
-    for note in done.launch.notes:
-        out.note(f"Note: {note}")
+    out.notes(done.launch.notes)
 
     def human() -> None:
         print(launch_line(done.launch))
@@ -127,9 +125,12 @@ def show_plan(out: Output, plan: Plan) -> None:
             for name, form in FORMATS.items()
         },
         "refusal": str(plan.refusal) if plan.refusal else None,
+        "notes": list(plan.notes),
         "output": str(job.output),
         "geometry": geometry_json(plan.geometry or []),
     }
+
+    out.notes(plan.notes)
 
     def human() -> None:
         if plan.refusal:
@@ -156,8 +157,7 @@ def _size(count: int) -> str:
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:
     """One table of all arms for each window, and the increase by context length."""
-    for note in report["notes"]:
-        out.note(f"Note: {note}")
+    out.notes(report["notes"])
 
     def human() -> None:
         print(f"{report['model']}, {report['tokens']:,} tokens from position {report['first_position']} on in ", end="")
@@ -232,8 +232,7 @@ def show_push(out: Output, repo: str, path: str, done: dict[str, Published]) -> 
 
 
 def show_pull(out: Output, pulled: Pulled) -> None:
-    for note in pulled.notes:
-        out.note(f"Note: {note}")
+    out.notes(pulled.notes)
     data = {
         "path": str(pulled.path), "repo": pulled.copy.repo, "hub": pulled.copy.hub, "revision": pulled.revision,
         "model": pulled.entry.model, "recipe": pulled.entry.recipe, "format": pulled.entry.format, "files": pulled.files,

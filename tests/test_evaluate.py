@@ -19,7 +19,7 @@ from rotationzoo.cli_options import parse_layers, parse_windows
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluate import Evaluation, attention_modules, evaluate
 from rotationzoo.fit import fit
-from rotationzoo.geometry import cached_layers, geometry_of
+from rotationzoo.geometry import cached_layers, geometry_of, shifted_layers
 from rotationzoo.plan import Job
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.simulate import Arm, Cache, Simulation
@@ -27,6 +27,7 @@ from rotationzoo.verify import verify
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 SMALL = Data(tokens=1024, length=256)
+SHIFTED = ("gemma2", "gpt_oss", "mimo_v2_flash")  # a soft cap, and learned sinks in all layers or in those with a window
 calibrated = [
     pytest.param(name, marks=pytest.mark.skipif(not architectures.available(name), reason="not in this transformers"))
     for name in NAMES
@@ -120,21 +121,40 @@ def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
 
 
-def test_a_key_mean_is_lost_on_nobody_but_the_codec():
-    """Without quantization it changes nothing, whatever it is; with it, keys far from zero are stored far better."""
-    model = architectures.build("llama")
-    arm = random_arm(model)
+def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
+    arm = random_arm(architectures.build("llama"))
     shift = 50 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
     tensors = {**arm.tensors, **{f"layers.{i}.key.mean": shift for i in range(4)}}
     rows = torch.randn(2, 2, 8, 16) + shift[:, None]
-    centered = Arm("centered", tensors).stored(rows, "layers.0.key", int2.SGLANG)
+    centered = Arm("centered", tensors).stored(rows, "layers.0.key", int2.SGLANG) + shift[:, None]
     assert (centered - rows).norm() < 0.2 * (arm.stored(rows, "layers.0.key", int2.SGLANG) - rows).norm()
     values = torch.randn(2, 2, 8, 16)
     same = [a.stored(values, "layers.0.value", int2.SGLANG) for a in (arm, Arm("centered", tensors))]
     assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("name", calibrated)
+def test_what_centring_moves_is_seen(name):
+    """A server never adds the mean of keys back, so nor does the simulation: where attention does not ignore it, evaluation
+    shows what that costs, and the look at the model says so before."""
+    model = architectures.build(name)
+    geometry = geometry_of(model)
+    arm = random_arm(model)
+    generator = torch.Generator().manual_seed(0)
+    means = {
+        f"layers.{layer.index}.key.mean": 3 * torch.randn(layer.kv_heads, layer.key_dim, generator=generator)
+        for layer in cached_layers(geometry)
+    }
     plain = logits(model)
-    found, _, _ = simulate(model, Arm("centered", tensors), Cache(sink=24, recent=0))
-    assert (found - plain).abs().max() <= 1e-5 * plain.abs().max()
+    found, _, divergences = simulate(
+        model, Arm("centered", {**arm.tensors, **means}), Cache(sink=24, recent=0), queries=torch.arange(24)
+    )
+    moved = ((found - plain).abs().max() / plain.abs().max()).item()
+    kl = max(divergence.max().item() for divergence in divergences.values())
+    if shifted_layers(geometry):
+        assert (name in SHIFTED, moved > 0.01, kl > 0.01) == (True, True, True), (moved, kl)
+    else:
+        assert (name in SHIFTED, moved < 1e-4, kl < 1e-6) == (False, True, True), (moved, kl)
 
 
 @pytest.mark.parametrize("name", calibrated)
