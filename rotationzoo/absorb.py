@@ -23,7 +23,7 @@ from rotationzoo.capture import Attention, decoder, intercept
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.export import ABSORBED as RECORD
-from rotationzoo.geometry import Geometry, geometry_json, geometry_on_meta
+from rotationzoo.geometry import Geometry, geometry_from_json, geometry_on_meta, same_shapes
 from rotationzoo.source import Source, fetch, find, weight_files, weights_fingerprint
 from rotationzoo.verify import verify
 
@@ -79,7 +79,7 @@ def _changes(artifact: Artifact, model: PreTrainedModel, name: str) -> dict[str,
     """What to do to which parameter of the model on `meta`."""
     with as_unavailable(f"{name} fails when it runs"):
         geometry = geometry_on_meta(model)
-    if geometry is None or geometry_json(geometry) != artifact.manifest["geometry"]:
+    if geometry is None or not same_shapes(geometry, geometry_from_json(artifact.manifest["geometry"])):
         raise UnsupportedModel(f"what the layers of {name} do cannot be checked without its weights", hint=_SERVE)
     changes: dict[str, _Change] = {}
     rotations = artifact.rotations()

@@ -5,6 +5,7 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +17,14 @@ from transformers import PreTrainedModel
 from rotationzoo import artifact, corpus, models, verify
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import check_transparent
+from rotationzoo.centering import layers_moved
 from rotationzoo.checkpoint import Checkpoint
 from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import Corpus
 from rotationzoo.errors import RotationZooError, Unsound
-from rotationzoo.fit import check_recipe, fit
+from rotationzoo.fit import check_recipe, fit, settle_centering
 from rotationzoo.generate import end_tokens, sampling, settings_hash, write
-from rotationzoo.geometry import Geometry, geometry_json, geometry_of
+from rotationzoo.geometry import Geometry, geometry_json, geometry_of, shifted_layers
 from rotationzoo.identity import differences
 from rotationzoo.moments import Statistics, to_tensors
 from rotationzoo.plan import Job, Plan, asked_recipe, check_output, check_room, plan
@@ -85,13 +87,14 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         with models.forward_errors(job.model, job.batch, recipe.data.length):
             made = _run_model(job, known, text, checkpoint, progress)
     else:
-        made = _Made(known.geometry, None, None, fit(None, recipe, known.geometry))
+        made = _Made(recipe, known.geometry, None, None, fit(None, recipe, known.geometry))
     assert known.config is not None
     manifest = {
         "model": models.describe(source, known.config, identity["weights"] or None),
         "geometry": geometry_json(made.geometry),
-        "recipe": recipe.published(),
-        "recipe_sha256": recipe.hash,
+        "recipe": made.recipe.published(),
+        "recipe_sha256": made.recipe.hash,
+        "notes": [*known.notes, *made.notes],
         "calibration": _describe(made.text, recipe, identity),
         "identity": identity,
         "versions": versions,
@@ -143,14 +146,17 @@ def peak_memory_bytes() -> int:
 
 @dataclass(frozen=True)
 class _Made:
-    """What a run of the model leaves."""
+    """What a run of the model leaves. `recipe` is the one that it followed: keys keep their mean where the loaded model shows
+    that they must, and `notes` say so."""
 
+    recipe: Recipe
     geometry: Geometry
     statistics: Statistics | None
     dtype: str | None
     rotations: dict[str, torch.Tensor]
     text: Corpus | None = None
     search: dict[str, Any] | None = None
+    notes: Sequence[str] = ()
 
 
 def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress) -> _Made:
@@ -168,10 +174,12 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
             geometry = geometry_of(model, ids)
             check_recipe(recipe, geometry)
         if text is None:
-            return _Made(geometry, None, dtype, fit(None, recipe, geometry))
+            return _Made(recipe, geometry, None, dtype, fit(None, recipe, geometry))
         progress("checking the capture", 0, 0)
         with torch.no_grad():
             check_transparent(model, ids)
+        moved = layers_moved(model, ids) if recipe.center_keys else []
+        recipe, notes = settle_centering(recipe, sorted({*shifted_layers(geometry), *moved}))
         if recipe.data.source == SELF:
             text = _written(job, known.source, model, text, checkpoint, progress)
             checkpoint = Checkpoint(checkpoint.path, {**checkpoint.identity, "written": text.fingerprint})
@@ -181,14 +189,14 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         if recipe.search is None:
-            return _Made(geometry, statistics, dtype, rotations, text)
+            return _Made(recipe, geometry, statistics, dtype, rotations, text, notes=notes)
         verify.check_before_search(rotations, to_tensors(statistics), recipe, geometry, _UNSOUND)
         # The deadline counts from here: statistics are a small part of such a job.
         deadline = math.inf if job.budget is None else time.monotonic() + 60 * job.budget
         found, record = search(
             model, geometry, statistics, rotations, fitted.rows, held_out, recipe, deadline, checkpoint, progress
         )
-        return _Made(geometry, statistics, dtype, found, text, record)
+        return _Made(recipe, geometry, statistics, dtype, found, text, record, notes)
 
 
 def _written(

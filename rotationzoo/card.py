@@ -54,7 +54,7 @@ Orthogonal matrices to multiply keys and values with before they are stored in 2
 * Model: {_model(model)}
 * Calibration text: {text}
 * Largest `|R R^T - I|`: {manifest["metrics"]["orthogonality_error"]:.1e}
-
+{"".join(f"* Note: {note}{chr(10)}" for note in manifest.get("notes", []))}
 Row vectors, after RoPE: `q R_K`, `{stored_key}`, `{stored_value}`, and the attention output times `{output}`.
 Scores (but for what a softmax ignores) and outputs are unchanged before quantization. In `rotations.safetensors`,
 `layers.N.key.rotation` and `layers.N.value.rotation` are float32 `[KV heads, D, D]`, with a first dimension of 1 when the

@@ -58,23 +58,30 @@ class Chooser:
     ):
         assert recipe.search is not None
         self.layer, self.moments, self.recipe, self.settings = layer, moments, recipe, recipe.search
-        self.own, self.judge, self.rows = own, judge, rows
+        self.own, self.rows = own, rows
         self.form = int2.FORMATS[self.settings.format]
         self.device = judge[0].key.device
         self.mean = {side: torch.zeros_like(moments[side].mean).float().to(self.device) for side in ("key", "value")}
         self.mean |= {side: moments[side].mean.float().to(self.device) for side in recipe.centered}
+        self.judge = [self._centered(sample) for sample in judge] if recipe.center_keys else judge
+
+    def _centered(self, sample: Sample) -> Sample:
+        """With keys as a server reads all of them, exact or stored: without their mean."""
+        return replace(sample, key=sample.key - self.mean["key"].to(sample.key.device)[:, None])
 
     def keys(self, deadline: float = math.inf) -> Side:
         own = self._own("key")
         with torch.no_grad():
             back = [sample.attention(self._back("key", sample.key, own.matrix[None]))[0] for sample in self.judge]
             pairs = list(zip(self.judge, back, strict=True))
-            divergence = torch.cat([sample.divergence(attention) for sample, attention in pairs]).mean(0)
-            error = torch.cat([sample.key_error(attention) for sample, attention in pairs]).mean(0)
+            divergence = self._average([sample.divergence(attention) for sample, attention in pairs])
+            error = self._average([sample.key_error(attention) for sample, attention in pairs])
 
         def score(sample: Sample, rows: torch.Tensor) -> torch.Tensor:
             attention = sample.attention(rows)[0]
-            return (sample.divergence(attention) / divergence + sample.key_error(attention) / error) / 2
+            by_divergence = sample.divergence(attention).to(self.device) / divergence
+            by_error = sample.key_error(attention).to(self.device) / error
+            return (by_divergence + by_error) / 2
 
         return self._choose("key", own, self.moments["query"].second_moment.cpu(), score, deadline)
 
@@ -84,12 +91,16 @@ class Chooser:
         with torch.no_grad():
             parts = {id(s): s.attention(self._back("key", s.key, key.matrix[None]))[1] for s in self.judge}
             back = [self._back("value", s.value, own.matrix[None]) for s in self.judge]
-            error = torch.cat([s.value_error(parts[id(s)], rows) for s, rows in zip(self.judge, back, strict=True)]).mean(0)
+            error = self._average([s.value_error(parts[id(s)], rows) for s, rows in zip(self.judge, back, strict=True)])
 
         def score(sample: Sample, rows: torch.Tensor) -> torch.Tensor:
-            return sample.value_error(parts[id(sample)], rows) / error
+            return sample.value_error(parts[id(sample)], rows).to(self.device) / error
 
         return self._choose("value", own, self._output_metric(), score, deadline)
+
+    def _average(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`[H]` of `[1, H]` each, of layers that may be on several devices."""
+        return torch.cat([score.to(self.device) for score in scores]).mean(0)
 
     def _output_metric(self) -> torch.Tensor:
         """How errors of values count behind the output projection, `[H, D_v, D_v]` float64."""
@@ -150,9 +161,11 @@ class Chooser:
         return found, curve[:: max(1, len(curve) // 20)]
 
     def _back(self, side: str, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """Rows `[1, H, T, D]` as they come back from S caches."""
-        clip = self._clip(side, matrix)
-        return stored(rows, matrix, self.mean[side], clip, self.recipe.group_size, self.form)
+        """Rows `[1, H, T, D]` as they come back from S caches. Those of keys are centred already."""
+        clip, mean = self._clip(side, matrix), self.mean[side].to(rows.device)[:, None]
+        if side == "key":
+            return stored(rows, matrix, clip, self.recipe.group_size, self.form)
+        return stored(rows - mean, matrix, clip, self.recipe.group_size, self.form) + mean
 
     def _clip(self, side: str, matrix: torch.Tensor) -> torch.Tensor:
         """The recipe's clip ratio of each of `[S, H]`."""
@@ -161,15 +174,13 @@ class Chooser:
 
     @torch.no_grad()
     def _scores(self, side: str, matrix: torch.Tensor, score: Score) -> torch.Tensor:
-        """On the held-out texts, `[texts, S, H]`."""
-        return torch.stack(
-            [
-                torch.cat(
-                    [score(s, self._back(side, s.key if side == "key" else s.value, one)) for one in matrix.split(_BATCH)]
-                )
-                for s in self.judge
-            ]
-        )
+        """On the held-out texts, `[texts, S, H]`: of layers that share a cache the mean, since they read the same texts."""
+        by_text: dict[int, list[torch.Tensor]] = {}
+        for s in self.judge:
+            rows = s.key if side == "key" else s.value
+            scores = [score(s, self._back(side, rows, one)) for one in matrix.split(_BATCH)]
+            by_text.setdefault(s.text, []).append(torch.cat(scores))
+        return torch.stack([torch.stack(readers).mean(0) for readers in by_text.values()])
 
 
 def _better(there: Side, candidate: Side) -> Side:

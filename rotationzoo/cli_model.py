@@ -251,6 +251,8 @@ def verify(
     ] = False,
     revision: Revision = None,
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -269,7 +271,7 @@ def verify(
         from rotationzoo.probe import probe
 
         with out.progress() as progress:
-            agreement = probe(opened, model, revision, device, progress)
+            agreement = probe(opened, model, revision, device, progress, device_map, max_memory)
         if agreement.foreign:
             found.problems.append(f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)")
 

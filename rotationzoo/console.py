@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -41,6 +41,10 @@ class Output:
     def note(self, text: str) -> None:
         """A remark for people; scripts that asked for JSON or for names get it on stderr as well."""
         print(text, file=sys.stderr)
+
+    def notes(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.note(f"Note: {text}")
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str, int, int], None]]:

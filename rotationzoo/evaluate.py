@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import artifact, card, corpus, int2, models
+from rotationzoo import artifact, card, centering, corpus, int2, models
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import Attention, intercept
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.fit import fit
-from rotationzoo.geometry import Geometry, geometry_json, geometry_of, geometry_on_meta
+from rotationzoo.geometry import Geometry, geometry_from_json, geometry_of, geometry_on_meta, same_shapes, shifted_layers
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.source import Source, config_hash, fetch, find, weights_fingerprint
@@ -111,7 +111,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         "sides": list(job.sides),
         "layers": sorted(_layers(job, geometry)),
         "prefill_chunk": job.prefill_chunk,
-        "notes": _notes(text, source, artifacts),
+        "notes": _notes(text, source, artifacts, geometry),
         "exact": exact.exact_report(),
         "arms": windows[0]["arms"],
         "windows": windows,
@@ -220,7 +220,7 @@ def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> No
             raise RotationZooError(
                 f"{there.folder} is bound to no model", hint=f"import its files again with --model {job.model}"
             )
-        if there.manifest["geometry"] != geometry_json(geometry):
+        if not same_shapes(geometry_from_json(there.manifest["geometry"]), geometry):
             raise RotationZooError(
                 f"{there.folder} was made for a model of other layers, heads or dimensions than {job.model}: "
                 f"{there.manifest['model'].get('id')}",
@@ -262,7 +262,7 @@ def _arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
     return arms
 
 
-def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact]) -> list[str]:
+def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry) -> list[str]:
     """What the reader of the numbers should know."""
     notes = [text.note] if text.note else []
     for there in artifacts:
@@ -273,6 +273,9 @@ def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact]) -> li
             notes.append(f"{there.folder.resolve().name} was made for other weights than these: {made_for['id']}")
         if (there.manifest["calibration"] or {}).get("fingerprint") == text.fingerprint:
             notes.append(f"{there.folder.resolve().name} was calibrated on this very text")
+        if there.manifest["recipe"]["center_keys"] and (moved := shifted_layers(geometry)):
+            name = there.folder.resolve().name
+            notes.append(f"{name} centres keys, which this model does not bear: {centering.reason(moved)}")
     return notes
 
 

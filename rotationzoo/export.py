@@ -33,6 +33,10 @@ class Engine(Protocol):
 ENGINES = {module.NAME: cast(Engine, module) for module in (sglang, vllm, gguf, mlx, onnx)}
 RECORD = "export.json"
 _CHOSEN = ", for which a search chose its rotations: with higher ones they can be far worse than others"
+_UNTRIED = (
+    "nobody has tried whether the model's attention ignores the key mean, which is subtracted and never added back: with "
+    "learned sinks or a soft cap it does not, and --uncentered leaves it out"
+)
 ABSORBED = "rotationzoo.json"
 """What `absorb` leaves in the model that it writes."""
 
@@ -63,10 +67,12 @@ def export(there: Artifact, request: Request) -> Exported:
     reduced = _reductions(there, request, engine.TAKES, recipe, geometry, tensors, clips)
     serving = assemble(there, request, clips, absorbed)
     engine.check(geometry, serving)
+    untried = bool(serving.key.mean) and any(layer.shift_invariant is None for layer in geometry)
     target = request.output or Path("exports") / f"{there.folder.resolve().name}-{request.engine}"
     _check_target(target)
     with disk_errors(target), temporary_sibling(target.absolute()) as work:
         launch = engine.write(work, target.absolute(), serving, request.options)
+        launch = replace(launch, notes=[*launch.notes, *([_UNTRIED] if untried else [])])
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         done = Exported(request.engine, target, files, launch, reduced)
         record = as_json(done) | {"artifact": there.identity}

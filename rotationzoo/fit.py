@@ -1,10 +1,11 @@
 """Second moments -> the rotations that a recipe asks for."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
-from rotationzoo import rotation
+from rotationzoo import centering, rotation
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer, cached_layers
 from rotationzoo.moments import Statistics
@@ -33,6 +34,20 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> di
             assert statistics is not None
             tensors[f"layers.{layer.index}.{side}.mean"] = statistics[layer.index][side].mean.float().cpu().contiguous()
     return tensors
+
+
+def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
+    """The recipe for a model in which a mean of keys moves the attention of these layers, and what to tell its user: one that
+    searches leaves the keys their mean. Raises `RotationZooError` for another that centres them."""
+    if not recipe.center_keys or not layers:
+        return recipe, []
+    if recipe.search is None:
+        raise RotationZooError(
+            f"keys of this model cannot be centred: {centering.reason(layers)}",
+            hint="set center_keys to false in the recipe",
+        )
+    kept = recipe.model_copy(update={"center_keys": False})
+    return kept, [f"keys keep their mean, although the recipe {recipe.name} centres them: {centering.reason(layers)}"]
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:

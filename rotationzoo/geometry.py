@@ -4,13 +4,14 @@ There is no list of models. The model runs on a few tokens, usually on `meta` wi
 held against what the cache stores.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.capture import capture, decoder
+from rotationzoo.capture import Attention, decoder, intercept
+from rotationzoo.centering import ignores_shift
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 
 _PROBE_TOKENS = 8
@@ -28,6 +29,9 @@ class Layer:
     kv_heads: int
     key_dim: int
     value_dim: int
+    shift_invariant: bool | None = None
+    """Whether its attention ignores what all keys share, so that a mean subtracted from them changes nothing. None where nobody
+    has tried: files imported for no model, artifacts of earlier versions."""
 
     @property
     def group(self) -> int:
@@ -43,11 +47,24 @@ def cached_layers(geometry: Geometry) -> Geometry:
     return [layer for layer in geometry if layer.owner == layer.index]
 
 
-def geometry_json(geometry: Geometry) -> list[dict[str, int]]:
-    return [asdict(layer) for layer in geometry]
+def shifted_layers(geometry: Geometry) -> list[int]:
+    """The layers whose attention is moved by a mean subtracted from all keys."""
+    return [layer.index for layer in geometry if layer.shift_invariant is False]
 
 
-def geometry_from_json(content: list[dict[str, int]]) -> Geometry:
+def same_shapes(geometry: Geometry, other: Geometry) -> bool:
+    """Whether two geometries have the same layers, heads and dimensions, whatever is known of them besides."""
+    one, two = ([replace(layer, shift_invariant=None) for layer in layers] for layers in (geometry, other))
+    return one == two
+
+
+def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:
+    """What nobody has tried is left out."""
+    layers = (asdict(layer) for layer in geometry)
+    return [{name: value for name, value in layer.items() if value is not None} for layer in layers]
+
+
+def geometry_from_json(content: list[dict[str, Any]]) -> Geometry:
     """Inverse of `geometry_json`. Raises `RotationZooError` for anything else."""
     try:
         return [Layer(**layer) for layer in content]
@@ -81,13 +98,15 @@ def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geom
     if ids is None:
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device)
     calls: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    attention: dict[int, Attention] = {}
 
-    def note(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+    def note(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention) -> torch.Tensor:
         if layer in calls:
             raise UnsupportedModel(f"{name} computes attention more than once in a layer, on other values than it caches")
-        calls[layer] = query, key, value
+        calls[layer], attention[layer] = (query, key, value), attend
+        return attend(query, key, value)
 
-    with capture(model, note):
+    with intercept(model, note):
         cache = getattr(tower(input_ids=ids, use_cache=True), "past_key_values", None)
     if not calls:
         raise UnsupportedModel(
@@ -109,7 +128,8 @@ def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geom
         owner = index if index in stored else _owner(index, key, calls, stored.keys())
         if owner is None:
             raise UnsupportedModel(f"layer {index} of {name} attends to keys and values that no cache layer stores")
-        geometry.append(Layer(index, owner, query.shape[1], *shapes[0], shapes[1][1]))
+        ignores = ignores_shift(attention[index], query, key, value)
+        geometry.append(Layer(index, owner, query.shape[1], *shapes[0], shapes[1][1], ignores))
     return geometry
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from rotationzoo import artifact, foreign, models, rotation, verify
+from rotationzoo import artifact, centering, foreign, models, rotation, verify
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import max_error
 from rotationzoo.engines import Foreign, Side
 from rotationzoo.errors import RotationZooError, UnsupportedModel, first_sentence
 from rotationzoo.foreign import Described
-from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, geometry_on_meta
+from rotationzoo.geometry import Geometry, Layer, cached_layers, geometry_json, geometry_on_meta, shifted_layers
 from rotationzoo.identity import differences
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import PRESETS, Recipe, name_of
@@ -50,6 +50,11 @@ def import_(job: Import) -> Artifact:
     described = {"key": foreign.describe(key), "value": foreign.describe(value)}
     foreign.check(key, value, described)
     source, geometry = _geometry(job, key, value)
+    if key.content.mean and (moved := shifted_layers(geometry)):
+        raise RotationZooError(
+            f"{key.path.name} centres keys, which {job.model} does not bear: {centering.reason(moved)}",
+            hint="import files that were made without a key mean",
+        )
     said = key.calibration
     group_size = job.group_size or (said["group_size"] if isinstance(said.get("group_size"), int) else None)
     for dim in {dim for layer in geometry for dim in (layer.key_dim, layer.value_dim)}:

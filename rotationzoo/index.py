@@ -58,7 +58,7 @@ class Entry(_Frozen):
     """`oscar`: the two `.pt` files that OSCAR's makers publish."""
     recipe: str
     recipe_sha256: Sha256 | None = None
-    geometry: list[dict[str, int]] | None = None
+    geometry: list[dict[str, bool | int]] | None = None
     files: dict[str, File]
     copies: list[Copy]
     evaluation: dict[str, Any] | None = None

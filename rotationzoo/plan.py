@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo import artifact, checkpoint, models
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
-from rotationzoo.fit import check_recipe
-from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta
+from rotationzoo.fit import check_recipe, settle_centering
+from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta, shifted_layers
 from rotationzoo.recipe import SELF, Recipe, digest, without_paths
 from rotationzoo.sample import HELD, size_of
 from rotationzoo.source import Source, find
@@ -77,6 +77,8 @@ class Plan:
     weights_bytes: int = 0
     artifact_bytes: int = 0
     peak_memory_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    """Where the job to run is not the one that was asked for, and why."""
 
 
 def plan(job: Job) -> Plan:
@@ -95,6 +97,8 @@ def plan(job: Job) -> Plan:
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
     job = _fitting(job, config) if job.fit_length else job
+    recipe, notes = settle_centering(job.recipe, shifted_layers(geometry or []))
+    job = replace(job, recipe=recipe)
     check_recipe(job.recipe, geometry or [])
     _check_length(job.recipe, config)
     weights = models.weights_bytes(source, model)
@@ -106,7 +110,7 @@ def plan(job: Job) -> Plan:
         writing = _cache_bytes(job, geometry or [])
         searching = _search_bytes(job, model, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
         peak += loaded + 2 * statistics + max(activations, writing, searching)
-    return Plan(job, source, config, geometry, None, weights, rotations + statistics, peak)
+    return Plan(job, source, config, geometry, None, weights, rotations + statistics, peak, tuple(notes))
 
 
 def _fitting(job: Job, config: PretrainedConfig) -> Job:
@@ -164,6 +168,7 @@ def check_output(job: Job) -> None:
 
 def _check_recipe_of(job: Job, there: Artifact) -> None:
     """Work of another recipe is replaced only when asked to, or when a run that was asked to goes on."""
+    # What was asked for, which is not what was done where only the weights told that keys cannot be centred.
     if asked_recipe(there.manifest) != job.recipe.hash and not job.restart and not job.unfinished:
         theirs = f"{there.manifest['recipe'].get('name')} for {there.manifest['model'].get('id')}"
         raise RotationZooError(

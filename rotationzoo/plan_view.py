@@ -35,9 +35,12 @@ def show_plan(out: Output, plan: Plan) -> None:
             for name, form in FORMATS.items()
         },
         "refusal": str(plan.refusal) if plan.refusal else None,
+        "notes": list(plan.notes),
         "output": str(job.output),
         "geometry": geometry_json(plan.geometry or []),
     }
+
+    out.notes(plan.notes)
 
     def human() -> None:
         if plan.refusal:

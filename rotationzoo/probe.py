@@ -45,9 +45,16 @@ class Agreement:
 
 
 def probe(
-    there: Artifact, model: str, revision: str | None = None, device: str = "auto", progress: Progress = silent
+    there: Artifact,
+    model: str,
+    revision: str | None = None,
+    device: str = "auto",
+    progress: Progress = silent,
+    device_map: str | None = None,
+    max_memory: str | None = None,
 ) -> Agreement:
     """Run a model on the bundled text and compare. Raises `RotationZooError` for rotations that hold no eigenbasis."""
+    models.memory_limits(device_map, max_memory)
     recipe = Recipe.model_validate(there.manifest["recipe"])
     if not recipe.has_eigenbasis:
         raise RotationZooError(
@@ -62,13 +69,14 @@ def probe(
     source = find(model, revision)
     config = models.load_config(source)
     fetch(source)
-    progress("loading the model", 0, 0)
-    target = models.torch_device(device)
-    loaded = models.load(source, config, target, models.torch_dtype("auto", device, None))
     text = corpus.read(TEXT, models.load_tokenizer(source))
-    with models.forward_errors(model, 1, TEXT.length), torch.no_grad():
-        check_transparent(loaded, text.rows[0][None, :32].to(models.input_device(loaded)))
-        statistics = collect(loaded, geometry, text.batches(1), recipe, progress=progress)
+    with models.placement(device_map, max_memory) as placement:
+        progress("loading the model", 0, 0)
+        dtype = models.torch_dtype("auto", device, device_map)
+        loaded = models.load(source, config, models.torch_device(device), dtype, placement)
+        with models.forward_errors(model, 1, TEXT.length), torch.no_grad():
+            check_transparent(loaded, text.rows[0][None, :32].to(models.input_device(loaded)))
+            statistics = collect(loaded, geometry, text.batches(1), recipe, progress=progress)
     moments = {
         (layer.index, side): target_moment(statistics, recipe, layer.index, side)
         for layer in cached_layers(geometry)

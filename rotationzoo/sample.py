@@ -32,6 +32,8 @@ class Sample:
     value: torch.Tensor
     exact: torch.Tensor
     """The attention over exact keys, `[1, H_q, Q, T]`."""
+    text: int
+    """Number of the text: layers that read one cache give several samples of each."""
     projection: torch.Tensor | None
     """What the block's output projection makes of each query head, `[H_q, D_v, hidden]`; None where none was found."""
 
@@ -130,7 +132,13 @@ def take(
         at = torch.tensor(chosen)
 
         def keep(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention, at: torch.Tensor = at
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attend: Attention,
+            at: torch.Tensor = at,
+            text: int = number,
         ) -> torch.Tensor:
             if layer in owners:
                 here = at.to(query.device)
@@ -139,7 +147,8 @@ def take(
                 whole = torch.maximum(mask[..., :length], mask[..., length:])
                 some, keys, values = query[:, :, here].float(), key.float(), value.float()
                 exact = replace(attend, mask=whole).weights(some, keys)
-                sample = Sample(replace(attend, mask=mask), some, keys, values, exact, projections.get(layer))
+                reading = replace(attend, mask=mask)
+                sample = Sample(reading, some, keys, values, exact, text, projections.get(layer))
                 taken[owners[layer]].append(sample)
             return attend(query, key, value)
 

@@ -55,29 +55,38 @@ class Arm:
     tensors: Mapping[str, torch.Tensor]
     group_size: int | None = None
 
+    def kept(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows `[B, H, T, D]` of `layers.N.key` or `layers.N.value` as the windows keep them: keys without their mean, which no
+        server adds again, since a softmax over keys ignores it."""
+        mean = self._mean(rows, name)
+        return rows if mean is None or name.endswith(".value") else (rows.float() - mean).to(rows.dtype)
+
     def stored(self, rows: torch.Tensor, name: str, format: int2.Format) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as they come back from the cache, in their own frame and type; `name` is `layers.N.key`."""
-        matrix, clip = (self.tensors[f"{name}.{kind}"].to(rows.device) for kind in ("rotation", "clip"))
-        mean = self.tensors.get(f"{name}.mean", matrix.new_zeros(1, rows.shape[-1])).to(rows.device)
-        return stored(rows.float(), matrix, mean, clip, self.group_size, format).to(rows.dtype)
+        """Rows `[B, H, T, D]` as they come back from the 2-bit cache, in their own frame and type: keys without their mean,
+        values with theirs, which a server adds to what attention gives."""
+        matrix, clip = (self.tensors[f"{name}.{kind}"] for kind in ("rotation", "clip"))
+        mean = self._mean(rows, name)
+        centered = rows.float() if mean is None else rows.float() - mean
+        back = stored(centered, matrix, clip, self.group_size, format)
+        if mean is not None and name.endswith(".value"):
+            back = back + mean
+        return back.to(rows.dtype)
+
+    def _mean(self, rows: torch.Tensor, name: str) -> torch.Tensor | None:
+        """`[H, 1, D]`."""
+        mean = self.tensors.get(f"{name}.mean")
+        return None if mean is None else mean.to(rows.device)[:, None]
 
 
 def stored(
-    rows: torch.Tensor,
-    matrix: torch.Tensor,
-    mean: torch.Tensor,
-    clip: torch.Tensor,
-    group_size: int | None,
-    form: int2.Format,
+    rows: torch.Tensor, matrix: torch.Tensor, clip: torch.Tensor, group_size: int | None, form: int2.Format
 ) -> torch.Tensor:
-    """Rows `[B, H, T, D]` as they come back from the cache, in their own frame.
+    """Rows `[B, H, T, D]`, less their mean where they are centred, as they come back from the cache, in their own frame.
 
-    `matrix` is `[H, D, D]`, `mean` `[H, D]`, `clip` `[H]`, the first and the last with or without B.
-
-    A server never adds the mean of keys, which a softmax ignores, and adds that of values once, to what attention gives.
+    `matrix` is `[H, D, D]` and `clip` `[H]`, with or without B, on any device.
     """
-    rotated = (rows - mean[:, None]) @ matrix
-    return int2.round_trip(rotated, clip[..., None], group_size, form) @ matrix.mT + mean[:, None]
+    matrix = matrix.to(rows.device)
+    return int2.round_trip(rows @ matrix, clip[..., None], group_size, form) @ matrix.mT
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -98,7 +107,7 @@ class Simulation:
     sides: tuple[str, ...] = ("key", "value")
     queries: torch.Tensor | None = None
     """Positions whose attention is compared, `[Q]`; None for no comparison."""
-    _doubled: dict[int, tuple[Any, torch.Tensor, list["Block"]]] = field(default_factory=dict)
+    _masks: list["Doubled"] = field(default_factory=list)
     _exactly: bool = False
 
     @contextmanager
@@ -119,12 +128,12 @@ class Simulation:
             if self._exactly or layer not in self.layers:
                 return attend(query, key, value)
             keys, values = (self._both_copies(t, owners[layer], side) for t, side in ((key, "key"), (value, "value")))
-            mask, blocks = self._mask(attend, query)
+            mask = self._doubled(attend, query)
             if self.queries is not None:
-                observe_kl(layer, self._divergence(attend, query, key, keys, mask), self.queries)
+                observe_kl(layer, self._divergence(attend, query, key, keys, mask.whole), self.queries)
             outputs = [
                 replace(attend, mask=block.mask)(query[:, :, block.queries], keys[:, :, block.seen], values[:, :, block.seen])
-                for block in blocks
+                for block in mask.blocks
             ]
             return torch.cat(outputs, dim=1)
 
@@ -148,21 +157,24 @@ class Simulation:
             with intercept(model, attention):
                 yield
         finally:
-            self._doubled.clear()
+            self._masks.clear()
             for hook in hooks:
                 hook.remove()
 
     def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
-        stored = self.arm.stored(rows, f"layers.{owner}.{side}", self.cache.format) if side in self.sides else rows
-        return torch.cat([rows, stored], dim=2)
+        if side not in self.sides:
+            return torch.cat([rows, rows], dim=2)
+        name = f"layers.{owner}.{side}"
+        return torch.cat([self.arm.kept(rows, name), self.arm.stored(rows, name, self.cache.format)], dim=2)
 
-    def _mask(self, attend: Attention, query: torch.Tensor) -> tuple[torch.Tensor, list["Block"]]:
-        """The model's own mask for `[exact; quantized]`, `[B or 1, 1, T, 2T]`, and its blocks: one for layers that share it."""
-        found = self._doubled.get(id(attend.mask))
-        if found is None:
-            mask = doubled(attend, query, self.cache)
-            found = self._doubled[id(attend.mask)] = attend.mask, mask, blocks_of(mask)
-        return found[1:]
+    def _doubled(self, attend: Attention, query: torch.Tensor) -> "Doubled":
+        """The model's own mask for `[exact; quantized]`, made once for all layers on a device that have the same."""
+        for known in self._masks:
+            if known.device == query.device and known.length == query.shape[2] and _same(known.mask, attend.mask):
+                return known
+        whole = doubled(attend, query, self.cache)
+        self._masks.append(Doubled(attend.mask, query.device, query.shape[2], whole, blocks_of(whole)))
+        return self._masks[-1]
 
     def _divergence(
         self, attend: Attention, query: torch.Tensor, key: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor
@@ -195,6 +207,25 @@ def doubled(attend: Attention, query: torch.Tensor, cache: Cache) -> torch.Tenso
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min
     return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
+
+
+def _same(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """By content: layers on a second device are each handed a copy of their own."""
+    if mask is None or other is None or mask is other:
+        return mask is other
+    return (mask.device, mask.dtype) == (other.device, other.dtype) and torch.equal(mask, other)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """A model's own `mask` for rows of `length` tokens on a device (None: plain causal), and the mask that shows each query
+    one copy of each position, `[B or 1, 1, T, 2T]`, with its blocks."""
+
+    mask: torch.Tensor | None
+    device: torch.device
+    length: int
+    whole: torch.Tensor
+    blocks: list["Block"]
 
 
 @dataclass(frozen=True)

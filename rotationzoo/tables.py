@@ -33,8 +33,7 @@ def show_artifact(out: Output, artifact: Artifact) -> None:
         "peak_memory_bytes": manifest["run"]["peak_memory_bytes"],
         "orthogonality_error": manifest["metrics"]["orthogonality_error"],
     }
-    if calibration["note"]:
-        out.note(f"Note: {calibration['note']}")
+    out.notes([*([calibration["note"]] if calibration["note"] else []), *manifest.get("notes", [])])
 
     def human() -> None:
         layer_table(artifact, layers)
@@ -48,8 +47,7 @@ def show_artifact(out: Output, artifact: Artifact) -> None:
 def show_export(out: Output, done: Exported) -> None:
     for words in done.reduced:
         out.note(f"Reduced: {words}")
-    for note in done.launch.notes:
-        out.note(f"Note: {note}")
+    out.notes(done.launch.notes)
 
     def human() -> None:
         print(launch_line(done.launch))
@@ -114,8 +112,7 @@ def _missing_projections(layers: dict[str, Any]) -> str:
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:
     """One table of all arms for each window, and the increase by context length."""
-    for note in report["notes"]:
-        out.note(f"Note: {note}")
+    out.notes(report["notes"])
 
     def human() -> None:
         print(f"{report['model']}, {report['tokens']:,} tokens from position {report['first_position']} on in ", end="")
@@ -190,8 +187,7 @@ def show_push(out: Output, repo: str, path: str, done: dict[str, Published]) -> 
 
 
 def show_pull(out: Output, pulled: Pulled) -> None:
-    for note in pulled.notes:
-        out.note(f"Note: {note}")
+    out.notes(pulled.notes)
     data = {
         "path": str(pulled.path), "repo": pulled.copy.repo, "hub": pulled.copy.hub, "revision": pulled.revision,
         "model": pulled.entry.model, "recipe": pulled.entry.recipe, "format": pulled.entry.format, "files": pulled.files,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from rotationzoo import artifact as artifacts
-from rotationzoo import card, foreign, rotation
+from rotationzoo import card, centering, foreign, rotation
 from rotationzoo.artifact import Artifact, clip_ratios
 from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.fit import fit
-from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
+from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json, shifted_layers
 from rotationzoo.int2 import LARGEST
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import Recipe, digest, from_dict
@@ -111,7 +111,7 @@ def _check_tensors(
     error, problems = _orthogonality(rotations, foreign.ORTHOGONAL if imported else ORTHOGONAL)
     problems += _clip_problems(rotations, clips)
     problems += _origin_problems(rotations, statistics, recipe, geometry)
-    problems += _mean_problems(rotations, statistics or {})
+    problems += _mean_problems(rotations, statistics or {}) + _centering_problems(rotations, geometry)
     checked += ["orthogonality", "clip ratios", "agreement with the statistics" if statistics else "the recipe"]
     return Verification(problems, error, checked)
 
@@ -250,6 +250,13 @@ def _mean_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, tor
         if name.endswith(".mean") and name in statistics and not torch.equal(mean, statistics[name].float()):
             layers[f"{name.split('.')[2]} mean not that of the statistics"].append(int(name.split(".")[1]))
     return _sentences(layers)
+
+
+def _centering_problems(rotations: dict[str, torch.Tensor], geometry: Geometry) -> list[str]:
+    """Keys without their mean, where attention is known not to ignore it."""
+    moved = shifted_layers(geometry)
+    centered = any(name.endswith("key.mean") for name in rotations)
+    return [f"keys are stored without their mean: {centering.reason(moved)}"] if centered and moved else []
 
 
 def _diagonalises(tensors: dict[str, torch.Tensor], moment: torch.Tensor, name: str, recipe: Recipe) -> bool:

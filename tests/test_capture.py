@@ -10,7 +10,7 @@ from rotationzoo import models
 from rotationzoo.capture import capture, check_transparent, decoder, intercept
 from rotationzoo.collect import collect
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.geometry import cached_layers, geometry_of, geometry_on_meta
+from rotationzoo.geometry import cached_layers, geometry_of, geometry_on_meta, shifted_layers
 from rotationzoo.moments import to_tensors
 from rotationzoo.recipe import Recipe
 
@@ -89,6 +89,8 @@ def test_the_table_in_the_docs_is_what_the_probe_finds():
             what += f"; head dimensions {', '.join(str(key) for key, _ in dims)}"
         if any(key != value for key, value in dims):
             what += f"; keys of {dims[0][0]} and values of {dims[0][1]}"
+        if moved := shifted_layers(geometry):
+            what += f"; keys keep their mean (layers {', '.join(map(str, moved))})"
         rows.append(f"| {name} | calibrated | {what} |")
     text = TABLE.read_text(encoding="utf-8")
     head, _ = text.split("| architecture |")

@@ -14,11 +14,12 @@ from rotationzoo import int2
 from rotationzoo import simulate as simulating
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
+from rotationzoo.capture import Attention
 from rotationzoo.cli_options import parse_layers, parse_windows
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluate import Evaluation, attention_modules, evaluate
 from rotationzoo.fit import fit
-from rotationzoo.geometry import cached_layers, geometry_of
+from rotationzoo.geometry import cached_layers, geometry_of, shifted_layers
 from rotationzoo.plan import Job
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.simulate import Arm, Cache, Simulation
@@ -26,6 +27,7 @@ from rotationzoo.verify import verify
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 SMALL = Data(tokens=1024, length=256)
+SHIFTED = ("gemma2", "gpt_oss", "mimo_v2_flash")  # a soft cap, and learned sinks in all layers or in those with a window
 calibrated = [
     pytest.param(name, marks=pytest.mark.skipif(not architectures.available(name), reason="not in this transformers"))
     for name in NAMES
@@ -52,6 +54,52 @@ def simulate(model, arm, cache, ids=IDS, queries=None, **options):
         return logits(model, ids), outputs, divergences
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """A simulation, the question which mask a layer gets, and a list of the queries that a mask was really made for."""
+    model = architectures.build("llama")
+    simulation = Simulation(random_arm(model), Cache(sink=1, recent=2), geometry_of(model), {0, 1, 2, 3})
+    made = []
+
+    def note(attend, query, cache):
+        made.append(query)
+        return real(attend, query, cache)
+
+    real = simulating.doubled
+    monkeypatch.setattr(simulating, "doubled", note)
+    # No shapes are known of what depends on values, on `meta`.
+    monkeypatch.setattr(simulating, "blocks_of", lambda mask: [])
+
+    def ask(mask, length=8, device="cpu"):
+        query = torch.zeros(1, 4, length, 16, device=device)
+        return simulation._doubled(Attention(model, lambda *_: None, mask, {}), query).whole
+
+    return ask, made
+
+
+def test_layers_on_a_second_device_get_a_mask_of_their_own(asked):
+    """Under sdpa every layer of full attention is handed None, wherever it is and however long the row."""
+    ask, made = asked
+    first, second, longer = ask(None), ask(None, device="meta"), ask(None, length=9)
+    assert (first.device.type, second.device.type) == ("cpu", "meta")
+    assert (first.shape[-2:], longer.shape[-2:]) == ((8, 16), (9, 18))
+    assert ask(None) is first
+    assert ask(None, device="meta") is second
+    assert len(made) == 3
+
+
+def test_layers_that_are_handed_copies_of_one_mask_share_what_is_made_of_it(asked):
+    """accelerate gives each layer that is not on the first device a copy of its own."""
+    ask, made = asked
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    window = mask & ~torch.ones_like(mask).tril(-3)
+    whole, narrow = ask(mask), ask(window)
+    assert ask(mask.clone()) is whole
+    assert ask(window.clone()) is narrow
+    assert not torch.equal(whole, narrow)
+    assert len(made) == 2
+
+
 def random_arm(model) -> Arm:
     return Arm("random", fit(None, PRESETS["random"], geometry_of(model)))
 
@@ -73,21 +121,40 @@ def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
 
 
-def test_a_key_mean_is_lost_on_nobody_but_the_codec():
-    """Without quantization it changes nothing, whatever it is; with it, keys far from zero are stored far better."""
-    model = architectures.build("llama")
-    arm = random_arm(model)
+def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
+    arm = random_arm(architectures.build("llama"))
     shift = 50 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
     tensors = {**arm.tensors, **{f"layers.{i}.key.mean": shift for i in range(4)}}
     rows = torch.randn(2, 2, 8, 16) + shift[:, None]
-    centered = Arm("centered", tensors).stored(rows, "layers.0.key", int2.SGLANG)
+    centered = Arm("centered", tensors).stored(rows, "layers.0.key", int2.SGLANG) + shift[:, None]
     assert (centered - rows).norm() < 0.2 * (arm.stored(rows, "layers.0.key", int2.SGLANG) - rows).norm()
     values = torch.randn(2, 2, 8, 16)
     same = [a.stored(values, "layers.0.value", int2.SGLANG) for a in (arm, Arm("centered", tensors))]
     assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("name", calibrated)
+def test_what_centring_moves_is_seen(name):
+    """A server never adds the mean of keys back, so nor does the simulation: where attention does not ignore it, evaluation
+    shows what that costs, and the look at the model says so before."""
+    model = architectures.build(name)
+    geometry = geometry_of(model)
+    arm = random_arm(model)
+    generator = torch.Generator().manual_seed(0)
+    means = {
+        f"layers.{layer.index}.key.mean": 3 * torch.randn(layer.kv_heads, layer.key_dim, generator=generator)
+        for layer in cached_layers(geometry)
+    }
     plain = logits(model)
-    found, _, _ = simulate(model, Arm("centered", tensors), Cache(sink=24, recent=0))
-    assert (found - plain).abs().max() <= 1e-5 * plain.abs().max()
+    found, _, divergences = simulate(
+        model, Arm("centered", {**arm.tensors, **means}), Cache(sink=24, recent=0), queries=torch.arange(24)
+    )
+    moved = ((found - plain).abs().max() / plain.abs().max()).item()
+    kl = max(divergence.max().item() for divergence in divergences.values())
+    if shifted_layers(geometry):
+        assert (name in SHIFTED, moved > 0.01, kl > 0.01) == (True, True, True), (moved, kl)
+    else:
+        assert (name in SHIFTED, moved < 1e-4, kl < 1e-6) == (False, True, True), (moved, kl)
 
 
 @pytest.mark.parametrize("name", calibrated)

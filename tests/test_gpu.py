@@ -1,13 +1,18 @@
 """What only a CUDA device can show: the same statistics there, offloaded, and spread over two."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 from check_statistics import largest_difference
 
+from rotationzoo import int2, kernels
 from rotationzoo.calibrate import calibrate
+from rotationzoo.evaluate import Evaluation, evaluate
 from rotationzoo.plan import Job
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.probe import probe
+from rotationzoo.recipe import PRESETS, Data, Recipe, Search
 from rotationzoo.source import DEMO
 from rotationzoo.verify import verify
 
@@ -48,8 +53,57 @@ def test_weights_in_main_memory_or_on_disk(tmp_path):
     assert difference(whole.statistics(), spread.statistics()) < 1e-6  # float32 kernels differ; measured 3e-7
 
 
-@pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
+TWO = dict(device_map="auto", max_memory="0=5MB,1=1GB")
+two_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
+
+
+@two_devices
+@pytest.mark.parametrize("chunk", [None, 128], ids=["decode", "chunks"])
+def test_an_evaluation_over_two_devices_is_that_of_one(tmp_path, chunk):
+    """Under sdpa no layer of the demo model is handed a mask: each device needs one of its own."""
+    artifact = run(tmp_path, "made", dtype="float32").folder
+    job = Evaluation("demo", [artifact], Data(tokens=2048, length=512), dtype="float32", prefill_chunk=chunk)
+    one, two = evaluate(job), evaluate(replace(job, **TWO))
+    assert two["exact"]["perplexity"] == pytest.approx(one["exact"]["perplexity"], rel=1e-6)
+    for name, arm in one["arms"].items():
+        for measure in ("perplexity", "attention_kl", "output_error"):
+            assert two["arms"][name][measure] == pytest.approx(arm[measure], rel=1e-4), (name, measure)
+
+
+@two_devices
+def test_a_search_over_two_devices_is_that_of_one(tmp_path):
+    recipe = PRESETS["best"].model_copy(
+        update={"data": Data(tokens=8192, length=1024), "search": Search(steps=5, starts=1, queries=16)}
+    )
+    job = Job("demo", recipe, tmp_path / "one", dtype="float32")
+    one, two = calibrate(job), calibrate(replace(job, output=tmp_path / "two", **TWO))
+    ours, theirs = (made.manifest["search"] for made in (one, two))
+    for layer, sides in ours["layers"].items():
+        for side in ("key", "value"):
+            assert theirs["layers"][layer][side]["closed"] == pytest.approx(sides[side]["closed"], rel=1e-3)
+    assert theirs["model"]["kept"] == ours["model"]["kept"]
+    assert theirs["model"]["by_side"] == pytest.approx(ours["model"]["by_side"], rel=1e-2)
+
+
+@two_devices
+def test_rotations_are_found_in_a_model_over_two_devices(tmp_path):
+    made = run(tmp_path, "made", dtype="float32")
+    one, two = probe(made, "demo"), probe(made, "demo", **TWO)
+    assert (two.key, two.value) == pytest.approx((one.key, one.value), rel=1e-4)
+
+
+@two_devices
+def test_a_kernel_runs_on_the_device_of_its_rows():
+    """Compiled for one, a kernel is not what another is handed; and the other need not be the current one."""
+    rows = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
+    expected = int2.round_trip(rows, 0.9)
+    for device in ("cuda:0", "cuda:1"):
+        packed = kernels.quantize(rows.to(device), 0.9)
+        assert torch.equal(kernels.dequantize(packed).cpu(), expected), device
+
+
+@two_devices
 def test_layers_on_two_devices(tmp_path):
     whole = run(tmp_path, "whole", dtype="float32")
-    spread = run(tmp_path, "spread", dtype="float32", device_map="auto", max_memory="0=5MB,1=1GB")
+    spread = run(tmp_path, "spread", dtype="float32", **TWO)
     assert difference(whole.statistics(), spread.statistics()) < 1e-12  # the same kernels on the same numbers

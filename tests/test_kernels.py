@@ -49,7 +49,7 @@ def test_shapes_that_the_kernel_does_not_take_are_refused():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
     with pytest.raises(RotationZooError, match=r"need NVIDIA's cuda\.core") as failure:
-        kernels.compiled("quantize", 64, 64, torch.bfloat16, int2.SGLANG, True, False)
+        kernels.compiled("quantize", 64, 64, torch.bfloat16, int2.SGLANG, True, False, torch.device("cuda", 0))
     assert "rotationzoo[cuda]" in failure.value.hint
 
 

@@ -186,6 +186,21 @@ def test_a_cache_that_layers_share_is_scored_by_all_of_them():
     assert max(readers.values()) > 1
 
 
+def test_layers_that_share_a_cache_are_no_more_texts():
+    """A standard error over texts must not shrink because several layers read each of them."""
+    model = architectures.build("gemma4")
+    geometry, samples = samples_of(model)
+    recipe = PRESETS["best"].model_copy(update={"sink": 2, "recent": 4, "search": Search(steps=0, queries=8)})
+    statistics = collect(model, geometry, [torch.stack(ROWS)], recipe)
+    own = fit(statistics, recipe, geometry)
+    for layer in cached_layers(geometry):
+        theirs = {side: own[f"layers.{layer.index}.{side}.rotation"] for side in ("key", "value")}
+        chooser = Chooser(layer, statistics[layer.index], recipe, theirs, samples[layer.index])
+        key = chooser.keys()
+        assert len(key.scores) == len(chooser.values(key).scores) == len(ROWS)
+        assert len(samples[layer.index]) > len(ROWS)
+
+
 def test_errors_of_values_are_those_of_the_block():
     """A change of all values of one KV head, through its query heads and the output projection."""
     model = architectures.build("llama")

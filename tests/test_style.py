@@ -15,6 +15,7 @@ FLOORS = [
     [
         "source",
         "capture",
+        "centering",
         "geometry",
         "models",
         "recipe",

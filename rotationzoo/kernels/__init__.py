@@ -53,7 +53,7 @@ def quantize(
     refused = torch.zeros((), dtype=torch.int32, device=rows.device)
     clips = bool((torch.as_tensor(clip) < 1).any())
     matrix = None if rotation is None else rotation.float().contiguous()
-    kernel = compiled("quantize", dim, group, rows.dtype, format, clips, rotation is not None)
+    kernel = compiled("quantize", dim, group, rows.dtype, format, clips, rotation is not None, rows.device)
     kernel(rows.contiguous(), count, matrix, rank, weight, codes, metadata, rotated, refused)
     if refused.item():
         raise RotationZooError(
@@ -68,14 +68,15 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, rotation: tor
     dim, groups = 4 * quarter, packed.metadata.shape[2]
     rows = torch.empty(heads, count, dim, dtype=dtype, device=packed.codes.device)
     matrix = None if rotation is None else rotation.float().mT.contiguous()
-    kernel = compiled("dequantize", dim, dim // groups, dtype, packed.format, False, rotation is not None)
+    group, device = dim // groups, packed.codes.device
+    kernel = compiled("dequantize", dim, group, dtype, packed.format, False, rotation is not None, device)
     kernel(packed.codes, packed.metadata, count, matrix, rows)
     return rows
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled function, launched on torch's current stream without waiting for it."""
+    """One compiled function of one GPU, launched on torch's current stream there without waiting for it."""
 
     function: Any
     block_rows: int
@@ -87,15 +88,25 @@ class Kernel:
         assert isinstance(first, torch.Tensor)
         if not first.numel():
             return
-        stream = Stream.from_handle(torch.cuda.current_stream(first.device).cuda_stream)
         grid = (-(-count // self.block_rows), first.shape[0])
         pointers = (a.data_ptr() if isinstance(a, torch.Tensor) else a or 0 for a in arguments)
-        launch(stream, LaunchConfig(grid=grid, block=_THREADS), self.function, *pointers)
+        with torch.cuda.device(first.device):  # the default stream is that of whichever GPU is current
+            stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+            launch(stream, LaunchConfig(grid=grid, block=_THREADS), self.function, *pointers)
 
 
 @cache
-def compiled(name: str, dim: int, group: int, dtype: torch.dtype, format: Format, clips: bool, rotates: bool) -> Kernel:
-    """The kernel `quantize` or `dequantize` for these shapes, compiled for the current GPU or taken from the cache.
+def compiled(
+    name: str,
+    dim: int,
+    group: int,
+    dtype: torch.dtype,
+    format: Format,
+    clips: bool,
+    rotates: bool,
+    device: torch.device,
+) -> Kernel:
+    """The kernel `quantize` or `dequantize` for these shapes, compiled for this GPU or taken from the cache.
 
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the kernel does not take.
     """
@@ -107,14 +118,15 @@ def compiled(name: str, dim: int, group: int, dtype: torch.dtype, format: Format
         raise RotationZooError(
             "the CUDA kernels need NVIDIA's cuda.core", hint="install it with: pip install 'rotationzoo[cuda]'"
         ) from error
-    device = Device(torch.cuda.current_device())
-    device.set_current()
-    options = ProgramOptions(arch=f"sm_{device.arch}", std="c++17", define_macro=macros)
-    with FileStreamProgramCache() as programs:
-        code = Program(SOURCE.read_text(), "c++", options).compile("cubin", cache=programs)
     run = 4 if rotates or dtype == torch.float32 or dim // 4 % 8 or group % 8 else 8
     lanes = max(2, 1 << (dim // 4 // run - 1).bit_length())
-    return Kernel(code.get_kernel(name), _THREADS // lanes * (4 if rotates else 1))
+    with torch.cuda.device(device):
+        gpu = Device(torch.cuda.current_device())
+        gpu.set_current()
+        options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=macros)
+        with FileStreamProgramCache() as programs:
+            code = Program(SOURCE.read_text(), "c++", options).compile("cubin", cache=programs)
+        return Kernel(code.get_kernel(name), _THREADS // lanes * (4 if rotates else 1))
 
 
 def definitions(dim: int, group: int, dtype: torch.dtype, format: Format, clips: bool, rotates: bool) -> list[tuple[str, str]]:

@@ -37,11 +37,11 @@ def measure(
     rank = rank.int()
 
     def quantize(clips: bool, rotates: bool) -> Callable[[], None]:
-        kernel = compiled("quantize", dim, group, dtype, format, clips, rotates)
+        kernel = compiled("quantize", dim, group, dtype, format, clips, rotates, x.device)
         return lambda: kernel(x, rows, rotation, rank, weight, codes, metadata, None, refused)
 
     def dequantize(rotates: bool) -> Callable[[], None]:
-        kernel = compiled("dequantize", dim, group, dtype, format, False, rotates)
+        kernel = compiled("dequantize", dim, group, dtype, format, False, rotates, x.device)
         return lambda: kernel(codes, metadata, rows, rotation, y)
 
     stored = sum(t.numel() * t.itemsize for t in (x, codes, metadata))
