@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 
 from rotationzoo import rotation
-from rotationzoo.engines import SIDES, WORDS, Foreign, Side, gguf, mlx, sglang, torch_files
+from rotationzoo.engines import SIDES, WORDS, Foreign, Side, check_regular, gguf, mlx, sglang, torch_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rope import pair_contrast
 from rotationzoo.rotation import DATA_FREE
 
 ORTHOGONAL = 5e-3  # what SGLang's own loader allows; the published files have 3e-8
-# Contrast of RoPE pairs (rope.py): below the first there is a mark, above the second there is none.
-_MARK, _NO_MARK = 0.35, 0.75
+# Contrast of RoPE pairs (rope.py): below the first there is a mark, above the last there is none. What a file says of
+# itself is believed up to the second: published keys have .01 to .54 in their own composition, and .56 and more in others.
+_MARK, _STATED_MARK, _NO_MARK = 0.35, 0.6, 0.75
 # What the names mean where eigenvectors are in descending order.
 _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
 
@@ -34,10 +35,11 @@ def gather(files: Sequence[Path]) -> tuple[Foreign, Foreign]:
     if len(paths) == 1 and paths[0].is_dir():
         paths = _pair_in(paths[0])
     for path in paths:
-        if not path.is_file():
+        if not path.exists():
             raise RotationZooError(
                 f"there is no file {path}", hint="give the two rotation files, or the folder that holds them"
             )
+        check_regular(path)
     read = [side for path in paths for side in _read(path)]
     found: dict[str, Foreign] = {}
     for side in read:
@@ -105,25 +107,32 @@ def recognise(
     (composition,) = said
     if composition in DATA_FREE:
         return composition, []
-    notes = ["the files name no composition that is known"] if composition == rotation.GIVEN else []
+    unnamed = composition == rotation.GIVEN
+    notes = ["the files name no composition that is known"] if unnamed else []
     known = [name for name in rotation.COMPOSITIONS if rotation.needs_statistics(name)]
-    expected = known if composition == rotation.GIVEN else [composition]
-    mark = _mark(key, expected, group_size)
-    if mark is None:
+    clearest, clearest_turned = (_mark(keys, known, group_size) for keys in (key, _transposed(key)))
+    if clearest is None or clearest_turned is None:
         return composition, [*notes, "too small a model to recognise orientation and composition from the matrices"]
-    if mark <= _MARK:
+    if unnamed:
+        mark, value_mark, limit = clearest, _mark(value, known, group_size), _MARK
+    else:
+        mark, value_mark = (_mark(side, [composition], group_size, reverse=True) for side in (key, value))
+        limit = _STATED_MARK
+    assert mark is not None, "as many pairs as before"
+    if mark <= limit and mark <= clearest_turned:
         return composition, notes
-    if (_mark(value, expected, group_size) or 1) <= _MARK and mark >= _NO_MARK:
+    if mark >= _NO_MARK and value_mark is not None and value_mark <= limit:
         raise RotationZooError(
             f"keys and values are swapped: {value.path.name} bears the mark of RoPE and {key.path.name} does not",
             hint="give the files their right names",
         )
-    if (_mark(_transposed(key), known, group_size) or 1) <= _MARK:
+    contradicts = _STATED_MARK if mark >= _NO_MARK else _MARK
+    if clearest_turned <= contradicts and clearest_turned < clearest:
         raise RotationZooError(
             f"{key.path.name} holds its matrices transposed: R is its M^T",
             hint="add --transposed, or leave it out if you gave it",
         )
-    if (_mark(key, known, group_size) or 1) <= _MARK:
+    if clearest <= contradicts:
         return rotation.GIVEN, [f"the files say {composition}, and the matrices are of another composition"]
     return composition, [*notes, f"orientation and composition could not be confirmed (contrast of RoPE pairs {mark:.2f})"]
 
@@ -133,24 +142,33 @@ def _transposed(side: Foreign) -> Foreign:
     return replace(side, content=replace(side.content, rotation=matrices))
 
 
-def _mark(side: Foreign, compositions: Sequence[str], group_size: int | None) -> float | None:
-    """The least contrast of RoPE pairs of the statistic inside rotations, were they of one of these compositions. The order of
-    eigenvectors does not show in it, nor does a permutation of them."""
-    found = [mark for name in compositions if (mark := _mark_of(side.content, name, group_size)) is not None]
-    return min(found) if found else None
+def _mark(side: Foreign, compositions: Sequence[str], group_size: int | None, reverse: bool = False) -> float | None:
+    """The least contrast of RoPE pairs of the statistic inside rotations, were they of one of these compositions; with
+    `reverse` also of one with the eigenvectors in reverse.
+
+    Which end of the eigenvectors has the largest eigenvalue the contrast does not tell: the strongest directions turn slowly
+    and bear the mark least, so that with eigenvalues in reverse it is often clearer.
+    """
+    contrasts = [_contrast(side.content, name, group_size, False) for name in compositions]
+    if reverse:
+        contrasts += [_contrast(side.content, name, group_size, True) for name in compositions]
+    known = [contrast for contrast in contrasts if contrast is not None]
+    return min(known) if known else None
 
 
-def _mark_of(side: Side, composition: str, group_size: int | None) -> float | None:
+def _contrast(side: Side, composition: str, group_size: int | None, reverse: bool) -> float | None:
     by_dim: dict[int, list[torch.Tensor]] = {}
     for layer, matrix in side.rotation.items():
         dim = matrix.shape[-1]
         if dim % (group_size or dim):
             return None
         basis = rotation.recover_basis(matrix.reshape(-1, dim, dim), composition, group_size or dim)
-        weights = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim).sort(-1).values
+        weights = side.eigenvalues.get(layer, torch.arange(dim)).double().reshape(-1, dim)
+        weights = weights.sort(-1, descending=reverse).values
         by_dim.setdefault(dim, []).append(basis @ torch.diag_embed(weights) @ basis.mT)
-    found = [contrast for moments in by_dim.values() if (contrast := pair_contrast(torch.cat(moments))) is not None]
-    return max(found) if found else None
+    contrasts = [pair_contrast(torch.cat(moments)) for moments in by_dim.values()]
+    known = [contrast for contrast in contrasts if contrast is not None]
+    return max(known) if known else None
 
 
 def _read(path: Path) -> list[Foreign]:
@@ -195,7 +213,7 @@ def check_matrices(side: Foreign) -> None:
     """Square, finite and orthogonal, with eigenvalues and means to match."""
     for layer, matrix in side.content.rotation.items():
         what = f"layer {layer} of {side.path.name}"
-        if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2]:
+        if matrix.ndim not in (2, 3) or matrix.shape[-1] != matrix.shape[-2] or not matrix.numel():
             raise RotationZooError(f"{what} is no square matrix, but {list(matrix.shape)}")
         if not torch.isfinite(matrix).all():
             raise RotationZooError(f"{what} is not finite", hint="do not use it: its calibration failed")

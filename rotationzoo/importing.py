@@ -56,7 +56,7 @@ def import_(job: Import) -> Artifact:
             hint="import files that were made without a key mean",
         )
     said = key.calibration
-    group_size = job.group_size or (said["group_size"] if isinstance(said.get("group_size"), int) else None)
+    group_size = job.group_size or _stated_group(said)
     for dim in {dim for layer in geometry for dim in (layer.key_dim, layer.value_dim)}:
         if dim % (group_size or dim):
             raise RotationZooError(
@@ -109,6 +109,11 @@ def _told(calibration: Mapping[str, Any]) -> dict[str, Any]:
     """What a file says of its making, without the paths of the machine that it was made on."""
     told = {key: value for key, value in calibration.items() if isinstance(value, str | int | float | bool)}
     return {key: name_of(value) if isinstance(value, str) else value for key, value in told.items()}
+
+
+def _stated_group(said: Mapping[str, Any]) -> int | None:
+    group = said.get("group_size")
+    return group if isinstance(group, int) and group > 0 else None
 
 
 def _identity(job: Import, source: Source | None, key: Foreign, value: Foreign, recipe: Recipe) -> dict[str, str]:
@@ -274,10 +279,15 @@ def _tensors(key: Foreign, value: Foreign, recipe: Recipe, geometry: Geometry) -
             prefix = f"layers.{layer.index}.{name}"
             heads = layer.kv_heads if recipe.pooling == "head" else 1
             dim = side.rotation[layer.index].shape[-1]
-            tensors[f"{prefix}.rotation"] = side.rotation[layer.index].expand(heads, dim, dim).contiguous()
+            # Copies: files of one matrix for all layers hold it once, and safetensors refuses tensors that share memory.
+            tensors[f"{prefix}.rotation"] = _copy(side.rotation[layer.index].expand(heads, dim, dim))
             if layer.index in side.eigenvalues:
-                tensors[f"{prefix}.eigenvalues"] = side.eigenvalues[layer.index].expand(heads, dim).contiguous()
+                tensors[f"{prefix}.eigenvalues"] = _copy(side.eigenvalues[layer.index].expand(heads, dim))
             tensors[f"{prefix}.clip"] = torch.full((layer.kv_heads,), clip, dtype=torch.float64)
             if layer.index in side.mean:
-                tensors[f"{prefix}.mean"] = side.mean[layer.index].float().expand(layer.kv_heads, dim).contiguous()
+                tensors[f"{prefix}.mean"] = _copy(side.mean[layer.index].float().expand(layer.kv_heads, dim))
     return tensors
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
