@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.tokens import redact
 
 
 class Mode(Enum):
@@ -39,7 +40,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """A remark for people; scripts that asked for JSON or for names get it on stderr as well."""
-        print(text, file=sys.stderr)
+        print(redact(text), file=sys.stderr)
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str, int, int], None]]:
@@ -74,10 +75,10 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def report(error: RotationZooError) -> None:
-    """One `Error:` line and, where there is something to do, one `Hint:` line."""
-    print(f"Error: {error}", file=sys.stderr)
+    """One `Error:` line and, where there is something to do, one `Hint:` line; no token is in either."""
+    print(f"Error: {redact(str(error))}", file=sys.stderr)
     if error.hint:
-        print(f"Hint: {error.hint}", file=sys.stderr)
+        print(f"Hint: {redact(error.hint)}", file=sys.stderr)
 
 
 def hush_libraries() -> None:
@@ -85,6 +86,8 @@ def hush_libraries() -> None:
     import huggingface_hub
     import transformers
 
+    ours = logging.getLogger("rotationzoo")  # on this very stream: ModelScope's client gets another one
+    ours.handlers, ours.propagate = [logging.StreamHandler(sys.stderr)], False
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for name in ("accelerate", "huggingface_hub", "datasets"):

@@ -13,6 +13,8 @@ PACKAGE = ROOT / "rotationzoo"
 FLOORS = [
     ["errors", "hadamard", "moments", "rotation", "int2", "rope"],
     [
+        "tokens",
+        "network",
         "source",
         "capture",
         "geometry",
@@ -52,7 +54,9 @@ FLOORS = [
         "evaluate",
         "validate",
         "report",
+        "ownership",
         "publish",
+        "lookup",
         "pull",
         "release",
     ],
