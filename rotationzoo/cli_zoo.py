@@ -1,7 +1,7 @@
 """Commands about what is published: push, pull, list, regenerate. What is slow to import is imported inside."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,7 +18,10 @@ from rotationzoo.cli_options import (
     default_output,
 )
 from rotationzoo.console import Output, hush_libraries
-from rotationzoo.errors import UsageError
+from rotationzoo.errors import PartlyDone, UsageError
+
+if TYPE_CHECKING:
+    from rotationzoo.lookup import Found
 
 BOTH = ["huggingface", "modelscope"]
 
@@ -43,6 +46,7 @@ def push(
     hush_libraries()
     from rotationzoo import publish
     from rotationzoo.artifact import Artifact
+    from rotationzoo.ownership import check_model
     from rotationzoo.tables import show_push, show_push_plan
 
     opened = Artifact.open(artifact)
@@ -50,11 +54,21 @@ def push(
     if dry_run:
         show_push_plan(out, repo, publish.plan_of(upload))
         return
+    check_model(opened)
     hubs = BOTH if to == "both" else [str(to)]
     done = publish.push(upload, repo, hubs, create_pr, str(artifact))
     if index is not None:
         publish.extend(index, publish.pinned(upload, repo, done))
     show_push(out, repo, upload.path, done)
+
+
+def _read_index(out: Output, place: str | None, repo: str | None, hub: str) -> "Found":
+    """The index that the options name."""
+    from rotationzoo import lookup
+
+    found = lookup.find_index(place, repo, hub)
+    out.note(f"Read {found.origin}")
+    return found
 
 
 @app.command()
@@ -78,17 +92,16 @@ def pull(
     """
     out = Output(json, quiet)
     hush_libraries()
+    from rotationzoo import lookup
     from rotationzoo import pull as pulling
     from rotationzoo.tables import show_pull
 
     hubs = BOTH if from_ == "any" else [str(from_)]
+    found = _read_index(out, index, repo, hubs[0])
+    entry, copies, why = lookup.choose(found, model, revision, recipe, hubs)
     with out.progress() as progress:
-        progress("reading the index", 0, 0)
-        found = pulling.find_index(index, repo or pulling.ZOO, hubs)
-        entry, copy, why = pulling.choose(found, model, revision, recipe, hubs)
-        pulled = pulling.pull(found, entry, copy, local_dir, progress)
-    out.note(f"Read {found.origin}")
-    out.note(f"Took {why}, from {copy.repo} on {copy.hub}")
+        pulled = pulling.pull_first(found, entry, copies, local_dir, progress)
+    out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")
     if to is None:
         show_pull(out, pulled)
         return
@@ -110,6 +123,7 @@ def pull(
 def list_(
     model: Annotated[str | None, typer.Argument(help="Only models with this in their name.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
+    from_: Annotated[Literal["huggingface", "modelscope"], typer.Option("--from", help="Whose index.")] = "huggingface",
     remote: Annotated[bool, typer.Option("--remote", help="Ask the hubs whether the files are there.")] = False,
     index: IndexPlace = None,
     repo: ZooRepo = None,
@@ -125,14 +139,13 @@ def list_(
     from rotationzoo import pull as pulling
     from rotationzoo.tables import show_list
 
-    found = pulling.find_index(index, repo or pulling.ZOO, BOTH)
+    found = _read_index(out, index, repo, str(from_))
     chosen = [
         entry
         for entry in found.content.entries
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe)
     ]
     there = [pulling.is_there(found, entry) for entry in chosen] if remote else None
-    out.note(f"Read {found.origin}")
     show_list(out, chosen, there)
 
 
@@ -164,8 +177,7 @@ def regenerate(
     """
     out = Output(json, quiet)
     hush_libraries()
-    from rotationzoo import publish, release
-    from rotationzoo import pull as pulling
+    from rotationzoo import lookup, ownership, publish, release
     from rotationzoo import recipe as recipes
     from rotationzoo.artifact import Artifact
     from rotationzoo.evaluate import Evaluation
@@ -175,11 +187,16 @@ def regenerate(
     if model is None and not plan:
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
     path = release.recipe_of(configs, model)
-    zoo = repo or pulling.ZOO
-    found = pulling.find_index(index, zoo, BOTH)
+    zoo = repo or lookup.ZOO
+    found = release.published(index, zoo, "modelscope" if to == "modelscope" else "huggingface")
     out.note(f"Read {found.origin}")
     if plan or model is None:
-        show_due(out, release.due(configs, found.content))
+        due, unknown = release.due(configs, found.content)
+        show_due(out, due, unknown)
+        if unknown:
+            name, error = next(iter(unknown.items()))
+            more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            raise PartlyDone(f"whether {name} is due is not known: {error}{more}", hint=error.hint)
         return
     recipe = recipes.load(str(path))
     job = Job(
@@ -191,6 +208,8 @@ def regenerate(
         verdict = release.regenerate(job, found, Evaluation(model=model, artifacts=[], data=text), progress)
     done = {}
     if to is not None:
-        upload = publish.prepare(Artifact.open(job.output), zoo)
+        made = Artifact.open(job.output)
+        upload = publish.prepare(made, zoo)
+        ownership.check_model(made)
         done = publish.push(upload, zoo, BOTH if to == "both" else [str(to)], create_pr=True, name=str(job.output))
     show_regenerated(out, job, verdict, done)

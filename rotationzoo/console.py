@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.stage_log import StageLog
+from rotationzoo.tokens import redact
 
 
 class Mode(Enum):
@@ -40,7 +41,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """A remark for people; scripts that asked for JSON or for names get it on stderr as well."""
-        print(text, file=sys.stderr)
+        print(redact(text), file=sys.stderr)
 
     def notes(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -83,10 +84,10 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def report(error: RotationZooError) -> None:
-    """One `Error:` line and, where there is something to do, one `Hint:` line."""
-    print(f"Error: {error}", file=sys.stderr)
+    """One `Error:` line and, where there is something to do, one `Hint:` line; no token is in either."""
+    print(f"Error: {redact(str(error))}", file=sys.stderr)
     if error.hint:
-        print(f"Hint: {error.hint}", file=sys.stderr)
+        print(f"Hint: {redact(error.hint)}", file=sys.stderr)
 
 
 def hush_libraries() -> None:
@@ -94,6 +95,8 @@ def hush_libraries() -> None:
     import huggingface_hub
     import transformers
 
+    ours = logging.getLogger("rotationzoo")  # on this very stream: ModelScope's client gets another one
+    ours.handlers, ours.propagate = [logging.StreamHandler(sys.stderr)], False
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for name in ("accelerate", "huggingface_hub", "datasets"):

@@ -36,11 +36,15 @@ class Unsound(RotationZooError):
 
 
 class HubError(RotationZooError):
-    """What a hub or the network between refused; `missing` if something asked for is not there."""
+    """What a hub or the network between refused.
 
-    def __init__(self, message: str, hint: str | None = None, missing: bool = False):
+    `missing`: the hub says that what was asked for does not exist. `hidden`: it says no more to somebody without a token
+    than that it is missing or private.
+    """
+
+    def __init__(self, message: str, hint: str | None = None, missing: bool = False, hidden: bool = False):
         super().__init__(message, hint)
-        self.missing = missing
+        self.missing, self.hidden = missing, hidden
 
 
 class StaleParent(HubError):

@@ -15,6 +15,7 @@ WHEEL_COPY = Path(__file__).parent / "data" / NAME
 HUBS = ("huggingface", "modelscope")
 Hub = Literal["huggingface", "modelscope"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_ANOTHER = "tell its owners, or name another one with --index"
 REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY)]
 
@@ -78,6 +79,8 @@ class Entry(_Frozen):
     def _hashes_of_our_own_files(self) -> "Entry":
         if not self.files or not self.copies:
             raise ValueError("an entry needs files and a place that holds them")
+        if self.format == "rotationzoo" and "rotations.safetensors" not in self.files:
+            raise ValueError("a rotationzoo artifact needs rotations.safetensors")
         if self.format == "rotationzoo" and not all(file.sha256 and file.size is not None for file in self.files.values()):
             raise ValueError("every file of a rotationzoo artifact needs a size and a sha256")
         return self
@@ -132,8 +135,8 @@ def parse(text: str | bytes, origin: str) -> Index:
     try:
         content = json.loads(text)
         schema = content["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RotationZooError(f"{origin} is no index: it is no JSON with a schema") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RotationZooError(f"{origin} is no index: it is no JSON with a schema", hint=_ANOTHER) from error
     if schema != SCHEMA:
         raise RotationZooError(
             f"{origin} has schema {schema}; this rotationzoo reads schema {SCHEMA}", hint="upgrade rotationzoo"
@@ -143,7 +146,8 @@ def parse(text: str | bytes, origin: str) -> Index:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"])) or "the list"
-        raise RotationZooError(f"{origin} is damaged at {where}: {problem['msg'].removeprefix('Value error, ')}") from error
+        said = problem["msg"].removeprefix("Value error, ")
+        raise RotationZooError(f"{origin} is damaged at {where}: {said}", hint=_ANOTHER) from error
 
 
 def read(path: Path) -> Index:

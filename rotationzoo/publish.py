@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotationzoo import index
+from rotationzoo import index, ownership
 from rotationzoo.artifact import CARD, MANIFEST, STATISTICS, Artifact, digest, disk_errors, sha256
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.hubs import Published, hub
@@ -53,9 +53,7 @@ def prepare(there: Artifact, repo: str, statistics: bool = True) -> Upload:
         files[MANIFEST] = (json.dumps({**manifest, "files": kept}, indent=2) + "\n").encode()
     files[CARD] = there.folder / CARD
     slug = f"{manifest['recipe']['name']}-{there.identity[:12]}"
-    model = manifest["model"]["id"]
-    if manifest["model"]["revision"] is None:  # a folder, whose path is nobody's business
-        model = re.sub(r"[^\w.-]", "-", Path(model).name)
+    model = ownership.listed_name(manifest["model"])
     folder = model.replace("/", "__")
     path = f"{folder}/{slug}"
     entry = Entry(
@@ -122,6 +120,7 @@ def _push(upload: Upload, repo: str, name: str, create_pr: bool) -> Published:
             head = None  # made on the way
         known = client.read(repo, head, index.NAME) if head else None
         before = index.parse(known, f"{index.NAME} of {repo}") if known else Index()
+        ownership.check_unclaimed(before, upload.entry, repo)
         # On Hugging Face the commit is not known before it is made: the index is read at the commit that holds the files.
         own = {"hub": name, "repo": repo, "path": upload.path, "revision": upload.tag if name == "modelscope" else None}
         after = before.extended(upload.entry.model_copy(update={"copies": [Copy.model_validate(own)]}))

@@ -2,33 +2,24 @@
 
 import json
 import shutil
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rotationzoo import foreign, index
+from rotationzoo import foreign
 from rotationzoo.artifact import Artifact, disk_errors, install, sha256, temporary_sibling
 from rotationzoo.collect import Progress, silent
 from rotationzoo.engines import torch_files
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.hubs import hub
-from rotationzoo.index import Copy, Entry, File, Index
+from rotationzoo.hubs import SPELLING, TITLES, hub
+from rotationzoo.index import Copy, Entry, File
+from rotationzoo.lookup import Found
+from rotationzoo.ownership import check_entry
 from rotationzoo.verify import verify
 
 LOCK = "zoo.lock.json"
-ZOO = "rotationzoo/zoo"
-
-
-@dataclass(frozen=True)
-class Found:
-    """An index and where it was read: in words, and if it is a repository's own, which one at which revision."""
-
-    content: Index
-    origin: str
-    hub: str | None = None
-    repo: str | None = None
-    revision: str | None = None
+FOREIGN_BYTES = 4 << 30
+"""The most that is downloaded of files whose sizes nobody has published but the hub that serves them."""
 
 
 @dataclass(frozen=True)
@@ -42,51 +33,22 @@ class Pulled:
     notes: list[str] = field(default_factory=list)
 
 
-def find_index(place: str | None, repo: str, hubs: list[str]) -> Found:
-    """The index at a path or URL, or else the zoo repository's own, or else the copy that came with this package."""
-    if place is not None:
-        if place.startswith(("http://", "https://")):
-            return Found(index.parse(_get(place), place), place)
-        return Found(index.read(Path(place).expanduser()), place)
-    reasons = []
-    for name in hubs:
-        client = hub(name)
+def pull_first(
+    found: Found, entry: Entry, copies: list[Copy], local_dir: Path | None = None, progress: Progress = silent
+) -> Pulled:
+    """Pull from the first of an entry's places that exists. Whatever else goes wrong with a place is raised."""
+    for copy in copies[:-1]:
         try:
-            revision = client.resolve(repo)
-            text = client.read(repo, revision, index.NAME)
+            return pull(found, entry, copy, local_dir, progress)
         except HubError as error:
-            reasons.append(str(error))
-            continue
-        if text is not None:
-            origin = f"the index of {repo} on {name} at {revision}"
-            return Found(index.parse(text, origin), origin, name, repo, revision)
-    why = f" ({reasons[0]})" if reasons else ""
-    return Found(index.read(index.WHEEL_COPY), f"the index that came with rotationzoo{why}")
-
-
-def choose(found: Found, model: str, revision: str | None, recipe: str | None, hubs: list[str]) -> tuple[Entry, Copy, str]:
-    """The best entry of a model and the first of its places, and in words why this one: that of the model's revision, or
-    else the newest. Raises `RotationZooError` if there is none."""
-    matching = [e for e in found.content.entries if e.model.lower() == model.lower() and recipe in (None, e.recipe)]
-    matching = [e for e in matching if any(copy.hub in hubs for copy in e.copies)]
-    if not matching:
-        raise RotationZooError(
-            f"{found.origin} has no rotation for {model}" + (f" with the recipe {recipe}" if recipe else ""),
-            hint=f"see what there is with: rotationzoo list; or make one with: rotationzoo calibrate {model}",
-        )
-    exact = [e for e in matching if revision and e.model_revision == revision]
-    entry = max(exact or matching, key=lambda e: (e.format == "rotationzoo", e.created or ""))
-    made_for = f"revision {entry.model_revision}" if entry.model_revision else "a revision that nobody recorded"
-    why = f"{entry.recipe} for {made_for} of {entry.model}"
-    if revision and not exact:
-        why += f": there is none for {revision}, this is the newest"
-    copy = next(copy for name in hubs for copy in entry.copies if copy.hub == name)
-    return entry, copy, why
+            if not error.missing:
+                raise
+    return pull(found, entry, copies[-1], local_dir, progress)
 
 
 def pull(found: Found, entry: Entry, copy: Copy, local_dir: Path | None = None, progress: Progress = silent) -> Pulled:
     """Download what is not here yet, check it, and put it in place. Raises `RotationZooError`, and leaves nothing behind, if a
-    hash differs or the artifact is not sound."""
+    hash differs or the artifact is not sound, or of another model than the entry's."""
     client = hub(copy.hub)
     own = found.hub == copy.hub and found.repo == copy.repo
     revision = copy.revision or (found.revision if own else None)
@@ -94,12 +56,14 @@ def pull(found: Found, entry: Entry, copy: Copy, local_dir: Path | None = None, 
     if entry.format == "oscar":
         return _pull_foreign(entry, copy, target, progress)
     if (there := hashes(target, entry.files)) is not None:
+        check_entry(entry, Artifact.open(target).manifest, f"{copy.path} of {copy.repo}")
         return Pulled(target, entry, copy, revision, there, ["it was here already"])
     _check_target(target)
     revision = revision or client.resolve(copy.repo)
     with disk_errors(target), temporary_sibling(target) as work:
-        progress("downloading", 0, 0)
-        got = _download(copy, revision, list(entry.files), work)
+        progress(f"downloading from {copy.repo} on {TITLES[copy.hub]}", 0, 0)
+        sizes = {name: file.size or 0 for name, file in entry.files.items()}
+        got = _download(copy, revision, sizes, work)
         for name, file in entry.files.items():
             if sha256(got / name) != file.sha256:
                 raise RotationZooError(
@@ -107,9 +71,11 @@ def pull(found: Found, entry: Entry, copy: Copy, local_dir: Path | None = None, 
                     hint="run the same command again; if it stays so, tell the owners of the repository",
                 )
         progress("checking", 0, 0)
-        checked = verify(Artifact.open(got))
+        artifact = Artifact.open(got)
+        checked = verify(artifact)
         if not checked.ok:
             raise RotationZooError(f"{copy.path} of {copy.repo} is not sound: {checked.problems[0]}")
+        check_entry(entry, artifact.manifest, f"{copy.path} of {copy.repo}")
         install(got, target)
     there = hashes(target, entry.files)
     assert there is not None
@@ -147,12 +113,20 @@ def hashes(folder: Path, files: Mapping[str, File]) -> dict[str, str] | None:
     return found
 
 
-def _download(copy: Copy, revision: str | None, names: list[str], work: Path) -> Path:
-    """The files of a copy in `work`; returns the folder that holds them, and nothing but them."""
-    raw = work / "download"
-    hub(copy.hub).fetch(copy.repo, revision, [f"{copy.path}/{name}" for name in names], raw)
+def _download(copy: Copy, revision: str | None, sizes: Mapping[str, int], work: Path) -> Path:
+    """The files of a copy in `work`; returns the folder that holds them, and nothing but them.
+
+    Raises `RotationZooError` before anything is fetched where the disk has no room for all of them.
+    """
+    raw, needed, free = work / "download", sum(sizes.values()), shutil.disk_usage(work).free
+    if needed > free:
+        raise RotationZooError(
+            f"{copy.path} of {copy.repo} is {needed:,} bytes, and {free:,} are free on the disk",
+            hint="make room, or choose another place with --local-dir",
+        )
+    hub(copy.hub).fetch(copy.repo, revision, {f"{copy.path}/{name}": size for name, size in sizes.items()}, raw)
     clean = work / "files"
-    for name in names:  # without what the clients put beside them
+    for name in sizes:
         (clean / name).parent.mkdir(parents=True, exist_ok=True)
         (raw / copy.path / name).rename(clean / name)
     return clean
@@ -164,19 +138,18 @@ def _pull_foreign(entry: Entry, copy: Copy, target: Path, progress: Progress) ->
     notes = ["no hash was published for these files: revision and hashes are recorded beside them"]
     try:
         revision = copy.revision or hub(copy.hub).resolve(copy.repo)
-    except HubError:
-        if lock is None or hashes(target, lock[1]) is None:
+    except HubError as error:
+        held = hashes(target, lock[1]) if lock else None
+        if lock is None or held is None:
             raise
-        held = hashes(target, lock[1])
-        assert held is not None
-        return Pulled(target, entry, copy, lock[0], held, ["the hub cannot be reached; these are the files recorded earlier"])
+        return Pulled(target, entry, copy, lock[0], held, [f"{error}; these are the files recorded earlier"])
     if lock and lock[0] == revision and (there := hashes(target, lock[1])) is not None:
         return Pulled(target, entry, copy, revision, there, ["it was here already, as recorded"])
     if lock is None:
         _check_target(target)
     with disk_errors(target), temporary_sibling(target) as work:
-        progress("downloading", 0, 0)
-        got = _download(copy, revision, list(entry.files), work)
+        progress(f"downloading from {copy.repo} on {TITLES[copy.hub]}", 0, 0)
+        got = _download(copy, revision, _listed_sizes(entry, copy, revision), work)
         now = {name: File(size=(got / name).stat().st_size, sha256=sha256(got / name)) for name in entry.files}
         for name, file in now.items():
             known = [f.sha256 for f in (entry.files[name], lock[1].get(name) if lock else None) if f and f.sha256]
@@ -190,6 +163,23 @@ def _pull_foreign(entry: Entry, copy: Copy, target: Path, progress: Progress) ->
         (got / LOCK).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         install(got, target)
     return Pulled(target, entry, copy, revision, {n: f.sha256 or "" for n, f in now.items()}, notes)
+
+
+def _listed_sizes(entry: Entry, copy: Copy, revision: str | None) -> dict[str, int]:
+    """Name -> size, as the index says or else as the hub lists it."""
+    listed = hub(copy.hub).list_files(copy.repo, revision)
+    sizes = {}
+    for name, file in entry.files.items():
+        known = listed.get(f"{copy.path}/{name}")
+        if known is None:
+            raise HubError(f"{copy.repo} at {revision} has no {copy.path}/{name}", hint=SPELLING, missing=True)
+        sizes[name] = known.size if file.size is None else file.size
+    if sum(sizes.values()) > FOREIGN_BYTES or min(sizes.values()) < 0:
+        raise HubError(
+            f"{copy.repo} lists {sum(sizes.values()):,} bytes for {copy.path}, more than rotations of a model take",
+            hint="look at the repository, and fetch the files yourself if they are what you want",
+        )
+    return sizes
 
 
 def _check_foreign(path: Path) -> None:
@@ -212,11 +202,3 @@ def _check_target(target: Path) -> None:
         raise RotationZooError(f"{target} exists and holds other files", hint="choose another place with --local-dir")
     if target.is_dir() and not ours:
         shutil.rmtree(target, ignore_errors=True)
-
-
-def _get(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return answer.read()
-    except OSError as error:
-        raise HubError(f"{url} cannot be read: {error}", hint="check the address given with --index") from error

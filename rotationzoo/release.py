@@ -1,11 +1,13 @@
 """Which models have a new revision, and new rotations for one of them, published only if they are no worse than the old."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rotationzoo import lookup
 from rotationzoo import pull as pulling
 from rotationzoo import recipe as recipes
 from rotationzoo.artifact import Artifact
@@ -15,8 +17,8 @@ from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluate import Evaluation, evaluate
 from rotationzoo.hubs import HuggingFace
 from rotationzoo.index import Entry, Index
+from rotationzoo.lookup import Found
 from rotationzoo.plan import Job
-from rotationzoo.pull import Found
 from rotationzoo.recipe import Recipe
 from rotationzoo.report import report as report_pictures
 from rotationzoo.tally import paired_difference
@@ -39,22 +41,53 @@ class Due:
     reason: str
 
 
-def due(configs: Path, index: Index) -> list[Due]:
-    """The models of a folder of recipe files whose weights, config or recipe differ from what was published.
+def published(place: str | None, repo: str, hub_name: str) -> Found:
+    """The index to compare with: at `place`, or else the repository's own.
 
-    Asks Hugging Face for each model. Raises `HubError` for one that cannot be looked at.
+    Nothing is published only where the hub says that there is no such repository, or no index in it: raises `HubError` for
+    whatever else keeps it from answering.
     """
-    hub, found = HuggingFace(), []
-    for path in sorted(configs.glob("*.yaml")):
-        recipe = recipes.load(str(path))
-        if recipe.model is None:
-            continue
-        revision, contents = hub.contents(recipe.model)
-        published = newest(index, recipe.model)
+    if place is not None:
+        return lookup.find_index(place, repo)
+    try:
+        return lookup.read_index(repo, hub_name)
+    except HubError as error:
+        if not error.missing:
+            raise
+        return Found(Index(), f"no index: {error}")
+
+
+def due(configs: Path, index: Index) -> tuple[list[Due], dict[str, HubError]]:
+    """The models of a folder of recipe files whose weights, config or recipe differ from what was published, and why the
+    others are not known that could not be looked at.
+
+    Asks Hugging Face for each model. Raises `HubError` if it says nothing of any.
+    """
+    hub, models = HuggingFace(), [recipe for path in sorted(configs.glob("*.yaml")) if (recipe := _for_a_model(path))]
+
+    def look(found: tuple[Path, Recipe]) -> Due | HubError | None:
+        path, recipe = found
+        model = recipe.model or ""
+        try:
+            revision, contents = hub.contents(model)
+            published = newest(index, model)
+            reason = _reason(hub, recipe, published, revision, contents)
+        except HubError as error:
+            return error
         was = published.model_revision if published else None
-        if reason := _reason(hub, recipe, published, revision, contents):
-            found.append(Due(recipe.model, revision, was, str(path), reason))
-    return found
+        return Due(model, revision, was, str(path), reason) if reason else None
+
+    with ThreadPoolExecutor(8) as pool:  # each may have to wait for an answer that does not come
+        answers = list(pool.map(look, models))
+    unknown = {recipe.model or "": a for (_, recipe), a in zip(models, answers, strict=True) if isinstance(a, HubError)}
+    if unknown and len(unknown) == len(models):
+        raise next(iter(unknown.values()))
+    return [answer for answer in answers if isinstance(answer, Due)], unknown
+
+
+def _for_a_model(path: Path) -> tuple[Path, Recipe] | None:
+    recipe = recipes.load(str(path))
+    return (path, recipe) if recipe.model else None
 
 
 def recipe_of(configs: Path, model: str | None) -> Path:

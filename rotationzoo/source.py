@@ -13,7 +13,8 @@ import huggingface_hub
 import yaml
 from huggingface_hub import errors as hub
 
-from rotationzoo.errors import ModelUnavailable, as_unavailable, first_sentence
+from rotationzoo import network, tokens
+from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
 
 DEMO = Path(__file__).parent / "data" / "demo" / "model"
 # Root files only: subfolders hold other formats of the same weights.
@@ -75,8 +76,12 @@ def has_weights(source: Source) -> bool:
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     """The hub client's exceptions as one sentence each; subclasses come before their parents."""
+    tokens.huggingface()
     try:
-        yield
+        with network.asking_huggingface():
+            yield
+    except RotationZooError:
+        raise
     except hub.GatedRepoError as error:
         raise ModelUnavailable(
             f"{model} is gated and this machine has no access to it",

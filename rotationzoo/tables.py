@@ -1,6 +1,7 @@
 """What each command prints: tables for people, one object for machines."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> No
     out.result(data, "\n".join(dict.fromkeys(entry.model for entry in entries)), human)
 
 
-def show_due(out: Output, due: list[Due]) -> None:
+def show_due(out: Output, due: list[Due], unknown: Mapping[str, Exception]) -> None:
     def human() -> None:
         table(
             f"{len(due)} due",
@@ -229,7 +230,8 @@ def show_due(out: Output, due: list[Due]) -> None:
             [[d.model, d.revision[:12], (d.was or "-")[:12], d.reason] for d in due],
         )
 
-    out.result({"models": [asdict(d) for d in due]}, "\n".join(d.model for d in due), human)
+    data = {"models": [asdict(d) for d in due], "unknown": {name: str(error) for name, error in unknown.items()}}
+    out.result(data, "\n".join(d.model for d in due), human)
 
 
 def show_regenerated(out: Output, job: Job, verdict: dict[str, Any], done: dict[str, Published]) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from published import made, zoo  # noqa: F401
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing in this process may look for a hub; subprocesses get one of their own
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes of several threads each would wait for each other

@@ -13,6 +13,8 @@ PACKAGE = ROOT / "rotationzoo"
 FLOORS = [
     ["errors", "hadamard", "moments", "rotation", "int2", "rope"],
     [
+        "tokens",
+        "network",
         "source",
         "capture",
         "centering",
@@ -55,7 +57,9 @@ FLOORS = [
         "evaluate",
         "validate",
         "report",
+        "ownership",
         "publish",
+        "lookup",
         "pull",
         "release",
     ],

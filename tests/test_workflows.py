@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from loopback import huggingface, modelscope
-from test_zoo import CONFIG, change_weights, ms_environment
+from published import ms_environment
+from test_zoo import CONFIG, change_weights
 
 from rotationzoo import index
 from rotationzoo.source import DEMO

@@ -15,80 +15,12 @@ import huggingface_hub
 import pytest
 import torch
 from loopback import Fault, huggingface, modelscope
+from published import ZOO, ms_environment, nothing_left, ok, refused
 
 from rotationzoo import hubs as clients
 from rotationzoo import index
 from rotationzoo.artifact import Artifact
-from rotationzoo.calibrate import calibrate
-from rotationzoo.plan import Job
-from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.verify import verify
-
-ZOO = "someone/zoo"
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory) -> Path:
-    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
-    return calibrate(Job("demo", recipe, tmp_path_factory.mktemp("zoo") / "made", device="cpu")).folder
-
-
-@pytest.fixture
-def zoo(inside, monkeypatch, tmp_path):
-    """Both hubs, and the command line in this process pointed at them, with an empty cache."""
-    with huggingface.serve() as hf, modelscope.serve() as ms:
-        address = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(huggingface_hub.constants.ENDPOINT, hf.endpoint)
-        changed = {"ENDPOINT": hf.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": False}
-        changed |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True}
-        for name, value in changed.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-        monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
-        monkeypatch.setenv("HF_TOKEN", hf.token)
-        for name, value in ms_environment(ms, tmp_path).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr("rotationzoo.hubs.protocol._PAUSE", 0.0)
-
-        def run(*words) -> SimpleNamespace:
-            return inside(*words)
-
-        def forget() -> None:
-            shutil.rmtree(tmp_path / "assets", ignore_errors=True)
-
-        yield SimpleNamespace(hf=hf, ms=ms, run=run, forget=forget, assets=tmp_path / "assets", folder=inside.folder)
-        assert not hf.leaks, "a token reached another host"
-        assert not ms.leaks
-
-
-def ms_environment(ms, tmp_path) -> dict[str, str]:
-    return {
-        "MODELSCOPE_ENDPOINT": ms.endpoint,
-        "MODELSCOPE_API_TOKEN": ms.token,
-        "MODELSCOPE_HOME": str(tmp_path / "ms-home"),
-        "MODELSCOPE_CACHE": str(tmp_path / "ms-cache"),
-    }
-
-
-def ok(result) -> dict:
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
-def refused(result, code: int = 1) -> str:
-    """It failed with this code, in one `Error:` line and at most one `Hint:` line after any notes."""
-    assert result.returncode == code, (result.returncode, result.stdout, result.stderr)
-    lines = [line for line in result.stderr.splitlines() if not line.startswith(("Read ", "Took ", "Note: "))]
-    assert lines[0].startswith("Error: "), result.stderr
-    assert len(lines) <= 2, result.stderr
-    assert all(line.startswith("Hint: ") for line in lines[1:])
-    assert "hf_test" not in result.stderr + result.stdout
-    assert "ms_test" not in result.stderr + result.stdout
-    return result.stderr
-
-
-def nothing_left(zoo) -> bool:
-    """No half artifact, and no temporary folder, is in the cache."""
-    return not [path for path in zoo.assets.rglob("*") if path.is_file()]
-
 
 # ---- the journey
 
@@ -405,7 +337,10 @@ def test_a_rotation_of_the_makers_is_pulled_checked_and_locked(zoo, tmp_path):
     assert "is not the file that was recorded" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
     assert json.loads((Path(pulled["path"]) / "zoo.lock.json").read_text()) == lock
     zoo.hf.faults.append(Fault("GET", "/api/models", "drop", 99))
-    assert "cannot be reached; these are the files recorded earlier" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
+    assert (
+        "broke off its answer (RemoteProtocolError); these are the files recorded earlier"
+        in zoo.run("pull", "Qwen/Qwen3-8B", "--index", "bundled").stderr
+    )
 
 
 def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):

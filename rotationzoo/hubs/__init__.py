@@ -7,9 +7,11 @@ hash. So calls are repeated here, and hashes are checked by the caller.
 
 from rotationzoo.hubs.huggingface import HuggingFace
 from rotationzoo.hubs.modelscope import ModelScope
-from rotationzoo.hubs.protocol import Hub, Published
+from rotationzoo.hubs.protocol import SPELLING, Hub, Listed, Published
 
-__all__ = ["Hub", "HuggingFace", "ModelScope", "Published", "hub"]
+__all__ = ["SPELLING", "TITLES", "Hub", "HuggingFace", "Listed", "ModelScope", "Published", "hub"]
+
+TITLES = {"huggingface": "Hugging Face", "modelscope": "ModelScope"}
 
 
 def hub(name: str) -> Hub:

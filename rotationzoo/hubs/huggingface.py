@@ -1,15 +1,21 @@
 """Hugging Face: one commit, or a pull request, on top of a parent that must still be the head."""
 
 import contextlib
+import itertools
+import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rotationzoo import __version__
-from rotationzoo.errors import HubError, StaleParent, first_sentence
-from rotationzoo.hubs.protocol import NETWORK, SPELLING, Hub, Published, patiently
+from rotationzoo import __version__, network, tokens
+from rotationzoo.errors import HubError, RotationZooError, StaleParent, first_sentence
+from rotationzoo.hubs.protocol import SPELLING, Hub, Listed, Published, patiently
+from rotationzoo.network import NETWORK
 
 TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+_FILES = 100_000  # more than any repository of rotations lists
+_PULLS = 500
 
 
 class HuggingFace(Hub):
@@ -18,33 +24,43 @@ class HuggingFace(Hub):
     def __init__(self) -> None:
         from huggingface_hub import HfApi
 
-        self.api = HfApi(library_name="rotationzoo", library_version=__version__)
+        self.token = tokens.huggingface()
+        self.api = HfApi(token=self.token, library_name="rotationzoo", library_version=__version__)
 
     def resolve(self, repo: str, revision: str | None = None) -> str:
         with self._errors(repo, revision):
-            return str(patiently(lambda: self.api.model_info(repo, revision=revision).sha, _passing))
+            return self._commit(patiently(lambda: self.api.model_info(repo, revision=revision).sha, _passing), repo)
 
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
         """The commit of a revision, and path -> hash of everything in it: what tells whether a model has changed."""
         with self._errors(repo, revision):
             info = patiently(lambda: self.api.model_info(repo, revision=revision, files_metadata=True), _passing)
-        hashes = {s.rfilename: s.lfs.sha256 if s.lfs else s.blob_id or "" for s in info.siblings or []}
-        return str(info.sha), hashes
+            hashes = {s.rfilename: s.lfs.sha256 if s.lfs else s.blob_id or "" for s in info.siblings or []}
+            return self._commit(info.sha, repo), hashes
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, str | None]:
+    def list_files(self, repo: str, revision: str | None) -> dict[str, Listed]:
         from huggingface_hub.hf_api import RepoFile
 
         with self._errors(repo, revision):
-            tree = patiently(lambda: list(self.api.list_repo_tree(repo, revision=revision, recursive=True)), _passing)
-        return {item.path: item.lfs.sha256 if item.lfs else None for item in tree if isinstance(item, RepoFile)}
+            tree = patiently(lambda: self._tree(repo, revision), _passing)
+            files = [item for item in tree if isinstance(item, RepoFile)]
+            return {file.path: Listed(int(file.size), file.lfs.sha256 if file.lfs else None) for file in files}
 
-    def fetch(self, repo: str, revision: str | None, paths: list[str], folder: Path) -> None:
-        with self._errors(repo, revision):
-            for path in paths:
-                patiently(
-                    lambda path=path: self.api.hf_hub_download(repo, path, revision=revision, local_dir=folder),  # type: ignore[misc]
-                    _passing,
-                )
+    def fetch(self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path) -> None:
+        for path, size in sizes.items():
+            with self._errors(repo, revision):
+                patiently(lambda path=path, size=size: self._save(repo, revision, path, size, folder), _passing)  # type: ignore[misc]
+
+    def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        """By plain HTTP: xet would write whatever it is sent, and what the client downloads is known only afterwards."""
+        import huggingface_hub
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+        url = huggingface_hub.hf_hub_url(repo, path, revision=revision, endpoint=self.api.endpoint)
+        headers = build_hf_headers(token=self.token or False, library_name="rotationzoo")
+        with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
+            hf_raise_for_status(response)
+            network.save(response.iter_bytes(), folder / path, size, f"{path} of {repo} on Hugging Face")
 
     def publish(
         self, repo: str, files: Mapping[str, Path | bytes], message: str, parent: str | None, tag: str, create_pr: bool
@@ -57,12 +73,13 @@ class HuggingFace(Hub):
             patiently(lambda: self.api.create_repo(repo, exist_ok=True), _passing)
             base = parent or self.resolve(repo)
 
-            def commit() -> Any:
-                ours = self._open_pull(repo, message) if create_pr else None  # of an earlier run, or whose answer was lost
+            def commit() -> tuple[Any, Any]:
+                # Of an earlier run, or one whose answer was lost.
+                ours = self._open_pull(repo, message, base, set(files)) if create_pr else None
                 try:
-                    return self.api.create_commit(
-                        repo, operations, commit_message=message, revision=ours, create_pr=create_pr and not ours,
-                        parent_commit=None if ours else base,
+                    made = self.api.create_commit(
+                        repo, operations, commit_message=message, revision=ours and ours.git_reference,
+                        create_pr=create_pr and not ours, parent_commit=None if ours else base,
                     )  # fmt: skip
                 except HfHubHTTPError as error:
                     if error.response.status_code != 412:
@@ -70,50 +87,97 @@ class HuggingFace(Hub):
                     # The answer to an earlier attempt may have been lost after the commit was made.
                     newest, *older = self.api.list_repo_commits(repo)
                     if newest.title == message and older and older[0].commit_id == base:
-                        return newest
+                        return newest, None
                     raise StaleParent(f"{repo} has changed since it was looked at") from error
+                return made, ours
 
-            made = patiently(commit, _passing)
-        revision = str(getattr(made, "oid", None) or made.commit_id)
+            made, ours = patiently(commit, _passing)
+            revision = self._commit(getattr(made, "oid", None) or made.commit_id, repo)
         url = getattr(made, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
-        return Published(revision, str(url), changed=revision != base)
+        return Published(revision, str(ours.url if ours else url), changed=revision != base)
 
-    def _open_pull(self, repo: str, title: str) -> str | None:
-        """The ref of an open pull request of this title."""
-        found = self.api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
-        return next((pull.git_reference for pull in found if pull.title == title), None)
+    def _open_pull(self, repo: str, title: str, base: str, paths: set[str]) -> Any:
+        """An open pull request of the token's own user, of this title, made on this base, that touches these files alone."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            user = self.api.whoami()["name"]
+        except (HfHubHTTPError, KeyError, TypeError):  # a token of a repository, which is nobody's
+            return None
+        pulls = self.api.get_repo_discussions(repo, author=user, discussion_type="pull_request", discussion_status="open")
+        for pull in itertools.islice(pulls, _PULLS):
+            if (pull.author, pull.title) == (user, title) and self._is_ours(repo, pull, base, paths):
+                return pull
+        return None
+
+    def _is_ours(self, repo: str, pull: Any, base: str, paths: set[str]) -> bool:
+        commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
+        above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
+        if len(above) == len(commits) or any({*commit.authors} - {pull.author} for commit in above):
+            return False
+        before, after = (
+            {item.path: getattr(item, "blob_id", None) for item in self._tree(repo, revision) if hasattr(item, "blob_id")}
+            for revision in (base, pull.git_reference)
+        )
+        return {path for path in before | after if before.get(path) != after.get(path)} <= paths
+
+    def _tree(self, repo: str, revision: str | None) -> list[Any]:
+        items = list(itertools.islice(self.api.list_repo_tree(repo, revision=revision, recursive=True), _FILES + 1))
+        if len(items) > _FILES:
+            raise HubError(f"{repo} on Hugging Face lists more than {_FILES:,} files", hint=SPELLING)
+        return items
+
+    def _commit(self, sha: Any, repo: str) -> str:
+        """A commit becomes part of paths and addresses: nothing but its digits may."""
+        if not re.fullmatch(r"[0-9a-f]{40}", str(sha)):
+            raise HubError(f"{repo} on Hugging Face has no commit that can be read", hint="check HF_ENDPOINT")
+        return str(sha)
 
     @contextlib.contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
+        from huggingface_hub import constants
         from huggingface_hub import errors as hf
 
-        where = f"{repo} on Hugging Face"
         try:
-            yield
-        except HubError:
+            with network.asking_huggingface(self.api.endpoint):
+                yield
+        except RotationZooError:
             raise
         except (hf.LocalEntryNotFoundError, hf.OfflineModeIsEnabled) as error:
-            raise HubError(f"Hugging Face cannot be reached for {repo}", hint=NETWORK) from error
+            if constants.is_offline_mode():
+                raise HubError("HF_HUB_OFFLINE is set: Hugging Face is not asked", hint="unset HF_HUB_OFFLINE") from error
+            raise HubError(f"{repo} on Hugging Face cannot be reached ({_reason(error)})", hint=NETWORK) from error
         except Exception as error:  # the client, its transport and the disk each raise their own
-            raise _sentence(error, where, revision) from error
+            raise _sentence(error, f"{repo} on Hugging Face", revision, self.token) from error
 
 
-def _sentence(error: Exception, where: str, revision: str | None) -> HubError:
+def _reason(error: Exception) -> str:
+    return first_sentence(error).partition(": ")[2] or first_sentence(error)
+
+
+def _sentence(error: Exception, where: str, revision: str | None, token: str | None) -> HubError:
     from huggingface_hub import errors as hf
 
     status = getattr(getattr(error, "response", None), "status_code", None)
+    login = "run: hf auth login, or set HF_TOKEN to a token that may read and write there"
     if isinstance(error, hf.RevisionNotFoundError):
         return HubError(f"{where} has no revision {revision}", hint=SPELLING, missing=True)
     if isinstance(error, hf.EntryNotFoundError):
         return HubError(f"{where} has no such file at {revision or 'its head'}", hint=SPELLING, missing=True)
-    if isinstance(error, hf.RepositoryNotFoundError) and status != 401:
+    if isinstance(error, hf.RepositoryNotFoundError) and status == 404:
         return HubError(f"there is no {where}", hint=SPELLING, missing=True)
+    if isinstance(error, hf.RepositoryNotFoundError) and token is None:
+        return HubError(f"{where} does not exist, or is private", hint=f"{SPELLING}; or {login}", hidden=True)
     if status in (401, 403):
-        return HubError(f"{where} refused access", hint="run: hf auth login, or set HF_TOKEN to a token that may write")
+        return HubError(f"{where} refused access", hint=login)
     if status is not None:
         return HubError(f"{where} answered {status}", hint=NETWORK)
     if type(error).__module__.split(".")[0] in TRANSPORTS:
-        return HubError(f"{where} cannot be reached", hint=NETWORK)
+        return HubError(f"{where} broke off its answer ({type(error).__name__})", hint=NETWORK)
+    if isinstance(error, OSError):
+        return HubError(f"{where} cannot be used: {error.strerror or first_sentence(error)}", hint=NETWORK)
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError | KeyError | TypeError | AttributeError):
+        return HubError(f"{where} sent an answer that is none of a hub's", hint="check HF_ENDPOINT, and the network's proxy")
     return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK)
 
 

@@ -9,9 +9,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rotationzoo import network, tokens
 from rotationzoo.artifact import sha256
-from rotationzoo.errors import HubError, first_sentence
-from rotationzoo.hubs.protocol import NETWORK, SPELLING, Hub, Published, patiently
+from rotationzoo.errors import HubError, RotationZooError, first_sentence
+from rotationzoo.hubs.protocol import SPELLING, Hub, Listed, Published, patiently
+from rotationzoo.network import NETWORK
 
 
 class ModelScope(Hub):
@@ -19,11 +21,36 @@ class ModelScope(Hub):
 
     def __init__(self) -> None:
         os.environ.setdefault("MODELSCOPE_DOWNLOAD_INTRA_CLOUD", "false")  # its probe of a cloud's inner network costs 0.2 s
+        import requests
         from modelscope_hub import HubApi, HubConfig
 
-        self.api = HubApi(config=HubConfig())
+        from rotationzoo.hubs.sessions import Limits
+
+        self.token = self._read_token()
+        config = HubConfig(token=self.token or "")  # what is empty is not looked for again
+        self.endpoint = str(config.endpoint)
+        self.api, self.files = HubApi(config=config), requests.Session()
+        self.api.openapi._max_retries = 1  # a call is repeated here, and only here
+        clients = (self.api.openapi, self.api.legacy)
+        sessions = [session for client in clients for session in (client._session, client._read_session)]
+        for session in (*sessions, self.files):
+            for scheme in ("https://", "http://"):
+                session.mount(scheme, Limits(self.endpoint, whole=session is not self.files))
         if os.environ.get("ROTATIONZOO_DEBUG") != "1":  # it reports every step, and every failure that it then raises
             logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
+
+    def _read_token(self) -> str | None:
+        from modelscope_hub import HubConfig
+
+        (name,) = tokens.MODELSCOPE
+        if name in os.environ:
+            return tokens.check(os.environ[name], name)
+        try:
+            return tokens.check(HubConfig().token, "the file that modelscope login wrote")
+        except RotationZooError:
+            raise
+        except Exception as error:  # it is unpickled
+            raise HubError("what modelscope login wrote cannot be read", hint=f"log in again, or set {name}") from error
 
     def resolve(self, repo: str, revision: str | None = None) -> str:
         """A tag, or the branch `master`: ModelScope takes no commit."""
@@ -31,20 +58,27 @@ class ModelScope(Hub):
             patiently(lambda: self.api.get_repo(repo, "model"), _passing)
         return revision or "master"
 
-    def list_files(self, repo: str, revision: str | None) -> dict[str, str | None]:
+    def list_files(self, repo: str, revision: str | None) -> dict[str, Listed]:
         with self._errors(repo, revision), _quietly():
-            found = patiently(lambda: self.api.list_repo_files(repo, "model", revision=revision or "master"), _passing)
-        return {file.path: file.sha256 for file in found if file.type != "tree"}
+            rows = patiently(lambda: self.api.list_repo_files(repo, "model", revision=revision or "master"), _passing)
+            return {row.path: Listed(int(row.size), row.sha256) for row in rows if row.type != "tree"}
 
-    def fetch(self, repo: str, revision: str | None, paths: list[str], folder: Path) -> None:
+    def fetch(self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path) -> None:
         with self._errors(repo, revision), _quietly():
-            for path in paths:
-                patiently(
-                    lambda path=path: self.api.download_file(  # type: ignore[misc]
-                        repo, "model", path, revision=revision or "master", local_dir=folder, force=True
-                    ),
-                    _passing,
-                )
+            for path, size in sizes.items():
+                patiently(lambda path=path, size=size: self._save(repo, revision, path, size, folder), _passing)  # type: ignore[misc]
+
+    def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
+        from modelscope_hub.errors import raise_for_status
+
+        from rotationzoo.hubs.sessions import received
+
+        url = self.api.legacy.get_download_url(repo, "model", path, revision or "master")
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        cookies = {"m_session_id": self.token} if self.token else None
+        with self.files.get(url, headers=headers, cookies=cookies, stream=True) as response:
+            raise_for_status(response)
+            network.save(received(response), folder / path, size, f"{path} of {repo} on ModelScope")
 
     def publish(
         self, repo: str, files: Mapping[str, Path | bytes], message: str, parent: str | None, tag: str, create_pr: bool
@@ -60,8 +94,9 @@ class ModelScope(Hub):
                 target = Path(scratch) / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-            there = self.list_files(repo, "master")
-            changed = any(there.get(path) != sha256(Path(scratch) / path) for path in files)
+            listed = self.list_files(repo, "master")
+            known = {path: file.sha256 for path, file in listed.items()}
+            changed = any(known.get(path) != sha256(Path(scratch) / path) for path in files)
             if changed:
                 patiently(
                     lambda: self.api.upload_folder(
@@ -73,31 +108,42 @@ class ModelScope(Hub):
             tags = {row.get("Revision") or row.get("revision") for row in rows}
             if tag not in tags:
                 patiently(lambda: self.api.create_repo_tag(repo, "model", tag, revision="master"), _passing)
-        return Published(tag, f"https://modelscope.cn/models/{repo}/files?revision={tag}", changed)
+        return Published(tag, f"{self.endpoint}/models/{repo}/files?revision={tag}", changed)
 
     @contextlib.contextmanager
     def _errors(self, repo: str, revision: str | None) -> Iterator[None]:
+        import requests
+        from huggingface_hub import constants
         from modelscope_hub import errors as ms
 
         where = f"{repo} on ModelScope"
+        if constants.is_offline_mode():
+            raise HubError("HF_HUB_OFFLINE is set: ModelScope is not asked", hint="unset HF_HUB_OFFLINE")
         try:
             yield
-        except HubError:
+        except RotationZooError:
             raise
         except (ms.NotFoundError, ms.NotExistError) as error:
             raise HubError(f"{where} is not there, or has no such file or revision", hint=SPELLING, missing=True) from error
         except (ms.AuthenticationError, ms.PermissionDeniedError) as error:
             raise HubError(f"{where} refused access", hint="set MODELSCOPE_API_TOKEN to a token that may write") from error
+        except ms.APIError as error:
+            raise HubError(f"{where} answered {error.status_code}", hint=NETWORK) from error
+        except (ms.NetworkError, requests.ConnectionError, requests.Timeout) as error:
+            raise HubError(f"{where} broke off its answer", hint=NETWORK) from error
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise HubError(
+                f"{where} sent an answer that is none of a hub's", hint="check MODELSCOPE_ENDPOINT, and the network's proxy"
+            ) from error
         except Exception as error:
             raise HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK) from error
 
 
 def _passing(error: Exception) -> bool:
+    import requests
     from modelscope_hub import errors as ms
 
-    if "NewConnectionError" in str(error) or "NameResolutionError" in str(error):
-        return False  # where no connection can be made the client has tried for long enough
-    return isinstance(error, ms.NetworkError | ms.ServerError | ms.RateLimitError | ms.RequestTimeoutError | OSError)
+    return isinstance(error, ms.NetworkError | ms.ServerError | ms.RateLimitError | requests.RequestException)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from rotationzoo.errors import HubError
+from rotationzoo.network import LARGE
 
 T = TypeVar("T")
-NETWORK = "check the network, then run the same command again"
 SPELLING = "check the spelling of the repository and the revision"
 _ATTEMPTS = 4
 _PAUSE = 1.0  # seconds before the second attempt; doubled each time
@@ -27,6 +27,14 @@ class Published:
     """False if the repository held the very same files already."""
 
 
+@dataclass(frozen=True)
+class Listed:
+    """What a hub says of a file; `sha256` where it tells it."""
+
+    size: int
+    sha256: str | None
+
+
 class Hub(ABC):
     """One hub. Every method raises `HubError`, in one sentence, for what the hub or the network refuses."""
 
@@ -37,12 +45,12 @@ class Hub(ABC):
         """The revision that a branch, tag or None (the newest) stands for, to read from."""
 
     @abstractmethod
-    def list_files(self, repo: str, revision: str | None) -> dict[str, str | None]:
-        """Path -> sha256 where the hub tells it, of every file."""
+    def list_files(self, repo: str, revision: str | None) -> dict[str, Listed]:
+        """Path -> size and hash of every file."""
 
     @abstractmethod
-    def fetch(self, repo: str, revision: str | None, paths: list[str], folder: Path) -> None:
-        """Download these files into `folder`, under the same paths."""
+    def fetch(self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path) -> None:
+        """Download these files into `folder`, under the same paths, and no more of each than its size."""
 
     @abstractmethod
     def publish(
@@ -54,10 +62,10 @@ class Hub(ABC):
         """
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
-        """One small file, or None if the revision has none of that name."""
+        """One small file, or None if the revision has none of that name. Raises `HubError` for a large one."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                self.fetch(repo, revision, [path], Path(scratch))
+                self.fetch(repo, revision, {path: LARGE}, Path(scratch))
             except HubError as error:
                 if error.missing:
                     return None
