@@ -70,6 +70,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
             for name, (file, begin, dtype) in places.items():
                 if file == path:
                     _edit(work / path.name, begin, dtype, *changes[name])
+            (work / path.name).chmod(0o644)  # as every file that is handed to an engine
         (work / RECORD).write_text(json.dumps({**record, "model": made_for}, indent=2) + "\n", encoding="utf-8")
         install(work, output)
     return output

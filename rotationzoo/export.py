@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from rotationzoo.artifact import Artifact, disk_errors, sha256, temporary_sibling
-from rotationzoo.engines import SIDES, Launch, Options, Serving, Takes, gguf, mlx, onnx, sglang, vllm
+from rotationzoo.engines import SIDES, Launch, Options, Serving, Takes, check_regular, gguf, mlx, onnx, sglang, vllm
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
@@ -77,6 +77,8 @@ def export(there: Artifact, request: Request) -> Exported:
         done = Exported(request.engine, target, files, launch, reduced)
         record = as_json(done) | {"artifact": there.identity}
         (work / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for path in work.iterdir():
+            path.chmod(0o644)  # safetensors makes files that only their owner can read, and servers have users of their own
         _install(work, target, request.engine, launch)
     return done
 
@@ -161,8 +163,9 @@ def _absorbed_model(there: Artifact, request: Request) -> str | None:
         return None
     folder = request.values_absorbed
     try:
+        check_regular(folder / ABSORBED)
         record = json.loads((folder / ABSORBED).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (RotationZooError, OSError, ValueError, RecursionError) as error:
         raise RotationZooError(
             f"{folder} is no model with an absorbed value rotation: it has no {ABSORBED}",
             hint=f"make one with: rotationzoo export {shlex.quote(str(there.folder))} --absorb-values MODEL",
@@ -187,7 +190,7 @@ def _install(work: Path, target: Path, engine: str, launch: Launch) -> None:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         # Only names of files in the folder itself: who wrote this record is not known.
         earlier = [name for name in record["files"] if isinstance(name, str) and Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         earlier = []
     with ExitStack() as stack:
         if engine == sglang.NAME:

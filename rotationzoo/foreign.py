@@ -113,11 +113,8 @@ def recognise(
     clearest, clearest_turned = (_mark(keys, known, group_size) for keys in (key, _transposed(key)))
     if clearest is None or clearest_turned is None:
         return composition, [*notes, "too small a model to recognise orientation and composition from the matrices"]
-    if unnamed:
-        mark, value_mark, limit = clearest, _mark(value, known, group_size), _MARK
-    else:
-        mark, value_mark = (_mark(side, [composition], group_size, reverse=True) for side in (key, value))
-        limit = _STATED_MARK
+    stated, limit = (known, _MARK) if unnamed else ([composition], _STATED_MARK)
+    mark, value_mark = (_mark(side, stated, group_size, reverse=not unnamed) for side in (key, value))
     assert mark is not None, "as many pairs as before"
     if mark <= limit and mark <= clearest_turned:
         return composition, notes

@@ -28,17 +28,19 @@ class Format:
     interpolated: bool
     """Whether the threshold is interpolated between two channels, or one channel's magnitude."""
     metadata: torch.dtype
-    """Type in which a group's scale and offset are stored; codes are rounded with the stored values."""
+    """Type in which a group's scale and offset are stored."""
     offset: Literal["zero", "minimum"]
     """`zero`: values are `(code - zero) * scale`; `minimum`: `code * scale + minimum`."""
     packing: Literal["strided", "consecutive"]
     """Byte i holds the codes of channels i, i + D/4, i + D/2 and i + 3D/4, or of 4i to 4i + 3; lowest bits first."""
+    rounded_with: Literal["stored", "computed"] = "stored"
+    """Whether codes are rounded with the scale and offset as they are stored, or as they were computed in float32 before."""
 
 
 FORMATS = {
     "sglang": Format("row", False, torch.float32, "zero", "strided"),
     "vllm": Format("row", True, torch.float16, "minimum", "consecutive"),
-    "mlx": Format("group", False, torch.float16, "zero", "consecutive"),
+    "mlx": Format("group", False, torch.float16, "zero", "consecutive", "computed"),
 }
 SGLANG = FORMATS["sglang"]
 
@@ -74,10 +76,10 @@ def quantize(
 def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
     """Groups `[..., D / group, group]` float32, already clamped, -> codes with their scales and offsets."""
     scale, offset = _metadata(groups.amin(-1), groups.amax(-1), format)
-    s, o = scale.float().unsqueeze(-1), offset.float().unsqueeze(-1)
+    s, o = scale.unsqueeze(-1), offset.unsqueeze(-1)
     steps = groups / s + o if format.offset == "zero" else (groups - o) / s
     codes = (steps + 0.5).trunc().clamp(0, 3).to(torch.uint8)
-    return Quantized(codes.flatten(-2), scale, offset)
+    return Quantized(codes.flatten(-2), _stored(scale, format), _stored(offset, format))
 
 
 def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
@@ -172,7 +174,7 @@ def _check_values(rows: torch.Tensor) -> None:
 
 
 def _metadata(low: torch.Tensor, high: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset of groups with these extremes, in the format's type.
+    """Scale and offset of groups with these extremes, float32, as codes are rounded with them.
 
     Division by three is by a tensor: torch multiplies by a rounded 1/3 on a GPU where the divisor is a Python number.
     """
@@ -181,13 +183,22 @@ def _metadata(low: torch.Tensor, high: torch.Tensor, format: Format) -> tuple[to
     if format.metadata == torch.float16:
         if format.offset == "zero":  # a zero beyond float16's integers would lose the codes
             scale = torch.maximum(scale, low.abs() / low.new_full((), 32768.0))
-        # The engines overflow and underflow here, into rows of NaN; saturating keeps every row finite.
-        scale = scale.clamp(_HALF_TINY, _HALF_MAX).half()
+        if format.rounded_with == "stored":  # a scale that underflows is divided by: into rows of NaN where engines do it
+            scale = scale.clamp(min=_HALF_TINY)
+    scale = _rounding(scale, format)
     # 0 - x and x + 0 rather than -x and x: the sign of a zero minimum depends on the order of the comparisons.
-    offset = 0 - low / scale.float() if format.offset == "zero" else low + 0
+    return scale, _rounding(0 - low / scale if format.offset == "zero" else low + 0, format)
+
+
+def _rounding(number: torch.Tensor, format: Format) -> torch.Tensor:
+    return _stored(number, format).float() if format.rounded_with == "stored" else number
+
+
+def _stored(number: torch.Tensor, format: Format) -> torch.Tensor:
+    """A scale or an offset in the format's type. Where float16 overflows, its largest number, which keeps every row finite."""
     if format.metadata == torch.float16:
-        offset = offset.clamp(-_HALF_MAX, _HALF_MAX).half()
-    return scale, offset
+        number = number.clamp(-_HALF_MAX, _HALF_MAX)
+    return number.to(format.metadata)
 
 
 def _entry(ordered: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

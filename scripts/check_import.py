@@ -3,8 +3,9 @@
     python scripts/check_import.py FOLDER
 
 FOLDER holds a pair of version 1 as OSCAR's makers publish it. Prints JSON: the contrast of RoPE pairs in the recovered
-statistics (.01 to .54 for the keys of published pairs, about 1 for values), how far rotations composed anew from them are from the files (eigenvectors' signs
-taken from the files), and whether an export to version 1 has the same tensors, keys and types.
+statistics (.01 to .54 for the keys of published pairs, about 1 for values), how far rotations composed anew from them are
+from the files (eigenvectors' signs taken from the files), and whether an export to version 1 has the same tensors, keys and
+types.
 """
 
 import argparse

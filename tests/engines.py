@@ -120,15 +120,13 @@ def store_vllm(rows: np.ndarray, clip: float, group: int):
 
 
 def store_mlx(rows: np.ndarray, clip: float, group: int):
-    """Sorted index within each group, half-precision metadata, consecutive bytes."""
+    """Sorted index within each group, metadata stored in half precision after rounding with it, consecutive bytes."""
     groups = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group)
     threshold = np.sort(np.abs(groups), -1)[..., min(int(clip * group + 1e-6), group - 1), None]
     groups = np.clip(groups, -threshold, threshold)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     scale = np.maximum(np.maximum(high - low, np.float32(1e-8)) / np.float32(3), np.abs(low) / np.float32(32768))
-    scale = scale.astype(np.float16).astype(np.float32)
-    zero = (-low / scale).astype(np.float16).astype(np.float32)
-    codes = np.clip(np.trunc(groups / scale + zero + np.float32(0.5)), 0, 3).astype(np.uint8).reshape(rows.shape)
+    codes = np.clip(np.floor(groups / scale + -low / scale + np.float32(0.5)), 0, 3).astype(np.uint8).reshape(rows.shape)
     return codes, consecutive(codes)
 
 

@@ -14,10 +14,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import save_tiny
+from safetensors.torch import load_file, save_file
 
 from rotationzoo import artifact, card, int2, serving
 from rotationzoo import export as exporting
 from rotationzoo.artifact import Artifact
+from rotationzoo.calibrate import calibrate
 from rotationzoo.collect import collect
 from rotationzoo.engines import Options, torch_files
 from rotationzoo.errors import RotationZooError
@@ -27,7 +30,8 @@ from rotationzoo.foreign import gather
 from rotationzoo.geometry import Layer, cached_layers, geometry_from_json, geometry_json, geometry_of
 from rotationzoo.hadamard import hadamard
 from rotationzoo.moments import to_tensors
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.plan import Job
+from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.serving import Request
 from rotationzoo.verify import Verification, verify
 
@@ -361,7 +365,23 @@ def test_two_exports_at_once_do_not_share_a_folder(made, tmp_path):
     assert exported("sglang", made(head_dim=32), tmp_path).files
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_servers_that_run_as_somebody_else_can_read_the_files(engine, made, tmp_path):
+    """safetensors makes files for their owner alone."""
+    done = exported(engine, made(head_dim=32), tmp_path)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in done.path.iterdir()}
+    assert modes == dict.fromkeys((*done.files, "export.json"), "0o644")
+
+
 # ---- SGLang
+
+
+def test_what_nobody_has_verified_is_said(made, tmp_path):
+    two = made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32)
+    (note,) = [note for note in exported("sglang", two, tmp_path).launch.notes if "groups a head" in note]
+    assert note.startswith("2 groups a head: the server's prefill with more than one is unverified")
+    one = exported("sglang", made(head_dim=32), tmp_path / "one")
+    assert not [note for note in one.launch.notes if "groups a head" in note]
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -533,7 +553,7 @@ def test_an_engine_that_does_not_rotate_small_heads(made, tmp_path):
 def test_bases_that_do_not_fit(made, tmp_path):
     there = made(head_dim=32)
     for shape, reason in (
-        (dict(layers=2), "layer 2 should have 2 KV heads of 32"),
+        (dict(layers=2), "has no keys in layers 2, 3, and the artifact has rotations"),
         (dict(layers=6), "layer 4 caches keys there"),
         (dict(kv_heads=1), "has 32 rows"),
         (dict(architecture="llama"), "of architecture llama"),
@@ -549,6 +569,82 @@ def test_bases_that_do_not_fit(made, tmp_path):
     with pytest.raises(RotationZooError, match="model's own file") as refused:
         exported("llama.cpp", there, tmp_path, options=Options())
     assert "--base" in refused.value.hint
+
+
+def converted(model: Path, target: Path, embedding: gguf.GGMLQuantizationType, **changes) -> Path:
+    """The tiny model as a converter writes it, with other weights or fields if `changes` says so."""
+    weights = {**load_file(model / "model.safetensors"), **changes.pop("weights", {})}
+    config = json.loads((model / "config.json").read_text())
+    config = {**config["rope_parameters"], **config, **changes}
+    writer = gguf.GGUFWriter(target, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    for i in range(2):
+        names[f"model.layers.{i}.input_layernorm.weight"] = f"blk.{i}.attn_norm.weight"
+        for side in "kv":
+            names[f"model.layers.{i}.self_attn.{side}_proj.weight"] = f"blk.{i}.attn_{side}.weight"
+    for original, name in names.items():
+        kind = embedding if name == "token_embd.weight" else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(weights[original].float().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.fixture(scope="module")
+def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
+    """A model of head dimension 32, with norms that tell it from others, and an artifact that was made for it."""
+    folder = tmp_path_factory.mktemp("model")
+    config = {"head_dim": 32, "hidden_size": 64, "rope_theta": 5e5}
+    model = save_tiny(folder / "tiny", **config)
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in weights.items():
+        if name.endswith("norm.weight"):
+            weights[name] = tensor + 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    recipe = OSCAR.model_copy(update={"data": Data(tokens=512, length=256)})
+    return model, calibrate(Job(str(model), recipe, folder / "artifact", device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path, kind):
+    model, there = of_a_model
+    base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType[kind])
+    notes = exported("llama.cpp", there, tmp_path, options=Options(base=base)).launch.notes
+    tensors = "output_norm.weight, blk.0.attn_norm.weight, blk.1.attn_norm.weight, token_embd.weight"
+    assert f"the base has the weights of {model}, as far as {tensors} show" in notes
+
+
+@pytest.mark.parametrize("what", ["norm", "last norm", "embedding", "width", "layers", "heads", "base of RoPE"])
+def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, what):
+    model, there = of_a_model
+    names = {"norm": "model.norm", "last norm": "model.layers.1.input_layernorm", "embedding": "model.embed_tokens"}
+    if what in names:
+        name = f"{names[what]}.weight"
+        weights = load_file(model / "model.safetensors")
+        changes = {"weights": {name: weights[name].flip(0)}}
+    else:
+        changes = {
+            "width": {"hidden_size": 96}, "layers": {"num_hidden_layers": 3}, "heads": {"num_attention_heads": 8},
+            "base of RoPE": {"rope_theta": 1e6},
+        }[what]  # fmt: skip
+    base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType.Q8_0, **changes)
+    with pytest.raises(RotationZooError, match=f"base.gguf was not converted from {re.escape(str(model))}"):
+        exported("llama.cpp", there, tmp_path, options=Options(base=base))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_cannot_be_compared_is_said_to_be_so(made, tmp_path):
+    notes = exported("llama.cpp", made(head_dim=32), tmp_path).launch.notes
+    assert "the base was compared by its shapes alone: tiny/qwen3 is not on this machine" in notes
+    assert any(note.startswith("keep the base: llama.cpp itself refuses the copy") for note in notes)
+    assert any("rotations can serve worse than none" in note and "exact windows" in note for note in notes)
 
 
 # ---- MLX

@@ -230,6 +230,31 @@ def test_exact_attention_does_not_see_the_rotation(seed, dim):
     assert (wrong - plain).abs().max() > 1e-3
 
 
+def int2_quantize(values: np.ndarray, group: int, ratio: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Levels, scales and zeros of mlx-lm's `int2_quantize` (pull request 1789), step by step, in float32 until they are stored."""
+    grouped = values.astype(np.float32).reshape(*values.shape[:-1], -1, group)
+    if ratio is not None:
+        limit = np.sort(np.abs(grouped), axis=-1)[..., min(int(ratio * group), group - 1), None]
+        grouped = np.clip(grouped, -limit, limit)
+    minimum, maximum = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
+    scale = np.maximum(maximum - minimum, np.float32(1e-8)) / np.float32(3.0)
+    scale = np.maximum(scale, np.abs(minimum) / np.float32(32768.0))
+    zero = -minimum / scale
+    levels = np.clip(np.floor(grouped / scale + zero + np.float32(0.5)), 0.0, 3.0)
+    return levels.reshape(values.shape), scale.squeeze(-1).astype(np.float16), zero.squeeze(-1).astype(np.float16)
+
+
+@given(case=rows(largest=60000.0), ratio=st.sampled_from([None, 0.96, 0.92]))
+@many
+def test_mlx_rounds_before_it_stores(case, ratio):
+    x, group = case
+    quantized = int2.quantize(x, ratio or 1.0, group, int2.FORMATS["mlx"])
+    levels, scales, zeros = int2_quantize(x.numpy(), group, ratio)
+    assert np.array_equal(quantized.codes.numpy(), levels)
+    assert np.array_equal(quantized.scale.numpy(), scales)
+    assert np.array_equal(quantized.offset.numpy(), zeros)
+
+
 def test_the_worked_row_of_the_documentation():
     x = torch.tensor([0.9, -0.3, 0.1, -1.2, 4.0, 0.6, -0.7, 0.2])
     quantized = int2.quantize(x, 0.8)

@@ -3,6 +3,7 @@
 Everywhere outside these modules a matrix is meant as in `x @ R`; the modules know which engine wants it transposed.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,12 @@ import torch
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, cached_layers
+
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LONGEST_TEXT = 1000
+
+MOST_LAYERS = 1024
+"""No model has nearly as many; a file that says so wants memory."""
 
 SIDES: tuple[Literal["key", "value"], ...] = ("key", "value")
 
@@ -120,6 +127,41 @@ class Options:
 def mapping(content: Any) -> Mapping[str, Any]:
     """What a file has where a table is expected, or an empty one: foreign files hold all sorts of things."""
     return content if isinstance(content, Mapping) else {}
+
+
+def primitives(content: Any) -> dict[str, str | int | float]:
+    """Of a table that a file has, what a manifest can hold: printable text, finite numbers and truth values."""
+    return {name: value for name, value in mapping(content).items() if _is_text(name) and _is_primitive(value)}
+
+
+def _is_primitive(value: Any) -> bool:
+    if isinstance(value, int | float):
+        return abs(value) < 2**63 and math.isfinite(value)
+    return _is_text(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_TEXT and value.isprintable()
+
+
+def named(content: Any) -> str:
+    """The objective that a file names, or `unknown` for what is no name."""
+    return content if content and _is_text(content) else "unknown"
+
+
+def check_tensor(path: Path, what: str, tensor: torch.Tensor) -> None:
+    """Raise `RotationZooError` for what is no plain table of real numbers, such as a sparse, quantized or complex one."""
+    plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
+    if not plain or not tensor.numel():
+        raise RotationZooError(f"the {what} in {path.name} is no table of real numbers", hint="do not use it")
+
+
+def check_regular(path: Path) -> None:
+    """Raise `RotationZooError` for what is no file, or one that could be waited for for ever, such as a pipe or a device."""
+    if not path.exists():
+        raise RotationZooError(f"there is no file {path}", hint="check the path")
+    if not path.is_file():
+        raise RotationZooError(f"{path} is no regular file", hint="give a file")
 
 
 def power_of_two(engine: str, geometry: Geometry) -> None:

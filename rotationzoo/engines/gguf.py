@@ -11,15 +11,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from rotationzoo.engines import OTHERS, SIDES, Foreign, Launch, Options, Serving, Side, Takes, number, one_dim
-from rotationzoo.errors import RotationZooError
+from rotationzoo.engines import (
+    MOST_LAYERS,
+    OTHERS,
+    SIDES,
+    Foreign,
+    Launch,
+    Options,
+    Serving,
+    Side,
+    Takes,
+    check_regular,
+    named,
+    number,
+    one_dim,
+    primitives,
+)
+from rotationzoo.engines.gguf_base import check_layers, compare
+from rotationzoo.engines.gguf_header import check_header
+from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry, cached_layers
 from rotationzoo.rotation import block_hadamard
 
 NAME = "llama.cpp"
 TAKES = Takes(heads=False, mean=False, clip="one", windows=True)
 _TENSOR = {"key": "blk.{}.attn_k_rot.weight", "value": "blk.{}.attn_v_rot.weight"}
-_PATTERN = re.compile(r"blk\.(\d+)\.attn_([kv])_rot\.weight")
+_PATTERN = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
 _NOTE = "rotationzoo."
 # Cache type by architecture. `oscar2` is of the other fork, which neither clips nor keeps tokens exact.
 _CACHE_TYPE = {"qwen3": "q2_0", "qwen3moe": "oscar2", "qwen35": "oscar2", "gemma4": "oscar2"}
@@ -44,6 +61,7 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     reader = _read(options.base)
     architecture = _field(reader, "general.architecture")
     _check_base(reader, architecture, options.base, serving)
+    compared = compare(options.base.name, reader, _package(), serving)
     name = f"{options.base.stem}-rot-kv.gguf"
     tensors = {
         _TENSOR[kind].format(layer): np.ascontiguousarray(_followed(kind, matrix, options.engine_hadamard).mT.numpy())
@@ -71,9 +89,15 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     if kind == "q2_0":
         environment["LLAMA_KV_CLIP_RATIO"] = number(clip, off=1)
         environment |= {"LLAMA_KV_HP_SINK": str(serving.sink), "LLAMA_KV_HP_RECENT": str(serving.recent)}
-        said.append("its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of `evaluate`")
+        said.append(
+            "its q2_0 rounds to a codebook of its own, on blocks of 128 channels: not the codec of `evaluate`; as it ships, "
+            "with outer levels a third too small, rotations can serve worse than none (docs/engines.md has figures), and "
+            "without exact windows it is of no use"
+        )
     if architecture == "gemma4" and serving.value is not None:
         environment["LLAMA_KV_V_ROT"] = "1"
+    said.append(compared)
+    said.append("keep the base: llama.cpp itself refuses the copy, whose rotations it does not know (wrong number of tensors)")
     if serving.value is None:
         said.append("no value rotation is written: the base must be converted from weights that carry it")
     command = f"llama-server -m {shlex.quote(str(final / name))} --cache-type-k {kind} --cache-type-v {kind} -fa on"
@@ -85,12 +109,13 @@ def read(path: Path) -> list[Foreign]:
     reader = _read(path)
     matrices: dict[str, dict[int, torch.Tensor]] = {"key": {}, "value": {}}
     for tensor in reader.tensors:
-        if found := _PATTERN.fullmatch(tensor.name):
-            stored = torch.from_numpy(np.array(tensor.data, dtype=np.float32))
-            matrices["key" if found[2] == "k" else "value"][int(found[1])] = stored.mT.contiguous()
+        if match := _PATTERN.fullmatch(tensor.name):
+            if int(match[1]) >= MOST_LAYERS:
+                raise RotationZooError(f"{path.name} has a layer {match[1]}, and no model has", hint="do not use it")
+            matrices["key" if match[2] == "k" else "value"][int(match[1])] = _matrix(path, tensor)
     if not matrices["key"]:
         raise RotationZooError(f"{path.name} holds no key rotations", hint="give a file that has been baked with some")
-    notes = {k.removeprefix(_NOTE): _field(reader, k) for k in reader.fields if k.startswith(_NOTE)}
+    notes = primitives({k.removeprefix(_NOTE): _field(reader, k) for k in reader.fields if k.startswith(_NOTE)})
     if not matrices["value"]:
         raise RotationZooError(
             f"{path.name} has key rotations and no value rotations",
@@ -102,8 +127,19 @@ def read(path: Path) -> list[Foreign]:
             for layer, matrix in side.items():
                 side[layer] = (matrix.double() @ _engine_transform(kind, matrix.shape[-1])).float()
         said = ("written for an engine that adds a Hadamard transform; it has been added here",)
-    sides = {side: Side(dict(sorted(matrices[side].items())), str(notes.get(f"{side}_objective", "unknown"))) for side in SIDES}
+    sides = {side: Side(dict(sorted(matrices[side].items())), named(notes.get(f"{side}_objective"))) for side in SIDES}
     return [Foreign(path, "GGUF", side, sides[side], notes, said) for side in SIDES]
+
+
+def _matrix(path: Path, tensor: Any) -> torch.Tensor:
+    """R, `[D, D]` float32, of a tensor that holds it transposed, in whatever type."""
+    try:
+        stored = torch.from_numpy(_package().quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    except Exception as error:  # types that the package cannot read
+        raise RotationZooError(f"{tensor.name} of {path.name} cannot be read: {first_sentence(error)}") from error
+    if stored.ndim != 2 or stored.shape[0] != stored.shape[1] or not stored.numel():
+        raise RotationZooError(f"{tensor.name} of {path.name} is no square matrix, but {list(stored.shape)}")
+    return stored.mT.contiguous()
 
 
 def _engine_transform(kind: str, dim: int) -> torch.Tensor:
@@ -136,7 +172,8 @@ def _check_base(reader: Any, architecture: str, base: Path, serving: Serving) ->
             f"the llama.cpp that runs {architecture} neither clips nor keeps tokens exact",
             hint="accept that with: --clip 1 --windows 0/0",
         )
-    if int(_field(reader, "split.count") or 1) > 1:
+    parts = _field(reader, "split.count")
+    if isinstance(parts, int) and parts > 1:
         raise RotationZooError(f"{base.name} is one part of several", hint="join them first with: llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     shared = any(layer.owner != layer.index for layer in serving.geometry)
@@ -148,18 +185,7 @@ def _check_base(reader: Any, architecture: str, base: Path, serving: Serving) ->
         )
     if rotated := next((name for name in tensors if _PATTERN.fullmatch(name)), None):
         raise RotationZooError(f"{base.name} has rotations already ({rotated})", hint="start from the file without them")
-    for layer in cached_layers(serving.geometry):
-        for name in (f"blk.{layer.index}.attn_k.weight", f"blk.{layer.index}.attn_v.weight"):
-            if name not in tensors and name.endswith("v.weight"):
-                continue  # some layers of Gemma 4 have keys for values
-            rows = int(tensors[name].shape[1]) if name in tensors else 0  # ggml's order: inputs first
-            fits = rows and not rows % layer.key_dim if serving.model is None else rows == layer.kv_heads * layer.key_dim
-            if not fits:
-                raise RotationZooError(
-                    f"{base.name} is no model of this artifact: layer {layer.index} should have {layer.kv_heads} KV heads of "
-                    f"{layer.key_dim}, and its {name.split('.', 2)[2]} has {rows} rows",
-                    hint="give the base that was converted from the model of the artifact",
-                )
+    check_layers(base.name, tensors, serving)
 
 
 def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndarray], notes: dict[str, Any]) -> None:
@@ -196,6 +222,8 @@ def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndar
 
 def _read(path: Path) -> Any:
     package = _package()
+    check_regular(path)
+    check_header(path, {kind.value: sizes for kind, sizes in package.GGML_QUANT_SIZES.items()})
     try:
         return package.GGUFReader(path)
     except OSError as error:
@@ -205,8 +233,12 @@ def _read(path: Path) -> Any:
 
 
 def _field(reader: Any, name: str) -> Any:
+    """What a file says; None where it does not, or says it in no way that can be read."""
     field = reader.get_field(name)
-    return None if field is None else field.contents()
+    try:
+        return None if field is None else field.contents()
+    except (ValueError, IndexError):
+        return None
 
 
 def _package() -> Any:

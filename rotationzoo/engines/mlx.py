@@ -5,11 +5,26 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rotationzoo.engines import Foreign, Launch, Options, Serving, Side, Takes, identity_like, mapping, one_group, power_of_two
-from rotationzoo.errors import RotationZooError
+from rotationzoo.engines import (
+    MOST_LAYERS,
+    Foreign,
+    Launch,
+    Options,
+    Serving,
+    Side,
+    Takes,
+    check_regular,
+    check_tensor,
+    identity_like,
+    mapping,
+    named,
+    one_group,
+    power_of_two,
+    primitives,
+)
+from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.geometry import Geometry
 
 NAME = "mlx"
@@ -53,23 +68,30 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
 
 def read(path: Path) -> Foreign:
     """One side. Raises `RotationZooError` for what is no such file."""
+    check_regular(path)
     try:
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RotationZooError(f"{path} is no safetensors file: {error}", hint="fetch it again") from error
+    except Exception as error:  # the library has errors of several kinds for what is no such file
+        raise RotationZooError(f"{path} is no safetensors file: {first_sentence(error)}", hint="fetch it again") from error
     rotation: dict[int, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        number = re.fullmatch(r"layer_(\d+)", name)
+        number = re.fullmatch(r"layer_(0|[1-9]\d{0,8})", name)
         if number is None:
-            shared = "one matrix for all layers, which an artifact has not" if name == "rotation" else f"a tensor {name}"
+            shared = "one matrix for all layers, which an artifact has not" if name == "rotation" else f"a tensor {name!r:.60}"
             raise RotationZooError(f"{path.name} is no MLX rotation file: it holds {shared}")
+        if int(number[1]) >= MOST_LAYERS:
+            raise RotationZooError(f"{path.name} has a layer {number[1]}, and no model has", hint="do not use it")
+        check_tensor(path, name, tensor)
+        if tensor.ndim < 2:
+            raise RotationZooError(f"{name} of {path.name} is no square matrix, but {list(tensor.shape)}")
         rotation[int(number[1])] = tensor.mT.contiguous()
+    if not rotation:
+        raise RotationZooError(f"{path.name} is no MLX rotation file: it holds no layers")
     metadata = path.with_name(METADATA)
     try:
         said = mapping(json.loads(metadata.read_text(encoding="utf-8")) if metadata.is_file() else {})
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise RotationZooError(f"{metadata} is damaged: it is no JSON") from error
     side = next((side for side, name in FILES.items() if path.name.startswith(name[:2])), None)
-    objective = str(mapping(said.get("objectives")).get(side or "", "unknown"))
-    content = Side(dict(sorted(rotation.items())), objective)
-    return Foreign(path, "MLX", side, content, mapping(said.get("provenance")))  # type: ignore[arg-type]
+    content = Side(dict(sorted(rotation.items())), named(mapping(said.get("objectives")).get(side or "")))
+    return Foreign(path, "MLX", side, content, primitives(said.get("provenance")))  # type: ignore[arg-type]

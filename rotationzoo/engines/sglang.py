@@ -49,6 +49,11 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     if len(cached_layers(serving.geometry)) < max(layer.index for layer in serving.geometry) + 1:
         command[0] += " --mamba-radix-cache-strategy extra_buffer"
         notes.append("only some layers of this model cache keys: their numbers count all layers")
+    if serving.group < max(dims):
+        notes.append(
+            f"{max(dims) // serving.group} groups a head: the server's prefill with more than one is unverified; compare its "
+            "answers with those of one group a head first"
+        )
     if serving.key.mean:
         notes.append("the key mean (version 3) needs the server of August 2026 or later; earlier ones ignore it")
     key_clip, value_clip = serving.clip

@@ -7,18 +7,33 @@ so that they load with `weights_only=True`. Nothing else is ever unpickled here.
 import io
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rotationzoo.engines import WORDS, Foreign, Serving, Side, identity_like, mapping
+from rotationzoo.engines import (
+    MOST_LAYERS,
+    WORDS,
+    Foreign,
+    Serving,
+    Side,
+    check_regular,
+    check_tensor,
+    identity_like,
+    mapping,
+    named,
+    primitives,
+)
 from rotationzoo.errors import RotationZooError
 
 _SIDE_OF = {theirs: "key" if ours in ("query", "key") else "value" for theirs, ours in WORDS.items()}
 _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 _COMPANIONS = ("q_rotation", "o_rotation")  # of rotations that are not orthogonal
+_TENSORS = ("rotation", "eigenvalues", "k_mean")
+_MOST_SHARED = 1 << 28  # bytes beyond the file's own that layers sharing one matrix may take: a Hadamard file of any model
 
 
 def file_name(letter: str, side: Side) -> str:
@@ -90,19 +105,18 @@ def read(path: Path) -> Foreign:
             hint="ask for orthogonal ones: 2-bit rows of one scale do not survive the others",
         )
     tensors: dict[str, dict[int, torch.Tensor]] = {}
-    for name in ("rotation", "eigenvalues", "k_mean"):
+    for name in _TENSORS:
         tensors[name] = {i: entry[name] for i, entry in layers.items() if isinstance(entry.get(name), torch.Tensor)}
         if tensors[name] and (without := sorted(layers.keys() - tensors[name].keys())):
             raise RotationZooError(f"{path.name} has no {name} for layer {without[0]}, and has for others")
     for name, found in tensors.items():
         for layer, tensor in found.items():
-            if not tensor.is_floating_point() or not tensor.ndim:
-                raise RotationZooError(f"the {name} of layer {layer} in {path.name} is no table of real numbers")
+            check_tensor(path, f"{name} of layer {layer}", tensor)
     if not tensors["rotation"]:
         raise RotationZooError(f"{path.name} is no rotation file: its layers have no rotation")
-    objective = str(table.get("objective") or "unknown")
+    objective = named(table.get("objective"))
     side = Side(tensors["rotation"], objective, tensors["eigenvalues"], tensors["k_mean"])
-    return Foreign(path, _version(table, side), side_of(path, objective, table), side, mapping(table.get("calibration")))
+    return Foreign(path, _version(table, side), side_of(path, objective, table), side, primitives(table.get("calibration")))
 
 
 def side_of(path: Path, objective: str, table: Mapping[str, Any]) -> Literal["key", "value"] | None:
@@ -123,15 +137,42 @@ def side_of(path: Path, objective: str, table: Mapping[str, Any]) -> Literal["ke
 
 
 def _load(path: Path) -> Any:
+    """What a file holds. Its tensors are looked at without their numbers first: a few bytes can ask for terabytes."""
+    check_regular(path)
     try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > path.stat().st_size:
+            raise RotationZooError(
+                f"{path.name} is no rotation file: it unpacks to {unpacked:,} bytes and has {path.stat().st_size:,}",
+                hint="do not use it",
+            )
+        _check_sizes(path, torch.load(path, map_location="meta", weights_only=True))
         return torch.load(path, map_location="cpu", weights_only=True)
+    except RotationZooError:
+        raise
     except OSError as error:
         raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint="check the path") from error
-    except Exception as error:  # pickle fails in many ways
+    except Exception as error:  # pickle and zip files fail in many ways
         raise RotationZooError(
             f"{path.name} is no rotation file: it cannot be opened as plain tensors with layers",
             hint="do not use it; files that need to run code when they are opened are refused",
         ) from error
+
+
+def _check_sizes(path: Path, content: Any) -> None:
+    """Raise `RotationZooError` where the tensors, as shapes, ask for more than the file can hold."""
+    size, total = path.stat().st_size, 0
+    entries = _layers(path, content).values()
+    for tensor in (entry.get(name) for entry in entries for name in _TENSORS):
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            wanted = tensor.numel() * tensor.itemsize
+            total += wanted
+            if max(wanted, tensor.untyped_storage().nbytes()) > size or total > size + _MOST_SHARED:
+                raise RotationZooError(
+                    f"{path.name} is no rotation file: its tensors ask for {total:,} bytes and it has {size:,}",
+                    hint="do not use it",
+                )
 
 
 def _layers(path: Path, content: Any) -> dict[int, dict[str, Any]]:
@@ -141,16 +182,19 @@ def _layers(path: Path, content: Any) -> dict[int, dict[str, Any]]:
     table = content.get("layers", content) if isinstance(content, Mapping) else None
     found: dict[int, dict[str, Any]] = {}
     for key, entry in table.items() if isinstance(table, Mapping) else ():
-        number = re.fullmatch(r"(?:layers?[._])?(\d+)", str(key))
+        layer = _layer_number(key)
         if isinstance(entry, torch.Tensor):
             entry = {"rotation": entry}
-        if number is None or not isinstance(entry, Mapping):
+        if layer is None or not isinstance(entry, Mapping):
             break
-        layer = int(number[1])
         if layer in found:
             raise RotationZooError(f"{path.name} has layer {layer} twice")
-        if str(entry.get("layer_id", layer)) != str(layer):
-            raise RotationZooError(f"{path.name}: the entry of layer {layer} says that it is layer {entry['layer_id']}")
+        if layer >= MOST_LAYERS:
+            raise RotationZooError(f"{path.name} has a layer {layer}, and no model has", hint="do not use it")
+        said = _layer_number(entry.get("layer_id", layer))
+        if said != layer:
+            what = "no layer" if said is None else f"layer {said}"
+            raise RotationZooError(f"{path.name}: the entry of layer {layer} says that it is {what}")
         found[layer] = dict(entry)
     else:
         if found:
@@ -159,6 +203,13 @@ def _layers(path: Path, content: Any) -> dict[int, dict[str, Any]]:
         f"{path.name} is no rotation file: it has no table of layers",
         hint="give a file that OSCAR's tools or rotationzoo export wrote",
     )
+
+
+def _layer_number(name: Any) -> int | None:
+    if isinstance(name, int):
+        return name if 0 <= name < 10**9 else None
+    number = re.fullmatch(r"(?:layers?[._])?(\d{1,9})", name) if isinstance(name, str) else None
+    return int(number[1]) if number else None
 
 
 def _version(table: Mapping[str, Any], side: Side) -> str:

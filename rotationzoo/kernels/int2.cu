@@ -7,7 +7,8 @@
 // one from each quarter of the row: whichever way codes are packed, the codes of a byte are then in one lane.
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
-// CLIP (0: off), ROTATE, and the format: GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), MINIMUM, STRIDED.
+// CLIP (0: off), ROTATE, and the format: GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), COMPUTED (rounded with the
+// metadata as computed, not as stored), MINIMUM, STRIDED.
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 constexpr int QUARTER = D / 4, GROUPS = D / GROUP, WARPS = 4;
@@ -53,7 +54,9 @@ typedef unsigned short Metadata;
 __device__ float read(Metadata x) { return from_half(x); }
 __device__ Metadata write(float x) { return to_half(x); }
 // What reading the stored number gives; where the engines overflow or underflow to NaN, the nearest that float16 has.
-__device__ float stored_scale(float x) { return from_half(to_half(fminf(fmaxf(x, 5.9604644775390625e-8f), 65504.0f))); }
+__device__ float stored_scale(float x) {
+  return from_half(to_half(fminf(COMPUTED ? x : fmaxf(x, 5.9604644775390625e-8f), 65504.0f)));
+}
 __device__ float stored_offset(float x) { return from_half(to_half(fminf(fmaxf(x, -65504.0f), 65504.0f))); }
 #else
 typedef float Metadata;
@@ -336,10 +339,13 @@ __device__ bool quantize_row(
     float lowest = CLIP ? clip(low[g], limit) : low[g], highest = CLIP ? clip(high[g], limit) : high[g];
     float scale = Divisor<false>(3.0f).divide(fmaxf(__fsub_rn(highest, lowest), 1e-8f));
     if (HALF && !MINIMUM) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
-    scale = stored_scale(scale);
+    const float kept_scale = stored_scale(scale);
+    if (!COMPUTED) scale = kept_scale;
     Divisor<NARROW> by(scale);
     // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
-    float offset = stored_offset(MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale)));
+    float offset = MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
+    const float kept_offset = stored_offset(offset);
+    if (!COMPUTED) offset = kept_offset;
     Steps steps{by, offset};
     int bottom = 0, ceiling = 0x40400000;
 #if CLIP  // steps never falls where x rises, so clamping x is clamping y between the steps of the limits: one clamp for both
@@ -352,7 +358,7 @@ __device__ bool quantize_row(
 #pragma unroll
         for (int i = 0; i < RUN; i++)
           words[position(k, i) / 32] += code_bits(steps(x[k][i]), bottom, ceiling) << position(k, i) % 32;
-    if (exists && lane.index == 0) metadata[2 * g] = write(scale), metadata[2 * g + 1] = write(offset);
+    if (exists && lane.index == 0) metadata[2 * g] = write(kept_scale), metadata[2 * g + 1] = write(kept_offset);
   }
   if (exists && lane.active) {
 #if STRIDED
