@@ -36,9 +36,19 @@ def candidates(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tens
     heads, dim = stored.shape[:2]
     found = {"hadamard": hadamard(dim).expand(heads, -1, -1)}
     for name, basis in bases(stored, read).items():
-        for width in (*(width for width in _WIDTHS if width < dim and dim % width == 0), dim):
+        for width in _widths(dim):
             found[f"{name} h{width}"] = basis @ rotation.block_hadamard(dim, width)
     return found
+
+
+def count(dim: int) -> int:
+    """How many candidates there are for heads of so many channels."""
+    return 1 + 4 * len(_widths(dim))
+
+
+def _widths(dim: int) -> list[int]:
+    """Of the Hadamard blocks."""
+    return [*(width for width in _WIDTHS if width < dim and dim % width == 0), dim]
 
 
 def _log(moment: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from rotationzoo.simulate import stored
 from rotationzoo.tally import clearly_less
 
 _LEARNED = ", learned"
-_BATCH = 8  # rotations tried at once
+BATCH = 8  # rotations tried at once
 
 Score = Callable[[Sample, torch.Tensor], torch.Tensor]
 """A sample, and rows `[S, H, T, D]` as they come back from the cache -> `[S, H]`, less is better."""
@@ -178,7 +178,7 @@ class Chooser:
         by_text: dict[int, list[torch.Tensor]] = {}
         for s in self.judge:
             rows = s.key if side == "key" else s.value
-            scores = [score(s, self._back(side, rows, one)) for one in matrix.split(_BATCH)]
+            scores = [score(s, self._back(side, rows, one)) for one in matrix.split(BATCH)]
             by_text.setdefault(s.text, []).append(torch.cat(scores))
         return torch.stack([torch.stack(readers).mean(0) for readers in by_text.values()])
 

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from rotationzoo import artifact, checkpoint, models
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe, settle_centering
-from rotationzoo.geometry import Geometry, cached_layers, geometry_on_meta, shifted_layers
+from rotationzoo.geometry import Geometry, geometry_on_meta, shifted_layers
+from rotationzoo.memory import Footprint
 from rotationzoo.recipe import SELF, Recipe, digest, without_paths
-from rotationzoo.sample import HELD, size_of
 from rotationzoo.source import Source, find
-
-_HEAP = 1.75  # of what is kept on a CPU, whose allocator leaves holes between it: 6.7 GB measured for 3.7 GB of samples
 
 
 @dataclass(frozen=True)
@@ -102,15 +100,11 @@ def plan(job: Job) -> Plan:
     check_recipe(job.recipe, geometry or [])
     _check_length(job.recipe, config)
     weights = models.weights_bytes(source, model)
-    rotations, statistics = _rotation_bytes(job.recipe, geometry or []), _statistics_bytes(job.recipe, geometry or [])
-    peak = rotations
-    if job.recipe.needs_statistics:
-        loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
-        activations = _activation_bytes(job, model, geometry or [])
-        writing = _cache_bytes(job, geometry or [])
-        searching = _search_bytes(job, model, geometry or []) + _activation_bytes(replace(job, batch=1), model, geometry or [])
-        peak += loaded + 2 * statistics + max(activations, writing, searching)
-    return Plan(job, source, config, geometry, None, weights, rotations + statistics, peak, tuple(notes))
+    loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
+    item = 4 if job.torch_dtype == torch.float32 else 2
+    needs = Footprint(job.recipe, geometry or [], model.config, job.batch, item, job.torch_device == "cpu")
+    written = needs.rotations + needs.statistics
+    return Plan(job, source, config, geometry, None, weights, written, needs.peak(loaded), tuple(notes))
 
 
 def _fitting(job: Job, config: PretrainedConfig) -> Job:
@@ -196,59 +190,3 @@ def check_room(job: Job, known: Plan) -> None:
 def _ancestor(path: Path) -> Path:
     """The nearest folder above that is there already."""
     return next(folder for folder in path.absolute().parents if folder.exists())
-
-
-def _statistics_bytes(recipe: Recipe, geometry: Geometry) -> int:
-    """Four second moments a layer, five with key energy, in float64."""
-    if not recipe.needs_statistics:
-        return 0
-    energy = 1 if recipe.value_statistic == "key_energy" else 0
-    layers = cached_layers(geometry)
-    return sum(8 * layer.kv_heads * (2 * layer.key_dim**2 + (2 + energy) * layer.value_dim**2) for layer in layers)
-
-
-def _rotation_bytes(recipe: Recipe, geometry: Geometry) -> int:
-    layers = cached_layers(geometry)
-    heads = (1 if recipe.pooling == "layer" else layer.kv_heads for layer in layers)
-    return sum(4 * h * (layer.key_dim**2 + layer.value_dim**2) for h, layer in zip(heads, layers, strict=True))
-
-
-def _cache_bytes(job: Job, geometry: Geometry) -> int:
-    """The key/value cache of a batch that the model writes."""
-    if job.recipe.data.source != SELF:
-        return 0
-    width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in cached_layers(geometry))
-    return job.batch * job.recipe.data.length * width * _item(job)
-
-
-def _search_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> int:
-    recipe = job.recipe
-    if recipe.search is None:
-        return 0
-    lengths = recipe.data.row_lengths  # of documents, whose lengths nobody knows before they are read, an upper limit
-    held_out = recipe.search.held_out(len(lengths))
-    judged, taught = lengths[len(lengths) - held_out :], lengths[: len(lengths) - held_out]
-    hidden = model.config.get_text_config(decoder=True).hidden_size
-    sizes = [size_of(geometry, layer, recipe.search, judged, taught, hidden) for layer in cached_layers(geometry)]
-    held = max(max(sizes, default=0), min(HELD, sum(sizes)))
-    return int(_HEAP * held) if job.torch_device == "cpu" else held
-
-
-def _activation_bytes(job: Job, model: PreTrainedModel, geometry: Geometry) -> int:
-    """What one batch holds at its widest: the residual stream, one layer's projections, the float64 copy of one row and,
-    under eager attention, the scores; plus the libraries themselves, whose memory counts on a CPU."""
-    text = model.config.get_text_config(decoder=True)
-    length, tokens = job.recipe.data.length, job.recipe.data.length * job.batch
-    item = _item(job)
-    widest = max((layer.query_heads * (layer.key_dim + layer.value_dim) for layer in geometry), default=0)
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    projections = 3 * tokens * item * max(widest, inner if isinstance(inner, int) else max(inner))
-    heads = max((layer.query_heads for layer in geometry), default=0)
-    scores = 3 * 4 * tokens * length * heads if text._attn_implementation == "eager" else 0
-    libraries = 400_000_000 if job.torch_device == "cpu" else 0
-    return 4 * tokens * text.hidden_size * item + projections + 2 * 8 * length * widest + scores + libraries
-
-
-def _item(job: Job) -> int:
-    """Bytes of an activation."""
-    return 4 if job.torch_dtype == torch.float32 else 2

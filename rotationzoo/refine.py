@@ -51,6 +51,7 @@ class _Rounded(torch.autograd.Function):
         return by_entry, by_threshold.sum_to_size(threshold.shape), None
 
 
+TOKENS = 4096  # rows of a step of learning
 _LEAST = 1e-9  # of the metric's trace, so that a metric of low rank has a root
 
 
@@ -61,7 +62,7 @@ def learn(
     codec: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
     rate: float,
-    tokens: int = 4096,
+    tokens: int = TOKENS,
     seed: int = 0,
     deadline: float = math.inf,
 ) -> tuple[torch.Tensor, list[list[float]]]:

@@ -20,7 +20,7 @@ from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.tally import clearly_less
 
 _STEP = 0.02  # between clip ratios
-_POSITIONS = 256  # whose predictions are compared at a time
+POSITIONS = 256  # whose predictions are compared at a time
 
 Tensors = dict[str, torch.Tensor]
 
@@ -117,7 +117,7 @@ def divergences(
 
 def _divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    for p, q in zip(exact.split(_POSITIONS), other.split(_POSITIONS), strict=True):
+    for p, q in zip(exact.split(POSITIONS), other.split(POSITIONS), strict=True):
         p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
         by_position = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
         total += by_position.double().sum().cpu()

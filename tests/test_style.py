@@ -46,6 +46,7 @@ FLOORS = [
         "trim",
         "choose",
         "search",
+        "memory",
         "plan",
         "calibrate",
         "importing",
