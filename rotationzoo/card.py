@@ -158,13 +158,22 @@ def _evaluation(found: dict[str, Any] | None) -> str:
 ## What it costs the model
 
 Perplexity of the exact model on {found["tokens"]:,} tokens past the windows of `{found["text"]}`: {found["perplexity"]:.3f}.
-With a 2-bit cache of the format {found["format"]} and windows {found["sink"]}/{found["recent"]} (standard errors are in
+With a 2-bit cache of the format {found["format"]} and windows {found["sink"]}/{found["recent"]}{chunks(found)} (standard errors are in
 `evaluation.json`):
 
 | rotation | perplexity | attention KL | error of the attention block |
 |---|---|---|---|
 {chr(10).join(lines)}
 """
+
+
+def chunks(measured: dict[str, Any]) -> str:
+    """How an evaluation was prefilled, in words that go on a sentence."""
+    if not measured.get("prefill_chunk"):
+        return ""
+    # Earlier versions had one layout and no name for it.
+    kept = "only the sink stays" if measured.get("prefill_layout") == "server" else "the sink and the recent tokens stay"
+    return f", prefilled in chunks of {measured['prefill_chunk']:,} tokens between which {kept} exact"
 
 
 def _number(value: float | None) -> str:

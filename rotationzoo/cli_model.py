@@ -16,6 +16,8 @@ from rotationzoo.cli_options import (
     Dtype,
     Json,
     MaxMemory,
+    PrefillChunk,
+    PrefillLayout,
     Quiet,
     Revision,
     app,
@@ -135,9 +137,8 @@ def evaluate(
     layers: Annotated[str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")] = None,
     keys_only: Annotated[bool, typer.Option("--keys-only", help="Leave the values exact.")] = False,
     values_only: Annotated[bool, typer.Option("--values-only", help="Leave the keys exact.")] = False,
-    prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, which read the quantized history.")
-    ] = None,
+    prefill_chunk: PrefillChunk = None,
+    prefill_layout: PrefillLayout = None,
     queries: Annotated[int, typer.Option(min=0, help="Sampled queries a text for the attention KL; 0: none.")] = 32,
     batch: Annotated[int, typer.Option(min=1, help="Texts a forward pass.")] = 1,
     save: Annotated[bool, typer.Option("--save", help="Add evaluation.json to each artifact.")] = False,
@@ -158,6 +159,8 @@ def evaluate(
     out = Output(json, quiet)
     if keys_only and values_only:
         raise UsageError("--keys-only and --values-only leave nothing to store in 2 bits", hint="give one of them")
+    if prefill_layout and prefill_chunk is None:
+        raise UsageError("--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048")
     from rotationzoo import evaluate as evaluation
     from rotationzoo import recipe as recipes
     from rotationzoo.tables import show_evaluation
@@ -175,6 +178,7 @@ def evaluate(
         layers=parse_layers(layers),
         sides=("key",) if keys_only else ("value",) if values_only else ("key", "value"),
         prefill_chunk=prefill_chunk,
+        prefill_layout=prefill_layout or "server",
         queries=queries,
         revision=revision,
         batch=batch,

@@ -56,6 +56,13 @@ ZooRepo = Annotated[str | None, typer.Option("--repo", help="The zoo repository 
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
 Dtype = Annotated[Literal["auto", "bfloat16", "float32"], typer.Option(help="auto: the model's own, float32 on a CPU.")]
 DeviceMap = Annotated[str | None, typer.Option(help="auto: spread over GPUs, main memory and disk.")]
+PrefillChunk = Annotated[
+    int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, which read the quantized history.")
+]
+PrefillLayout = Annotated[
+    Literal["server", "window"] | None,
+    typer.Option(help="Exact between chunks: the sink alone, as OSCAR's server has it (server), or the recent window too."),
+]
 MaxMemory = Annotated[str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")]
 
 

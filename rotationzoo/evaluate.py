@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +39,8 @@ class Evaluation:
     layers: set[int] | None = None
     sides: tuple[str, ...] = ("key", "value")
     prefill_chunk: int | None = None
+    prefill_layout: Literal["server", "window"] = "server"
+    """What is exact between chunks, as in `simulate.Cache`."""
     queries: int = 32
     """Sampled queries a row for the attention KL; 0 leaves it out."""
     revision: str | None = None
@@ -111,6 +113,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         "sides": list(job.sides),
         "layers": sorted(_layers(job, geometry)),
         "prefill_chunk": job.prefill_chunk,
+        "prefill_layout": job.prefill_layout if job.prefill_chunk else None,
         "notes": _notes(text, source, artifacts, geometry),
         "exact": exact.exact_report(),
         "arms": windows[0]["arms"],
@@ -130,6 +133,7 @@ def _save(report: dict[str, Any], there: Artifact, own: str) -> None:
     summary = {
         "text": report["text"]["source"], "tokens": report["tokens"], "perplexity": report["exact"]["perplexity"],
         "format": report["format"], "sink": first["sink"], "recent": first["recent"],
+        "prefill_chunk": report["prefill_chunk"], "prefill_layout": report["prefill_layout"],
         "arms": {
             name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error")}
             for name, arm in first["arms"].items()
@@ -231,7 +235,8 @@ def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> No
 def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
     recipe = _recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
-    return [Cache(int2.FORMATS[job.format], sink, recent, job.prefill_chunk) for sink, recent in windows]
+    form = int2.FORMATS[job.format]
+    return [Cache(form, sink, recent, job.prefill_chunk, job.prefill_layout) for sink, recent in windows]
 
 
 def _recipe(artifacts: list[Artifact]) -> Recipe:

@@ -9,7 +9,7 @@ see. Windows, soft cap and sinks stay the model's.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -30,21 +30,30 @@ class Cache:
     sink: int = 64
     recent: int = 256
     prefill_chunk: int | None = None
-    """Queries of a chunk of so many tokens read the whole chunk exact, and the `recent` tokens before it; None is decoding,
-    where each query's `recent` tokens end with its own."""
+    """Queries of a chunk of so many tokens read the whole chunk exact, and what earlier chunks left as `prefill_layout` says;
+    None is decoding, where each query's `recent` tokens end with its own."""
+    prefill_layout: Literal["server", "window"] = "server"
+    """`server`: as OSCAR's fork of SGLang writes chunks (`_mixed_extend_layout_counts`), of which all but the last leave
+    nothing exact but the sink; its `recent` tokens are for decoding. `window`: the `recent` tokens before a chunk are exact."""
 
     def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Boolean `[T, T]`: whether query t reads position j from the exact copy."""
         position = torch.arange(length, device=device)
         chunk = self.prefill_chunk
         end = position + 1 if chunk is None else position // chunk * chunk
-        return (position < self.sink) | (position >= end[:, None] - self.recent)
+        return (position < self.sink) | (position >= end[:, None] - self._recent)
 
     @property
     def first_quantized(self) -> int:
         """The first query that reads a quantized position."""
-        window = self.sink + self.recent
+        window = self.sink + self._recent
         return window if self.prefill_chunk is None else -(-(window + 1) // self.prefill_chunk) * self.prefill_chunk
+
+    @property
+    def _recent(self) -> int:
+        """Tokens that are exact before those that come together: a query, or its chunk."""
+        written_at_once = self.prefill_chunk is not None and self.prefill_layout == "server"
+        return 0 if written_at_once else self.recent
 
 
 @dataclass(frozen=True)

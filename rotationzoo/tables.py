@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact import Artifact
-from rotationzoo.card import CONTEXT
+from rotationzoo.card import CONTEXT, chunks
 from rotationzoo.console import Output, table
 from rotationzoo.export import Exported, as_json, launch_line
 from rotationzoo.hubs import Published
@@ -117,9 +117,8 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
 
     def human() -> None:
         print(f"{report['model']}, {report['tokens']:,} tokens from position {report['first_position']} on in ", end="")
-        print(
-            f"{report['text']['rows']} texts, format {report['format']}; exact perplexity {report['exact']['perplexity']:.4f}"
-        )
+        print(f"{report['text']['rows']} texts, format {report['format']}{chunks(report)}; ", end="")
+        print(f"exact perplexity {report['exact']['perplexity']:.4f}")
         for window in report["windows"]:
             _arm_table(window)
         print("±: standard error over texts, paired with the exact model")

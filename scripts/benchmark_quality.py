@@ -2,7 +2,7 @@
 
     python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER [--arms "A;B"] [--settings S,T]
 
-Settings: `2048` and `4096` tokens a text, and `chunk` (2048 tokens, prefilled in chunks of 512). Prints a table for each model
+Settings: `2048` and `4096` tokens a text, and `chunks` (2048 tokens, prefilled in chunks of 512 as OSCAR's server writes them). Prints a table for each model
 and setting, with the increase of perplexity and the attention KL of every arm, and their ratios to `oscar-v1`; then the same
 over all models. FOLDER gets the artifacts, and the numbers as `MODEL.json`; what is there is not made again, so that models can
 be done side by side in processes of their own and looked at together afterwards.
@@ -48,7 +48,7 @@ ARMS: dict[str, Recipe] = {
     "best, self": BEST.model_copy(update={"data": BEST.data.model_copy(update={"source": SELF})}),
 }
 SETTINGS: dict[str, tuple[int, int, int | None]] = {
-    "2048": (64, 2048, None), "4096": (32, 4096, None), "chunk": (64, 2048, 512),
+    "2048": (64, 2048, None), "4096": (32, 4096, None), "chunks": (64, 2048, 512),
 }  # fmt: skip
 BASES = ("oscar-v1", "oscar", "hadamard")
 CLEAR = 1e-3  # of log perplexity, beside two standard errors

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import architectures
 import pytest
@@ -175,11 +176,13 @@ def really_read(model, arm: Arm, cache: Cache, ids: torch.Tensor) -> torch.Tenso
     found, step = [], cache.prefill_chunk or 1
     for start in range(0, ids.shape[1], step):
         stop = min(start + step, ids.shape[1])
-        end = start if cache.prefill_chunk else start + 1  # the recent tokens end with a query's own, or before its chunk
+        # The recent tokens end with a query's own, or before its chunk; a server has written them in 2 bits by then.
+        end = start if cache.prefill_chunk else start + 1
+        recent = 0 if cache.prefill_chunk and cache.prefill_layout == "server" else cache.recent
         past = transformers.DynamicCache()
         if exact:
             position = torch.arange(start)
-            kept = (position < cache.sink) | (position >= end - cache.recent)
+            kept = (position < cache.sink) | (position >= end - recent)
             for layer in layers:
                 mixed = [
                     torch.where(kept[:, None], rows, arm.stored(rows, f"layers.{layer}.{side}", cache.format))
@@ -195,7 +198,14 @@ def really_read(model, arm: Arm, cache: Cache, ids: torch.Tensor) -> torch.Tenso
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("cache", [Cache(sink=2, recent=5), Cache(sink=3, recent=4, prefill_chunk=7)], ids=["decode", "chunks"])
+CACHES = {
+    "decode": Cache(sink=2, recent=5),
+    "server": Cache(sink=3, recent=4, prefill_chunk=7),
+    "window": Cache(sink=3, recent=4, prefill_chunk=7, prefill_layout="window"),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("name", [n for n in ("llama", "qwen3", "mistral", "gemma2", "gpt_oss") if n in NAMES])
 def test_the_simulation_is_what_a_server_computes(name, cache):
     model = architectures.build(name)
@@ -210,15 +220,22 @@ def test_the_simulation_is_what_a_server_computes(name, cache):
 def test_windows_and_chunks_decide_what_is_exact():
     decode = Cache(sink=1, recent=2).exact(5).int().tolist()
     assert [row[: t + 1] for t, row in enumerate(decode)] == [[1], [1, 1], [1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1, 1]]
-    chunks = Cache(sink=1, recent=1, prefill_chunk=3).exact(9).int().tolist()
-    assert chunks[2][:3] == [1, 1, 1]
-    assert chunks[5][:6] == [1, 0, 1, 1, 1, 1]
-    assert chunks[6][:7] == [1, 0, 0, 0, 0, 1, 1]
+    window = Cache(sink=1, recent=1, prefill_chunk=3, prefill_layout="window").exact(9).int().tolist()
+    assert window[2][:3] == [1, 1, 1]
+    assert window[5][:6] == [1, 0, 1, 1, 1, 1]
+    assert window[6][:7] == [1, 0, 0, 0, 0, 1, 1]
+    server = Cache(sink=1, recent=1, prefill_chunk=3).exact(9).int().tolist()
+    assert server[2][:3] == [1, 1, 1]
+    assert server[5][:6] == [1, 0, 0, 1, 1, 1]
+    assert server[6][:7] == [1, 0, 0, 0, 0, 0, 1]
     for cache in (
         Cache(),
         Cache(sink=1, recent=2),
         Cache(sink=0, recent=3, prefill_chunk=4),
         Cache(sink=5, recent=9, prefill_chunk=7),
+        Cache(sink=0, recent=3, prefill_chunk=4, prefill_layout="window"),
+        Cache(sink=5, recent=9, prefill_chunk=7, prefill_layout="window"),
+        Cache(sink=7, recent=9, prefill_chunk=7),
     ):
         exact = cache.exact(400)
         reads = [t for t in range(400) if not exact[t, : t + 1].all()]
@@ -301,10 +318,36 @@ def test_one_cause_at_a_time(models_and_artifacts):
 
 
 def test_chunked_prefill_reads_less_of_the_quantized_history():
-    one = dict(data=Data(tokens=1024, length=512), windows=[(4, 16)], queries=16)
-    decode = evaluate(Evaluation("demo", [], **one))["arms"]["identity"]
-    chunks = evaluate(Evaluation("demo", [], prefill_chunk=256, **one))["arms"]["identity"]
-    assert 0 < chunks["attention_kl"] < decode["attention_kl"]
+    """The fewer the more of it is kept exact: a chunk of its own, and a window before it that no server keeps."""
+    one = dict(data=Data(tokens=1024, length=512), windows=[(4, 64)], queries=16)
+    decode = evaluate(Evaluation("demo", [], **one))
+    server = evaluate(Evaluation("demo", [], prefill_chunk=256, **one))
+    window = evaluate(Evaluation("demo", [], prefill_chunk=256, prefill_layout="window", **one))
+    kl = [report["arms"]["identity"]["attention_kl"] for report in (window, server, decode)]
+    assert 0 < kl[0] < kl[1] < kl[2]
+    assert [report["prefill_layout"] for report in (decode, server, window)] == [None, "server", "window"]
+
+
+def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, models_and_artifacts, tmp_path):
+    _, (made, _) = models_and_artifacts
+    folder = tmp_path / "made"
+    shutil.copytree(made, folder)
+    words = ["evaluate", "demo", folder, "--tokens", 512, "--length", 512, "--queries", 0, "--windows", "4/64", "--save"]
+    for options, between in (
+        (["--prefill-chunk", 256], "between which only the sink stays exact"),
+        (["--prefill-chunk", 256, "--prefill-layout", "window"], "between which the sink and the recent tokens stay exact"),
+    ):
+        shown = inside(*words, *options)
+        assert shown.returncode == 0, shown.stderr
+        for text in (shown.stdout, (folder / "README.md").read_text(encoding="utf-8")):
+            assert f"prefilled in chunks of 256 tokens {between}" in " ".join(text.split())
+        layout = options[-1] if len(options) > 2 else "server"
+        assert json.loads((folder / "evaluation.json").read_text())["prefill_layout"] == layout
+    assert inside(*words).returncode == 0
+    assert "prefilled" not in (folder / "README.md").read_text(encoding="utf-8")
+    wrong = inside(*words, "--prefill-layout", "window")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("Error: --prefill-layout is for a prefill in chunks")
 
 
 def test_notes_for_the_reader(models_and_artifacts, tmp_path):
