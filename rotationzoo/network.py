@@ -110,7 +110,8 @@ def check_encoding(headers: Any, what: str) -> None:
         raise HubError(f"{what} sent a compressed answer, which was not asked for", hint="tell the owners of that server")
 
 
-_endpoint: contextvars.ContextVar[str | None] = contextvars.ContextVar("endpoint", default=None)
+_asked: list[str] = []
+"""Endpoints that are being asked, for every thread: the client uploads in threads of its own."""
 
 
 @contextmanager
@@ -119,11 +120,12 @@ def asking_huggingface(endpoint: str | None = None) -> Iterator[None]:
     import huggingface_hub
 
     limit_huggingface()
-    reset = _endpoint.set(endpoint or huggingface_hub.constants.ENDPOINT)
+    address = endpoint or huggingface_hub.constants.ENDPOINT
+    _asked.append(address)
     try:
         yield
     finally:
-        _endpoint.reset(reset)
+        _asked.remove(address)
 
 
 def limit_huggingface() -> None:
@@ -190,8 +192,8 @@ def _limited(base: Any) -> Any:
         @staticmethod
         def prepare(request: Any) -> None:
             request.headers["accept-encoding"] = "identity"
-            endpoint, said = _endpoint.get(), request.headers.get("authorization", "")
-            foreign = endpoint is not None and origin(str(request.url)) != origin(endpoint)
+            said = request.headers.get("authorization", "")
+            foreign = _asked and origin(str(request.url)) not in map(origin, _asked)
             if foreign and tokens.redact(said) != said:
                 del request.headers["authorization"]
 

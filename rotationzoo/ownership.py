@@ -21,11 +21,12 @@ def listed_name(model: dict[str, Any]) -> str:
 
     Raises `RotationZooError` for a name that is not the model's own.
     """
+    given = str(model.get("id") or "")
     if model.get("revision") is not None:
-        if not re.fullmatch(REPOSITORY, str(model["id"])):
-            raise RotationZooError(f"{model['id']!r} is no name of a model on a hub")
-        return str(model["id"])
-    name = re.sub(r"[^\w.-]", "-", Path(str(model["id"])).name)
+        if not re.fullmatch(REPOSITORY, given):
+            raise RotationZooError(f"{given!r} is no name of a model on a hub", hint="calibrate the model again")
+        return given
+    name = re.sub(r"[^\w.-]", "-", Path(given).name) or "model"
     if name.lower() == DEMO_NAME:
         demo = Source(DEMO_NAME, DEMO, None)
         known = {"config_sha256": config_hash(demo), "weights_fingerprint": weights_fingerprint(demo)}

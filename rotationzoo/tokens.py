@@ -1,7 +1,9 @@
 """Access tokens of the hubs: read once, checked before a client sees them, and kept out of everything that is printed."""
 
+import contextlib
 import os
 import re
+from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
 
@@ -37,11 +39,12 @@ def huggingface() -> str | None:
 
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return None
-    try:
-        token = huggingface_hub.get_token()
-    except UnicodeDecodeError as error:
-        raise RotationZooError(f"{constants.HF_TOKEN_PATH} is no token", hint="run: hf auth login") from error
-    return check(token, constants.HF_TOKEN_PATH)
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            check(Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8"), constants.HF_TOKEN_PATH)
+        except UnicodeDecodeError as error:
+            raise RotationZooError(f"{constants.HF_TOKEN_PATH} holds no token", hint="run: hf auth login") from error
+    return check(huggingface_hub.get_token(), constants.HF_TOKEN_PATH)
 
 
 def redact(text: str) -> str:

@@ -15,12 +15,24 @@ from rotationzoo.errors import HubError, RotationZooError, first_sentence
 from rotationzoo.hubs.protocol import SPELLING, Hub, Listed, Published, patiently
 from rotationzoo.network import NETWORK
 
+# What the client reads when it is imported. A call is repeated here, and only here: it would wait for minutes, silently, and
+# for half an hour if a hub said so.
+_SETTINGS = {
+    "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # its probe of a cloud's inner network costs 0.2 s
+    "MODELSCOPE_UPLOAD_BLOB_MAX_ATTEMPTS": "1",
+    "MODELSCOPE_UPLOAD_COMMIT_MAX_ATTEMPTS": "1",
+    "MODELSCOPE_UPLOAD_COMMIT_MAX_RETRY_AFTER_SECONDS": "10",
+    "MODELSCOPE_UPLOAD_FAILED_FILE_MAX_RETRY_ROUNDS": "1",
+    "MODELSCOPE_UPLOAD_RECOVERY_ENABLED": "false",
+}
+
 
 class ModelScope(Hub):
     name = "modelscope"
 
     def __init__(self) -> None:
-        os.environ.setdefault("MODELSCOPE_DOWNLOAD_INTRA_CLOUD", "false")  # its probe of a cloud's inner network costs 0.2 s
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
         import requests
         from modelscope_hub import HubApi, HubConfig
 
@@ -30,7 +42,7 @@ class ModelScope(Hub):
         config = HubConfig(token=self.token or "")  # what is empty is not looked for again
         self.endpoint = str(config.endpoint)
         self.api, self.files = HubApi(config=config), requests.Session()
-        self.api.openapi._max_retries = 1  # a call is repeated here, and only here
+        self.api.openapi._max_retries = 1
         clients = (self.api.openapi, self.api.legacy)
         sessions = [session for client in clients for session in (client._session, client._read_session)]
         for session in (*sessions, self.files):
