@@ -102,8 +102,12 @@ def plan(job: Job) -> Plan:
     check_recipe(job.recipe, geometry or [])
     _check_length(job.recipe, config)
     weights = models.weights_bytes(source, model)
-    loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
-    item = 4 if job.torch_dtype == torch.float32 else 2
+    dtype, loaded = job.torch_dtype, weights
+    if isinstance(dtype, str) or getattr(config, "quantization_config", None):  # the makers' own
+        dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
+    else:
+        loaded = dtype.itemsize * model.num_parameters()
+    item = dtype.itemsize
     on_cpu = job.torch_device == "cpu"
     needs = Footprint(job.recipe, geometry or [], model.config, job.batch, item, on_cpu)
     here = memory.present(on_cpu, job.device_map is not None)
