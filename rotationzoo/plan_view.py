@@ -6,11 +6,14 @@ from rotationzoo.card import CONTEXT, bits_per_element
 from rotationzoo.console import Output
 from rotationzoo.geometry import cached_layers, geometry_json
 from rotationzoo.int2 import FORMATS
-from rotationzoo.plan import Job, Plan
+from rotationzoo.plan import Job
+from rotationzoo.plan import plan as make_plan
 from rotationzoo.recipe import Search
 
 
-def show_plan(out: Output, plan: Plan) -> None:
+def show_plan(out: Output, asked: Job) -> None:
+    """Look at the model, and print what is known of the job."""
+    plan = make_plan(asked)
     job = plan.job
     cached = cached_layers(plan.geometry or [])
 
