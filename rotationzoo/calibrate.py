@@ -166,7 +166,8 @@ def _run_model(job: Job, known: Plan, text: Corpus | None, checkpoint: Checkpoin
     assert known.config is not None
     with models.placement(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        model = models.load(known.source, known.config, job.torch_device, job.torch_dtype, placement)
+        predicts = recipe.search is not None or recipe.data.source == SELF
+        model = models.load(known.source, known.config, job.torch_device, job.torch_dtype, placement, predicts)
         dtype = str(model.dtype).removeprefix("torch.")
         row = text.rows[0] if text is not None else torch.zeros(_CHECKED_TOKENS, dtype=torch.long)
         ids = row[None, :_CHECKED_TOKENS].to(models.input_device(model))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from transformers import AttentionInterface, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel
@@ -43,7 +44,19 @@ class Attention:
                 f"{type(self.module).__name__} has no eager attention to read weights from", hint="add: --queries 0"
             ) from error
         query, key = query.float(), key.float()
-        return eager(self.module, query, key, key[..., :1], self.mask, **self.options)[1]
+        with loaded(self.module):
+            return eager(self.module, query, key, key[..., :1], self.mask, **self.options)[1]
+
+
+@contextmanager
+def loaded(module: torch.nn.Module) -> Iterator[None]:
+    """Within the block the module's own parameters are there, such as sinks of attention, which accelerate may keep elsewhere
+    but while the module runs."""
+    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        yield  # while it runs: its parameters stay when the block ends
+        return
+    with align_module_device(module):
+        yield
 
 
 def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:

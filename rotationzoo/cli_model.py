@@ -75,7 +75,6 @@ def calibrate(
     )  # fmt: skip
     from rotationzoo.calibrate import calibrate as run
     from rotationzoo.plan import Job
-    from rotationzoo.plan import plan as look
     from rotationzoo.plan_view import show_plan
     from rotationzoo.tables import show_artifact
 
@@ -99,7 +98,7 @@ def calibrate(
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
     if dry_run:
-        show_plan(out, look(job))
+        show_plan(out, job)
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill is an interruption too
     before = job.output.stat().st_ctime_ns if job.output.exists() else None

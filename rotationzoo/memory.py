@@ -3,9 +3,13 @@
 Each term is that of the tensors which are there at once; `tests/test_memory.py` holds them against what is allocated.
 """
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from transformers import PretrainedConfig
 
 from rotationzoo.candidates import count as count_candidates
@@ -20,9 +24,22 @@ from rotationzoo.trim import POSITIONS
 # Of samples kept on a CPU, whose allocator leaves holes between them: 6.7 GB measured for 3.7 GB.
 _HEAP = 1.75
 _LIBRARIES = 450_000_000  # torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _STEP = 9  # tensors as large as the rotated rows of a step of learning that are there at once
 _ROUND_TRIP = 7.5  # the same of rows that go through the codec and are read again
 _SOFTMAX = 5.5  # the same of two float32 softmaxes and their divergence
+
+
+def present(on_cpu: bool, spread: bool) -> int:
+    """Bytes of memory that this machine has where a job runs: main memory, the GPU's, or all of both where weights are
+    spread. In a container its own limit counts."""
+    main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such limit, or the word "max"
+        main = min(main, int(_CONTAINER.read_text()))
+    if not torch.cuda.is_available() or (on_cpu and not spread):
+        return main
+    sizes = [torch.cuda.get_device_properties(device).total_memory for device in range(torch.cuda.device_count())]
+    return main + sum(sizes) if spread else sizes[torch.cuda.current_device()]
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,16 @@ def _implementations(config: PretrainedConfig) -> dict[str, str | None]:
 
 
 def load(
-    source: Source, config: PretrainedConfig, device: str, dtype: torch.dtype | str, placement: "Placement | None" = None
+    source: Source,
+    config: PretrainedConfig,
+    device: str,
+    dtype: torch.dtype | str,
+    placement: "Placement | None" = None,
+    predicts: bool = True,
 ) -> PreTrainedModel:
     """The model with its weights, in eval mode, on one device or spread by accelerate. Raises `ModelUnavailable`.
+
+    Where nothing is made of what it `predicts`, its language-model head may be missing, as it is in some checkpoints.
 
     Quantized weights come in the type that their makers chose, whatever `dtype` says.
     """
@@ -113,7 +120,7 @@ def load(
             raise ModelUnavailable(f"{cannot}: its weights do not have the shapes of its config", hint=_FETCH_HINT) from error
         raise
     # transformers fills missing weights with random ones and says so in a warning.
-    if missing := sorted(name for name in found["missing_keys"] if "lm_head" not in name):
+    if missing := sorted(name for name in found["missing_keys"] if predicts or "lm_head" not in name):
         raise ModelUnavailable(f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT)
     return model.eval()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from rotationzoo import artifact, checkpoint, models
+from rotationzoo import artifact, checkpoint, memory, models
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe, settle_centering
@@ -75,6 +75,8 @@ class Plan:
     weights_bytes: int = 0
     artifact_bytes: int = 0
     peak_memory_bytes: int = 0
+    memory_bytes: int = 0
+    """What this machine has where the job would run."""
     notes: tuple[str, ...] = ()
     """Where the job to run is not the one that was asked for, and why."""
 
@@ -100,11 +102,17 @@ def plan(job: Job) -> Plan:
     check_recipe(job.recipe, geometry or [])
     _check_length(job.recipe, config)
     weights = models.weights_bytes(source, model)
-    loaded = 4 * model.num_parameters() if job.torch_dtype == torch.float32 else weights
-    item = 4 if job.torch_dtype == torch.float32 else 2
-    needs = Footprint(job.recipe, geometry or [], model.config, job.batch, item, job.torch_device == "cpu")
+    dtype, loaded = job.torch_dtype, weights
+    if isinstance(dtype, str) or getattr(config, "quantization_config", None):  # the makers' own
+        dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
+    else:
+        loaded = dtype.itemsize * model.num_parameters()
+    item = dtype.itemsize
+    on_cpu = job.torch_device == "cpu"
+    needs = Footprint(job.recipe, geometry or [], model.config, job.batch, item, on_cpu)
+    here = memory.present(on_cpu, job.device_map is not None)
     written = needs.rotations + needs.statistics
-    return Plan(job, source, config, geometry, None, weights, written, needs.peak(loaded), tuple(notes))
+    return Plan(job, source, config, geometry, None, weights, written, needs.peak(loaded), here, tuple(notes))
 
 
 def _fitting(job: Job, config: PretrainedConfig) -> Job:

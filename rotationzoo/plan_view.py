@@ -6,10 +6,14 @@ from rotationzoo.card import CONTEXT, bits_per_element
 from rotationzoo.console import Output
 from rotationzoo.geometry import cached_layers, geometry_json
 from rotationzoo.int2 import FORMATS
-from rotationzoo.plan import Plan
+from rotationzoo.plan import Job
+from rotationzoo.plan import plan as make_plan
+from rotationzoo.recipe import Search
 
 
-def show_plan(out: Output, plan: Plan) -> None:
+def show_plan(out: Output, asked: Job) -> None:
+    """Look at the model, and print what is known of the job."""
+    plan = make_plan(asked)
     job = plan.job
     cached = cached_layers(plan.geometry or [])
 
@@ -29,7 +33,9 @@ def show_plan(out: Output, plan: Plan) -> None:
         "length": job.recipe.data.length,
         "weights_bytes": plan.weights_bytes,
         "peak_memory_bytes": plan.peak_memory_bytes,
+        "memory_bytes": plan.memory_bytes,
         "artifact_bytes": plan.artifact_bytes,
+        "search": _search(job),
         "bits_per_element": {
             name: bits_per_element(cached, job.recipe.group_size, form, job.recipe.sink, job.recipe.recent) if cached else None
             for name, form in FORMATS.items()
@@ -51,14 +57,33 @@ def show_plan(out: Output, plan: Plan) -> None:
         else:
             print(f"{plan.source.name}: {data['layers']} layers with a cache, KV heads {data['kv_heads']}, ", end="")
             print(f"head dimension {data['head_dim']}")
-        print(f"Weights {_size(plan.weights_bytes)}, peak memory about {_size(plan.peak_memory_bytes)}, ", end="")
-        print(f"artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
+        print(f"Weights {_size(plan.weights_bytes)}, artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
+        print(f"Memory: about {_size(plan.peak_memory_bytes)} of the {_size(plan.memory_bytes)} here", end="")
+        print(", which is not enough" if plan.peak_memory_bytes > plan.memory_bytes else "")
+        if job.recipe.search is not None:
+            print(_search_words(job.recipe.search, job.budget))
         if cached:
             bits = ", ".join(f"{value:.2f} ({name})" for name, value in data["bits_per_element"].items())
             print(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {bits}")
         print(f"Would write: {job.output}")
 
     out.result(data, str(job.output), human)
+
+
+def _search(job: Job) -> dict[str, Any] | None:
+    """What the recipe searches, and the minutes for it; None for those that do not search."""
+    if job.recipe.search is None:
+        return None
+    return job.recipe.search.model_dump() | {"budget_minutes": job.budget}
+
+
+def _search_words(search: Search, budget: float | None) -> str:
+    """No time is given but what was asked for: how long a search takes without a budget shows only when it runs."""
+    tried = f"{search.steps} steps of learning from {search.starts} starts a head" if search.steps else "closed forms alone"
+    limit = "no limit of time (--budget MINUTES sets one)"
+    if budget is not None:
+        limit = f"{budget:g} minutes for learning and clip ratios, beside what statistics and scoring take"
+    return f"Search: {tried}, chosen on up to {search.texts} texts held out, in the format {search.format}; {limit}"
 
 
 def _size(count: int) -> str:

@@ -73,7 +73,7 @@ def probe(
     with models.placement(device_map, max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = models.torch_dtype("auto", device, device_map)
-        loaded = models.load(source, config, models.torch_device(device), dtype, placement)
+        loaded = models.load(source, config, models.torch_device(device), dtype, placement, predicts=False)
         with models.forward_errors(model, 1, TEXT.length), torch.no_grad():
             check_transparent(loaded, text.rows[0][None, :32].to(models.input_device(loaded)))
             statistics = collect(loaded, geometry, text.batches(1), recipe, progress=progress)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
-from rotationzoo.capture import Attention, decoder, intercept
+from rotationzoo.capture import Attention, decoder, intercept, loaded
 from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import Geometry, Layer
 from rotationzoo.models import input_device
@@ -38,7 +37,7 @@ class OutputProjection:
         if self.module is None:
             width = self.layer.query_heads * self.layer.value_dim
             return None, f"identity: no linear map of {width} channels runs after the attention"
-        with align_module_device(self.module):
+        with loaded(self.module):
             weight, kept = _weight(self.module)
             if weight is None:
                 return None, kept

@@ -211,7 +211,7 @@ def _captured(there: Artifact, model: str, revision: str | None, rows: int, devi
     config = models.load_config(source)
     fetch(source)
     target = models.torch_device(device)
-    loaded = models.load(source, config, target, models.torch_dtype("auto", device, None))
+    loaded = models.load(source, config, target, models.torch_dtype("auto", device, None), predicts=False)
     text = corpus.read(Data(tokens=rows, length=min(rows, 1024)), models.load_tokenizer(source))
     seen: dict[str, list[torch.Tensor]] = {}
 

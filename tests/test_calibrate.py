@@ -543,6 +543,34 @@ def test_the_planned_sizes_are_those_that_come_out(made, tiny, tmp_path):
     assert found.artifact_bytes <= written <= 1.5 * found.artifact_bytes + 10_000  # headers and means besides
 
 
+@pytest.mark.parametrize("needed", ["nothing", "a search", "text of its own"])
+def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(needed, tiny, tmp_path):
+    """A head that is not in the weights would be random, and clip ratios or text chosen by it."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    recipe = {
+        "nothing": RECIPE,
+        "a search": RECIPE.model_copy(update={"sink": 8, "recent": 16, "search": Search(steps=1, queries=4)}),
+        "text of its own": RECIPE.model_copy(update={"data": Data(source="self", tokens=512, length=128, prompt_tokens=16)}),
+    }[needed]
+    if needed == "nothing":
+        expected = calibrate(job(tiny, tmp_path / "expected"))
+        assert rotation_bytes(calibrate(job(folder, tmp_path))) == rotation_bytes(expected)
+        return
+    with pytest.raises(RotationZooError, match=r"lm_head\.weight is missing from its weights"):
+        calibrate(job(folder, tmp_path, recipe))
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("auto", 4)])
+def test_a_plan_counts_weights_in_the_type_that_they_are_loaded_in(dtype, item, tiny, tmp_path):
+    parameters = sum(t.numel() for t in load_file(tiny / "model.safetensors").values())
+    spread = {"device_map": "auto"} if dtype == "auto" else {}  # the checkpoint's own type, here float32
+    sizes = [plan(job(tiny, tmp_path, RECIPE, dtype=name, **spread)).peak_memory_bytes for name in (dtype, "float32")]
+    assert sizes[1] - sizes[0] >= 2 * parameters if item == 2 else abs(sizes[0] / sizes[1] - 1) < 1e-3
+
+
 # ---- verify
 
 

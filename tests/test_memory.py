@@ -1,6 +1,7 @@
 """What a dry run says of memory, held against what is allocated: term by term, and of a whole job."""
 
 import json
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 from conftest import save_tiny
 
+from rotationzoo import memory
 from rotationzoo.candidates import candidates
 from rotationzoo.candidates import count as count_candidates
 from rotationzoo.choose import Chooser, Side
@@ -147,3 +149,45 @@ def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     made = command(*words)
     assert made.returncode == 0, made.stderr
     assert 0.8 < planned / json.loads(made.stdout)["peak_memory_bytes"] < 1.6  # measured 1.06
+
+
+# ---- what a dry run says beside it
+
+
+def test_a_dry_run_names_the_memory_that_is_there(inside, monkeypatch):
+    shown = json.loads(inside("calibrate", "demo", "--dry-run", "--json", "--device", "cpu").stdout)
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < shown["memory_bytes"] <= installed
+    assert shown["search"] is None
+    said = inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
+    assert "GB here\n" in said
+    assert "not enough" not in said
+    limit = inside.folder / "memory.max"
+    limit.write_text("1000000\n")
+    monkeypatch.setattr(memory, "_CONTAINER", limit)
+    assert "of the 1.0 MB here, which is not enough" in inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
+    limit.write_text("max\n")
+    assert memory.present(on_cpu=True, spread=False) == installed
+
+
+def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    sizes = [SimpleNamespace(total_memory=10), SimpleNamespace(total_memory=20)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
+    main = memory.present(on_cpu=True, spread=False)
+    assert memory.present(on_cpu=False, spread=False) == 20
+    assert memory.present(on_cpu=False, spread=True) == memory.present(on_cpu=True, spread=True) == main + 30
+
+
+def test_a_dry_run_names_the_search_and_its_budget(inside):
+    words = ["calibrate", "demo", "--recipe", "best", "--dry-run"]
+    shown = json.loads(inside(*words, "--budget", "7", "--json").stdout)
+    assert (shown["search"]["steps"], shown["search"]["budget_minutes"]) == (300, 7)
+    assert "7 minutes for learning and clip ratios, beside what statistics and scoring take" in inside(
+        *words, "--budget", "7"
+    ).stdout.replace("\n  ", " ")
+    said = inside(*words).stdout.replace("\n  ", " ")
+    assert "Search: 300 steps of learning from 3 starts a head, chosen on up to 16 texts held out" in said
+    assert "no limit of time (--budget MINUTES sets one)" in said

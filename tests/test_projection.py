@@ -16,6 +16,8 @@ from rotationzoo.geometry import geometry_of
 from rotationzoo.plan import Job
 from rotationzoo.projection import output_projections
 from rotationzoo.recipe import PRESETS, Data, Search
+from rotationzoo.sample import take
+from rotationzoo.simulate import Cache
 
 SEARCHED = PRESETS["best"].model_copy(
     update={
@@ -166,3 +168,20 @@ def test_the_record_and_the_table_say_what_was_not_read(tmp_path, inside, monkey
     assert kept == [{"0": "identity: its weights are kept as int8"}, {"1": "identity: its weights are kept as int8"}]
     said = "Scored without the output projection, which was not readable: layers 0, 1 (its weights are kept as int8)"
     assert said in inside("inspect", "out").stdout
+
+
+def test_sinks_that_are_elsewhere_are_part_of_the_scores(tmp_path):
+    """An attention's own parameters are in memory only while it runs, and samples are read after that."""
+    rows = list(torch.randint(3, 59, (2, 40), generator=torch.Generator().manual_seed(1)))
+    found = []
+    for offloaded in (False, True):
+        model = architectures.build("gpt_oss")
+        geometry = geometry_of(model)
+        if offloaded:
+            accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+        projections = {layer: matrix for layer, (matrix, _) in read_all(model, geometry).items()}
+        samples = take(model, geometry, rows, Cache(sink=2, recent=4), 8, {0, 1}, projections)
+        found.append([(one.exact, *one.attention(one.key)) for layer in (0, 1) for one in samples[layer]])
+        assert model.model.layers[0].self_attn.sinks.is_meta == offloaded
+    for plain, spread in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(plain, spread, strict=True))
