@@ -4,6 +4,7 @@ A base of other weights serves rotations of another model: nothing fails, and an
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def check_layers(name: str, tensors: dict[str, Any], serving: Serving) -> None:
         for tensor in (keys[layer.index], f"blk.{layer.index}.attn_v.weight"):
             if tensor not in tensors:
                 continue  # some layers of Gemma 4 have keys for values
-            rows = int(tensors[tensor].shape[-1])  # ggml's order: inputs first
+            shape = tensors[tensor].shape
+            rows = int(shape[1]) if len(shape) == 2 else 0  # ggml's order: inputs first
             fits = rows and not rows % layer.key_dim if serving.model is None else rows == layer.kv_heads * layer.key_dim
             if not fits:
                 raise RotationZooError(
@@ -107,7 +109,8 @@ def _check_config(name: str, reader: Any, config: dict[str, Any], source: Source
 
 def _check_weights(name: str, reader: Any, package: Any, source: Source) -> list[str]:
     """Which tensors were compared; both norms around the stack and the first rows of the embedding."""
-    last = max((int(t.name.split(".")[1]) for t in reader.tensors if t.name.endswith(".attn_norm.weight")), default=0)
+    norms = (re.fullmatch(r"blk\.(\d{1,4})\.attn_norm\.weight", tensor.name) for tensor in reader.tensors)
+    last = max((int(match[1]) for match in norms if match), default=0)
     pairs = {
         "output_norm.weight": (".norm.weight", _SAME),
         "blk.0.attn_norm.weight": (".layers.0.input_layernorm.weight", _SAME),
@@ -122,7 +125,7 @@ def _check_weights(name: str, reader: Any, package: Any, source: Source) -> list
             continue
         try:
             numbers = package.quants.dequantize(stored[theirs].data[:_ROWS], stored[theirs].tensor_type)
-        except (NotImplementedError, KeyError, ValueError):
+        except (NotImplementedError, KeyError, ValueError, IndexError):
             continue  # a type that the package cannot read
         if numbers.shape != original.shape:
             raise RotationZooError(
