@@ -61,7 +61,7 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     reader = _read(options.base)
     architecture = named(_field(reader, "general.architecture"))
     _check_base(reader, architecture, options.base, serving)
-    compared = compare(options.base.name, reader, _package(), serving)
+    compared = compare(options, reader, _package(), serving)
     name = f"{options.base.stem}-rot-kv.gguf"
     tensors = {
         _TENSOR[kind].format(layer): np.ascontiguousarray(_followed(kind, matrix, options.engine_hadamard).mT.numpy())
