@@ -27,6 +27,9 @@ def export(
     clip: Clip = None,
     windows: Windows = None,
     base: Annotated[Path | None, typer.Option(help="llama.cpp: the GGUF file that a copy is made of.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="llama.cpp: the model that the base was converted from, to compare them.")
+    ] = None,
     engine_hadamard: Annotated[
         bool, typer.Option("--engine-hadamard", help="llama.cpp: leave the last Hadamard transform to the engine's own.")
     ] = False,
@@ -55,7 +58,7 @@ def export(
 
     opened = Artifact.open(artifact)
     if absorb_values is not None:
-        if pooled or uncentered or clip or windows or base or engine_hadamard or values_absorbed:
+        if pooled or uncentered or clip or windows or base or model or engine_hadamard or values_absorbed:
             raise UsageError("--absorb-values goes with --output alone", hint="give the other options with --to")
         hush_libraries()
         from rotationzoo.absorb import absorb
@@ -76,10 +79,10 @@ def export(
         clip=_ratios(clip),
         windows=_windows(windows),
         values_absorbed=values_absorbed,
-        options=Options(base, engine_hadamard),
+        options=Options(base, engine_hadamard, model),
     )
-    if to != "llama.cpp" and (base or engine_hadamard):
-        raise UsageError("--base and --engine-hadamard are for llama.cpp", hint="--to llama.cpp")
+    if to != "llama.cpp" and (base or engine_hadamard or model):
+        raise UsageError("--base, --model and --engine-hadamard are for llama.cpp", hint="--to llama.cpp")
     show_export(out, write(opened, request))
 
 

@@ -30,14 +30,14 @@ class Copy(_Frozen):
     hub: Hub
     repo: RepoId
     path: str
-    """The folder inside the repository."""
+    """The folder inside the repository; empty for the whole of one, or where nobody has seen the folder."""
     revision: str | None = None
     """A commit on Hugging Face, a tag on ModelScope; None where the index came with the files, or nobody has looked."""
 
     @field_validator("path")
     @classmethod
     def _safe_path(cls, value: str) -> str:
-        return safe(value)
+        return value and safe(value)
 
 
 class File(_Frozen):
@@ -55,8 +55,11 @@ class Entry(_Frozen):
     model_revision: str | None = None
     config_sha256: Sha256 | None = None
     weights_fingerprint: Sha256 | None = None
-    format: Literal["rotationzoo", "oscar"] = "rotationzoo"
-    """`oscar`: the two `.pt` files that OSCAR's makers publish."""
+    format: Literal["rotationzoo", "oscar", "latent", "gguf"] = "rotationzoo"
+    """Of what OSCAR's makers publish, `oscar`: two `.pt` files; `latent`: a matrix a layer for the latent that MLA stores,
+    which nothing here reads; `gguf`: a whole model with rotations in it, which is listed and not pulled."""
+    note: Annotated[str, Field(max_length=500)] | None = None
+    """What a reader of the list should know of it, in a sentence."""
     recipe: str
     recipe_sha256: Sha256 | None = None
     geometry: list[dict[str, bool | int]] | None = None
@@ -77,13 +80,20 @@ class Entry(_Frozen):
 
     @model_validator(mode="after")
     def _hashes_of_our_own_files(self) -> "Entry":
-        if not self.files or not self.copies:
+        if not self.copies or (self.pullable and not self.files):
             raise ValueError("an entry needs files and a place that holds them")
+        if self.pullable and not all(copy.path for copy in self.copies):
+            raise ValueError("files to be pulled need a folder that holds them")
         if self.format == "rotationzoo" and "rotations.safetensors" not in self.files:
             raise ValueError("a rotationzoo artifact needs rotations.safetensors")
         if self.format == "rotationzoo" and not all(file.sha256 and file.size is not None for file in self.files.values()):
             raise ValueError("every file of a rotationzoo artifact needs a size and a sha256")
         return self
+
+    @property
+    def pullable(self) -> bool:
+        """Whether `pull` can fetch and check it; the others are listed so that they are known."""
+        return self.format in ("rotationzoo", "oscar")
 
     @property
     def identity(self) -> str:

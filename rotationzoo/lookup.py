@@ -75,6 +75,13 @@ def choose(
             f"{found.origin} has no rotation for {model}" + (f" with the recipe {recipe}" if recipe else ""),
             hint=f"see what there is with: rotationzoo list; or make one with: rotationzoo calibrate {model}",
         )
+    if not any(e.pullable for e in matching):
+        entry = matching[0]
+        raise RotationZooError(
+            f"what is published for {entry.model} is not pulled: {entry.note or entry.format}",
+            hint=f"it is at {entry.copies[0].repo}; or make rotations with: rotationzoo calibrate {entry.model}",
+        )
+    matching = [e for e in matching if e.pullable]
     exact = [e for e in matching if revision and e.model_revision == revision]
     entry = max(exact or matching, key=lambda e: (e.format == "rotationzoo", e.created or ""))
     made_for = f"revision {entry.model_revision}" if entry.model_revision else "a revision that nobody recorded"

@@ -90,7 +90,8 @@ def is_there(found: Found, entry: Entry) -> bool:
             names = hub(copy.hub).list_files(copy.repo, copy.revision or own)
         except HubError:
             continue
-        if all(f"{copy.path}/{name}" in names for name in entry.files):
+        folder = f"{copy.path}/" if copy.path else ""
+        if all(f"{folder}{name}" in names for name in entry.files) and any(name.startswith(folder) for name in names):
             return True
     return False
 

@@ -201,6 +201,9 @@ def show_pull(out: Output, pulled: Pulled) -> None:
 _SHORT = {"huggingface": "hf", "modelscope": "ms"}
 
 
+_KINDS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
+
+
 def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> None:
     data = {"entries": [entry.model_dump() for entry in entries]}
     if there is not None:
@@ -208,13 +211,13 @@ def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> No
             content["there"] = found
 
     def human() -> None:
-        columns = ["model", "recipe", "revision", "hubs", "cost", *(["there"] if there is not None else [])]
+        columns = ["model", "recipe", "files", "revision", "hubs", "cost", *(["there"] if there is not None else [])]
         rows = []
         for number, entry in enumerate(entries):
             arms = (entry.evaluation or {}).get("arms", {})
             cost = f"{next(iter(arms.values()))['perplexity_increase']:+.2%}" if arms else "-"
             hubs = "+".join(sorted({_SHORT[copy.hub] for copy in entry.copies}))
-            row = [entry.model, entry.recipe, (entry.model_revision or "-")[:8], hubs, cost]
+            row = [entry.model, entry.recipe, _KINDS[entry.format], (entry.model_revision or "-")[:8], hubs, cost]
             rows.append([*row, *(["yes" if there[number] else "no"] if there is not None else [])])
         table(f"{len(entries)} published rotations", columns, rows)
 

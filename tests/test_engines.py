@@ -616,7 +616,7 @@ def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
 def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path, kind):
     model, there = of_a_model
     base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType[kind])
-    notes = exported("llama.cpp", there, tmp_path, options=Options(base=base)).launch.notes
+    notes = exported("llama.cpp", there, tmp_path, options=Options(base=base, model=str(model))).launch.notes
     tensors = "output_norm.weight, blk.0.attn_norm.weight, blk.1.attn_norm.weight, token_embd.weight"
     assert f"the base has the weights of {model}, as far as {tensors} show" in notes
 
@@ -636,13 +636,18 @@ def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, what):
         }[what]  # fmt: skip
     base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType.Q8_0, **changes)
     with pytest.raises(RotationZooError, match=f"base.gguf was not converted from {re.escape(str(model))}"):
-        exported("llama.cpp", there, tmp_path, options=Options(base=base))
+        exported("llama.cpp", there, tmp_path, options=Options(base=base, model=str(model)))
     assert not (tmp_path / "out").exists()
+    with pytest.raises(RotationZooError, match="demo is not the model of this artifact: its config differs"):
+        exported("llama.cpp", there, tmp_path, options=Options(base=base, model="demo"))
 
 
 def test_a_base_that_cannot_be_compared_is_said_to_be_so(made, tmp_path):
     notes = exported("llama.cpp", made(head_dim=32), tmp_path).launch.notes
-    assert "the base was compared by its shapes alone: tiny/qwen3 is not on this machine" in notes
+    assert (
+        "the base was compared by its shapes alone: tiny/qwen3 was not found on this machine (--model says where it is)"
+        in notes
+    )
     assert any(note.startswith("keep the base: llama.cpp itself refuses the copy") for note in notes)
     assert any("rotations can serve worse than none" in note and "exact windows" in note for note in notes)
 

@@ -17,13 +17,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from test_engines import base_for, exported, made  # noqa: F401 (made is a fixture)
+from test_engines import AGREED, base_for, exported, made  # noqa: F401 (made is a fixture)
 from test_import import KEY, VALUE, v1
 
 from rotationzoo.engines import Options, mlx, torch_files
 from rotationzoo.engines import gguf as llama
 from rotationzoo.errors import RotationZooError
+from rotationzoo.export import export
 from rotationzoo.importing import Import, import_
+from rotationzoo.serving import Request
 
 MEMORY = 6 << 30  # address space of a process that reads a hostile file: torch itself maps more than 3 GiB
 
@@ -321,6 +323,37 @@ def test_metadata_of_other_kinds_is_left_out(tmp_path, metadata):
     save_file({"layer_0": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
     (tmp_path / "metadata.json").write_text(json.dumps(metadata))
     assert mlx.read(tmp_path / "k_rotation.safetensors").calibration == {}
+
+
+@pytest.mark.hostile("malformed")
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_base_with_bytes_changed(tmp_path, made, data):  # noqa: F811
+    """It is exported with, or refused with a sentence."""
+    there = made(head_dim=32)
+    content = bytearray(base_for(there, tmp_path).read_bytes())
+    header = bytes(content).rindex(b"blk.3.ffn_down.weight") + 60
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
+    (tmp_path / "changed.gguf").write_bytes(content)
+    request = Request("llama.cpp", tmp_path / "out", options=Options(tmp_path / "changed.gguf"), **AGREED["llama.cpp"])
+    with contextlib.suppress(RotationZooError):
+        export(there, request)
+
+
+ODD_BASES = {
+    "a list for an architecture": gguf_field(b"general.architecture", 9, struct.pack("<IQI", 4, 1, 3)),
+    "a number for an architecture": gguf_field(b"general.architecture", 4, struct.pack("<I", 3)),
+    "no text": gguf_field(b"general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe"),
+}
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("name", ODD_BASES)
+def test_a_base_of_no_architecture(tmp_path, made, name):  # noqa: F811
+    (tmp_path / "x.gguf").write_bytes(gguf_bytes(fields=1, body=ODD_BASES[name]) + bytes(512))
+    words = refused(lambda: exported("llama.cpp", made(head_dim=32), tmp_path, options=Options(tmp_path / "x.gguf")))
+    assert "is of architecture unknown" in words
 
 
 @pytest.mark.hostile("malformed")

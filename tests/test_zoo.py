@@ -18,7 +18,7 @@ from loopback import Fault, huggingface, modelscope
 from published import ZOO, ms_environment, nothing_left, ok, refused
 
 from rotationzoo import hubs as clients
-from rotationzoo import index
+from rotationzoo import index, lookup
 from rotationzoo.artifact import Artifact
 from rotationzoo.verify import verify
 
@@ -252,7 +252,7 @@ def test_an_index_with_a_path_that_leaves_its_folder_is_refused(zoo, made, tmp_p
     content = json.loads(listed.read_text())
     content["entries"][0]["copies"][0]["path"] = path
     listed.write_text(json.dumps(content))
-    assert "is damaged at entries.0.copies.0.path" in refused(zoo.run("pull", "demo", "--index", listed))
+    assert "is damaged at entries.0" in refused(zoo.run("pull", "demo", "--index", listed))
 
 
 def test_a_repository_that_vanished(zoo, made, tmp_path):
@@ -391,6 +391,34 @@ def test_the_wheel_carries_the_index():
     content = index.read(index.WHEEL_COPY)
     assert content.text() == index.WHEEL_COPY.read_text()
     assert {"Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "zai-org/GLM-4.7-FP8"} <= {entry.model for entry in content.entries}
+
+
+def test_what_is_published_and_not_pulled_is_listed_with_what_it_is(zoo):
+    content = index.read(index.WHEEL_COPY)
+    kinds = {(entry.model, entry.format) for entry in content.entries}
+    assert {(model, "latent") for model in ("zai-org/GLM-5.2-FP8", "zai-org/GLM-5.3", "moonshotai/Kimi-K3")} <= kinds
+    assert ("MiniMaxAI/MiniMax-M3", "oscar") in kinds, "Hadamard matrices, which are read as any others"
+    assert len([entry for entry in content.entries if entry.format == "gguf"]) == 3
+    assert all(entry.note for entry in content.entries if not entry.pullable)
+    listed = zoo.run("list", "GLM-5", "--index", "bundled")
+    assert listed.returncode == 0, listed.stderr
+    assert "latent" in listed.stdout
+    words = refused(zoo.run("pull", "zai-org/GLM-5.3", "--index", "bundled"))
+    assert "what is published for zai-org/GLM-5.3 is not pulled: one matrix a layer for the latent" in words
+    found = lookup.Found(content, "the index")
+    entry, _, _ = lookup.choose(found, "Qwen/Qwen3-32B", None, None, ["huggingface"])
+    assert entry.format == "oscar", "the pair, although a model with the same rotations is listed too"
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("format", ["rotationzoo", "oscar"])
+def test_files_to_be_pulled_need_a_folder(format):
+    files = {"rotations.safetensors": index.File(size=1, sha256="0" * 64)}
+    with pytest.raises(ValueError, match="need a folder that holds them"):
+        index.Entry(
+            model="a/b", recipe="oscar", format=format, files=files,
+            copies=[index.Copy(hub="huggingface", repo="x/y", path="")],
+        )  # fmt: skip
 
 
 def test_an_entry_twice_is_refused_and_merged_when_it_is_added():

@@ -122,6 +122,8 @@ class Options:
     """The GGUF file that a copy is made of."""
     engine_hadamard: bool = False
     """Leave the last Hadamard transform to the engine, which applies its own."""
+    model: str | None = None
+    """The model that the base was converted from, to compare it with; else the artifact's own, where it is in the cache."""
 
 
 def mapping(content: Any) -> Mapping[str, Any]:

@@ -59,9 +59,9 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
     if options.base is None:
         raise RotationZooError("llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf")
     reader = _read(options.base)
-    architecture = _field(reader, "general.architecture")
+    architecture = named(_field(reader, "general.architecture"))
     _check_base(reader, architecture, options.base, serving)
-    compared = compare(options.base.name, reader, _package(), serving)
+    compared = compare(options, reader, _package(), serving)
     name = f"{options.base.stem}-rot-kv.gguf"
     tensors = {
         _TENSOR[kind].format(layer): np.ascontiguousarray(_followed(kind, matrix, options.engine_hadamard).mT.numpy())
@@ -190,8 +190,18 @@ def _check_base(reader: Any, architecture: str, base: Path, serving: Serving) ->
 
 def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndarray], notes: dict[str, Any]) -> None:
     """The base with tensors and notes more; everything else as it was."""
+    writer = _package().GGUFWriter(path, architecture, endianess=reader.endianess)
+    try:
+        _copy_fields(reader, writer)
+        _write(reader, writer, tensors, notes)
+    except (ValueError, TypeError, IndexError) as error:  # an empty list, or text that is none, which the package cannot write
+        raise RotationZooError(f"the base model's metadata cannot be copied: {first_sentence(error)}") from error
+    finally:
+        writer.close()
+
+
+def _copy_fields(reader: Any, writer: Any) -> None:
     package = _package()
-    writer = package.GGUFWriter(path, architecture, endianess=reader.endianess)
     writer.data_alignment = reader.alignment
     for field in reader.fields.values():
         if field.name == "general.architecture" or field.name.startswith(("GGUF.", _NOTE)):
@@ -199,6 +209,9 @@ def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndar
         kind = field.types[0]
         inner = field.types[-1] if kind == package.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+
+
+def _write(reader: Any, writer: Any, tensors: dict[str, np.ndarray], notes: dict[str, Any]) -> None:
     for name, note in notes.items():
         add = writer.add_bool if isinstance(note, bool) else writer.add_string
         add(f"{_NOTE}{name}", note if isinstance(note, bool) else str(note))
@@ -206,18 +219,13 @@ def _copy(reader: Any, architecture: str, path: Path, tensors: dict[str, np.ndar
         writer.add_tensor_info(tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, tensor.tensor_type)
     for name, matrix in tensors.items():
         writer.add_tensor_info(name, matrix.shape, matrix.dtype, matrix.nbytes)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in reader.tensors:
-            writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
-        for matrix in tensors.values():
-            writer.write_tensor_data(matrix)
-    except ValueError as error:  # an empty list, which the package cannot write
-        raise RotationZooError(f"the base model's metadata cannot be copied: {error}") from error
-    finally:
-        writer.close()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:
+        writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
+    for matrix in tensors.values():
+        writer.write_tensor_data(matrix)
 
 
 def _read(path: Path) -> Any:

@@ -4,6 +4,7 @@ A base of other weights serves rotations of another model: nothing fails, and an
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rotationzoo.engines import Serving
-from rotationzoo.errors import ModelUnavailable, RotationZooError
+from rotationzoo.engines import Options, Serving
+from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers
-from rotationzoo.source import Source, find, read_json, weight_files
+from rotationzoo.source import Source, config_hash, find, read_json, weight_files
 
 _ROWS = 256  # of the embedding, from its beginning
 _CONVERTED = 0.5  # relative error of an embedding: about .1 where it was quantized to 4 bits, 1.4 against other weights
@@ -45,7 +46,8 @@ def check_layers(name: str, tensors: dict[str, Any], serving: Serving) -> None:
         for tensor in (keys[layer.index], f"blk.{layer.index}.attn_v.weight"):
             if tensor not in tensors:
                 continue  # some layers of Gemma 4 have keys for values
-            rows = int(tensors[tensor].shape[-1])  # ggml's order: inputs first
+            shape = tensors[tensor].shape
+            rows = int(shape[1]) if len(shape) == 2 else 0  # ggml's order: inputs first
             fits = rows and not rows % layer.key_dim if serving.model is None else rows == layer.kv_heads * layer.key_dim
             if not fits:
                 raise RotationZooError(
@@ -55,11 +57,15 @@ def check_layers(name: str, tensors: dict[str, Any], serving: Serving) -> None:
                 )
 
 
-def compare(name: str, reader: Any, package: Any, serving: Serving) -> str:
+def compare(options: Options, reader: Any, package: Any, serving: Serving) -> str:
     """What was found out, as a note. Raises `RotationZooError` for a file that was converted from another model."""
-    source = _local(serving)
+    name = options.base.name if options.base else ""
+    source = find(options.model) if options.model else _local(serving)
     if source is None:
-        return f"the base was compared by its shapes alone: {serving.model or 'its model'} is not on this machine"
+        model = serving.model or "its model"
+        return f"the base was compared by its shapes alone: {model} was not found on this machine (--model says where it is)"
+    if options.model and serving.provenance.get("config_sha256", config_hash(source)) != config_hash(source):
+        raise RotationZooError(f"{options.model} is not the model of this artifact: its config differs", hint="check --model")
     config = read_json(source.folder / "config.json")
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     _check_config(name, reader, text or {}, source)
@@ -74,11 +80,8 @@ def _local(serving: Serving) -> Source | None:
     model = serving.model
     if model is None:
         return None
-    if model == "demo" or Path(model).is_dir():
-        try:
-            return find(model)
-        except ModelUnavailable:
-            return None
+    if model == "demo":
+        return find(model)
     revision = serving.provenance.get("model_revision")
     try:
         path = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
@@ -107,7 +110,8 @@ def _check_config(name: str, reader: Any, config: dict[str, Any], source: Source
 
 def _check_weights(name: str, reader: Any, package: Any, source: Source) -> list[str]:
     """Which tensors were compared; both norms around the stack and the first rows of the embedding."""
-    last = max((int(t.name.split(".")[1]) for t in reader.tensors if t.name.endswith(".attn_norm.weight")), default=0)
+    norms = (re.fullmatch(r"blk\.(\d{1,4})\.attn_norm\.weight", tensor.name) for tensor in reader.tensors)
+    last = max((int(match[1]) for match in norms if match), default=0)
     pairs = {
         "output_norm.weight": (".norm.weight", _SAME),
         "blk.0.attn_norm.weight": (".layers.0.input_layernorm.weight", _SAME),
@@ -122,7 +126,7 @@ def _check_weights(name: str, reader: Any, package: Any, source: Source) -> list
             continue
         try:
             numbers = package.quants.dequantize(stored[theirs].data[:_ROWS], stored[theirs].tensor_type)
-        except (NotImplementedError, KeyError, ValueError):
+        except (NotImplementedError, KeyError, ValueError, IndexError):
             continue  # a type that the package cannot read
         if numbers.shape != original.shape:
             raise RotationZooError(
