@@ -231,7 +231,7 @@ def test_exact_attention_does_not_see_the_rotation(seed, dim):
 
 
 def int2_quantize(values: np.ndarray, group: int, ratio: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Levels, scales and zeros of mlx-lm's `int2_quantize` (pull request 1789), step by step, in float32 until they are stored."""
+    """Levels, scales and zeros of mlx-lm's `int2_quantize` (pull request 1789), step by step, in float32 until stored."""
     grouped = values.astype(np.float32).reshape(*values.shape[:-1], -1, group)
     if ratio is not None:
         limit = np.sort(np.abs(grouped), axis=-1)[..., min(int(ratio * group), group - 1), None]

@@ -140,6 +140,7 @@ def definitions(dim: int, group: int, dtype: torch.dtype, format: Format, clips:
     values = {
         "D": dim, "GROUP": group, "TYPE": TYPES[dtype], "CLIP": clips, "ROTATE": rotates,
         "GROUP_CLIP": format.clip_scope == "group", "INTERPOLATED": format.interpolated,
-        "HALF": format.metadata == torch.float16, "COMPUTED": format.rounded_with == "computed", "MINIMUM": format.offset == "minimum", "STRIDED": format.packing == "strided",
+        "HALF": format.metadata == torch.float16, "COMPUTED": format.rounded_with == "computed",
+        "MINIMUM": format.offset == "minimum", "STRIDED": format.packing == "strided",
     }  # fmt: skip
     return [(name, str(int(value))) for name, value in values.items()]
