@@ -214,13 +214,20 @@ def _sample(start: int, length: int, count: int, seed: int) -> torch.Tensor | No
 
 
 def _layers(job: Evaluation, geometry: Geometry) -> set[int]:
-    return {layer.index for layer in geometry if job.layers is None or layer.index in job.layers}
+    """What reads the caches that are stored in 2 bits: the layers that own them, and those that share them."""
+    return {layer.index for layer in geometry if job.layers is None or layer.owner in job.layers}
 
 
 def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> None:
     known = {layer.index for layer in geometry}
     if job.layers is not None and (unknown := job.layers - known):
         raise UsageError(f"{job.model} has no attention in layer {min(unknown)}: it has layers {_ranges(known)}")
+    owners = {layer.index: layer.owner for layer in geometry}
+    if shared := sorted(layer for layer in job.layers or () if owners[layer] != layer):
+        raise UsageError(
+            f"layer {shared[0]} of {job.model} stores nothing: it reads the cache of layer {owners[shared[0]]}",
+            hint=f"name that layer: --layers {owners[shared[0]]}",
+        )
     for there in artifacts:
         if not there.bound:
             raise RotationZooError(
