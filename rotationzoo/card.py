@@ -158,8 +158,8 @@ def _evaluation(found: dict[str, Any] | None) -> str:
 ## What it costs the model
 
 Perplexity of the exact model on {found["tokens"]:,} tokens past the windows of `{found["text"]}`: {found["perplexity"]:.3f}.
-With a 2-bit cache of the format {found["format"]} and windows {found["sink"]}/{found["recent"]}{chunks(found)} (standard errors are in
-`evaluation.json`):
+With a 2-bit cache of the format {found["format"]} and windows {found["sink"]}/{found["recent"]}{chunks(found)}
+(standard errors are in `evaluation.json`):
 
 | rotation | perplexity | attention KL | error of the attention block |
 |---|---|---|---|

@@ -158,8 +158,6 @@ def evaluate(
     out = Output(json, quiet)
     if keys_only and values_only:
         raise UsageError("--keys-only and --values-only leave nothing to store in 2 bits", hint="give one of them")
-    if prefill_layout and prefill_chunk is None:
-        raise UsageError("--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048")
     from rotationzoo import evaluate as evaluation
     from rotationzoo import recipe as recipes
     from rotationzoo.tables import show_evaluation
@@ -177,7 +175,7 @@ def evaluate(
         layers=parse_layers(layers),
         sides=("key",) if keys_only else ("value",) if values_only else ("key", "value"),
         prefill_chunk=prefill_chunk,
-        prefill_layout=prefill_layout or "server",
+        prefill_layout=prefill_layout,
         queries=queries,
         revision=revision,
         batch=batch,

@@ -39,8 +39,8 @@ class Evaluation:
     layers: set[int] | None = None
     sides: tuple[str, ...] = ("key", "value")
     prefill_chunk: int | None = None
-    prefill_layout: Literal["server", "window"] = "server"
-    """What is exact between chunks, as in `simulate.Cache`."""
+    prefill_layout: Literal["server", "window"] | None = None
+    """What is exact between chunks, as in `simulate.Cache`; None is the server's."""
     queries: int = 32
     """Sampled queries a row for the attention KL; 0 leaves it out."""
     revision: str | None = None
@@ -58,6 +58,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     is fetched wherever the config can tell."""
     if job.format not in int2.FORMATS:
         raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {', '.join(int2.FORMATS)}")
+    if job.prefill_layout and job.prefill_chunk is None:
+        raise UsageError("--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048")
     models.memory_limits(job.device_map, job.max_memory)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     for there in artifacts:
@@ -113,7 +115,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         "sides": list(job.sides),
         "layers": sorted(_layers(job, geometry)),
         "prefill_chunk": job.prefill_chunk,
-        "prefill_layout": job.prefill_layout if job.prefill_chunk else None,
+        "prefill_layout": caches[0].prefill_layout if job.prefill_chunk else None,
         "notes": _notes(text, source, artifacts, geometry),
         "exact": exact.exact_report(),
         "arms": windows[0]["arms"],
@@ -212,13 +214,20 @@ def _sample(start: int, length: int, count: int, seed: int) -> torch.Tensor | No
 
 
 def _layers(job: Evaluation, geometry: Geometry) -> set[int]:
-    return {layer.index for layer in geometry if job.layers is None or layer.index in job.layers}
+    """What reads the caches that are stored in 2 bits: the layers that own them, and those that share them."""
+    return {layer.index for layer in geometry if job.layers is None or layer.owner in job.layers}
 
 
 def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> None:
     known = {layer.index for layer in geometry}
     if job.layers is not None and (unknown := job.layers - known):
         raise UsageError(f"{job.model} has no attention in layer {min(unknown)}: it has layers {_ranges(known)}")
+    owners = {layer.index: layer.owner for layer in geometry}
+    if shared := sorted(layer for layer in job.layers or () if owners[layer] != layer):
+        raise UsageError(
+            f"layer {shared[0]} of {job.model} stores nothing: it reads the cache of layer {owners[shared[0]]}",
+            hint=f"name that layer: --layers {owners[shared[0]]}",
+        )
     for there in artifacts:
         if not there.bound:
             raise RotationZooError(
@@ -236,7 +245,8 @@ def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
     recipe = _recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     form = int2.FORMATS[job.format]
-    return [Cache(form, sink, recent, job.prefill_chunk, job.prefill_layout) for sink, recent in windows]
+    layout = job.prefill_layout or "server"
+    return [Cache(form, sink, recent, job.prefill_chunk, layout) for sink, recent in windows]
 
 
 def _recipe(artifacts: list[Artifact]) -> Recipe:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import int2
 from rotationzoo.collect import Progress, silent
 from rotationzoo.geometry import Geometry
 from rotationzoo.models import input_device
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.tally import clearly_less
 
-_STEP = 0.02  # between clip ratios
+_STEP = 0.02  # between clip ratios, or as many of them as it takes to clamp at another entry
 POSITIONS = 256  # whose predictions are compared at a time
 
 Tensors = dict[str, torch.Tensor]
@@ -49,8 +50,11 @@ def trim(
     def nearest_best(tensors: Tensors, side: str, ratio: float, divergence: float) -> dict[float, float]:
         """Ratios tried, and their divergence: from one step by step to where neither neighbour is better."""
         tried = {ratio: divergence}
+        rows = _channels(tensors, side, cache, group_size)
         while time.monotonic() < deadline:
-            near = [r for r in _beside(min(tried, key=lambda one: tried[one])) if r not in tried]
+            clamped = {_clamped_at(one, rows, cache) for one in tried}
+            near = _beside(min(tried, key=lambda one: tried[one]), rows, cache)
+            near = [r for r in near if _clamped_at(r, rows, cache) not in clamped]
             if not near:
                 break
             found = measure([_with_clip(tensors, side, r) for r in near])
@@ -76,8 +80,27 @@ def trim(
     return tensors, record
 
 
-def _beside(ratio: float) -> list[float]:
-    return [near for near in (round(ratio - _STEP, 4), round(ratio + _STEP, 4)) if 0 < near <= 1]
+def _beside(ratio: float, channels: set[int], cache: Cache) -> list[float]:
+    """The next ratios below and above that clamp at another entry: of 16 sorted magnitudes, .90 and .92 take the same."""
+    near = []
+    for step in (-_STEP, _STEP):
+        other = round(ratio + step, 4)
+        while 0 < other <= 1 and _clamped_at(other, channels, cache) == _clamped_at(ratio, channels, cache):
+            other = round(other + step, 4)
+        near += [other] if 0 < other <= 1 else []
+    return near
+
+
+def _clamped_at(ratio: float, channels: set[int], cache: Cache) -> tuple[float, ...]:
+    """Where rows of so many channels are clamped, among their sorted magnitudes."""
+    places = (int2.clip_position(ratio, count, cache.format.interpolated) for count in sorted(channels))
+    return tuple(entry.item() + weight.item() for entry, weight in places)
+
+
+def _channels(tensors: Tensors, side: str, cache: Cache, group_size: int | None) -> set[int]:
+    """The numbers of channels that share a threshold."""
+    dims = {tensor.shape[-1] for name, tensor in tensors.items() if name.endswith(f".{side}.rotation")}
+    return {group_size or dim for dim in dims} if cache.format.clip_scope == "group" else dims
 
 
 def _of(tensors: Mapping[str, torch.Tensor], side: str) -> Tensors:

@@ -2,10 +2,11 @@
 
     python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER [--arms "A;B"] [--settings S,T]
 
-Settings: `2048` and `4096` tokens a text, and `chunks` (2048 tokens, prefilled in chunks of 512 as OSCAR's server writes them). Prints a table for each model
-and setting, with the increase of perplexity and the attention KL of every arm, and their ratios to `oscar-v1`; then the same
-over all models. FOLDER gets the artifacts, and the numbers as `MODEL.json`; what is there is not made again, so that models can
-be done side by side in processes of their own and looked at together afterwards.
+Settings: `2048` and `4096` tokens a text, and `chunks` (2048 tokens, prefilled in chunks of 512 as
+OSCAR's server writes them). Prints a table for each model and setting, with the increase of
+perplexity and the attention KL of every arm, and their ratios to `oscar-v1`; then the same over all
+models. FOLDER gets the artifacts, and the numbers as `MODEL.json`; what is there is not made again,
+so that models can be done side by side in processes of their own and looked at together afterwards.
 """
 
 import argparse

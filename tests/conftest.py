@@ -38,6 +38,23 @@ def save_tiny(folder: Path, **changes) -> Path:
     return folder
 
 
+def save_family(name: str, folder: Path, weights: bool = True, **options) -> Path:
+    """A tiny model of one of the families in `architectures.py` with the demo model's tokenizer, or its config alone."""
+    import architectures
+
+    changes = dict(vocab_size=2048, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0, **options)
+    if weights:
+        architectures.build(name, **changes).save_pretrained(folder)
+    else:
+        config = architectures.config(name, **changes)
+        with torch.device("meta"):
+            config.architectures = [type(transformers.AutoModelForCausalLM.from_config(config)).__name__]
+        config.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "model" / file, folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")

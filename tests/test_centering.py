@@ -8,7 +8,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
-from conftest import DATA
+from conftest import save_family
 
 from rotationzoo import artifact, centering, models, release
 from rotationzoo.artifact import Artifact
@@ -36,24 +36,10 @@ BEST = PRESETS["best"].model_copy(update={"data": Data(tokens=192, length=32), "
 CENTERED = PRESETS["oscar"].model_copy(update={"center_keys": True, "data": Data(tokens=1024, length=512)})
 
 
-def saved(name: str, folder: Path, weights: bool = True) -> Path:
-    """A tiny model with the demo model's tokenizer, or its config alone."""
-    changes = dict(vocab_size=2048, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0)
-    if weights:
-        architectures.build(name, **changes).save_pretrained(folder)
-    else:
-        config = architectures.config(name, **changes)
-        config.architectures = [models.on_meta(config, name).__class__.__name__]
-        config.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DATA / "model" / file, folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made: dict[str, Path] = {}
-    return lambda name: made.get(name) or made.setdefault(name, saved(name, tmp_path_factory.mktemp(name)))
+    return lambda name: made.get(name) or made.setdefault(name, save_family(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +81,7 @@ def _attend(query, key, value, mask):
 
 @moved
 def test_a_recipe_that_centres_is_refused_before_a_weight_is_fetched(name, tmp_path):
-    folder = saved(name, tmp_path / name, weights=False)
+    folder = save_family(name, tmp_path / name, weights=False)
     with pytest.raises(RotationZooError, match="cannot be centred: attention depends on what all keys share") as refusal:
         plan(Job(str(folder), CENTERED, tmp_path / "out"))
     assert refusal.value.hint == "set center_keys to false in the recipe"
@@ -150,7 +136,7 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
         del content["calibration"]
         torch.save(content, path)
     with pytest.raises(RotationZooError, match=r"centres keys, which .* does not bear: attention depends"):
-        import_(Import(pair, tmp_path / "imported", model=str(saved(name, tmp_path / name, weights=False))))
+        import_(Import(pair, tmp_path / "imported", model=str(save_family(name, tmp_path / name, weights=False))))
     there = import_(Import(pair, tmp_path / "unbound"))
     assert {layer.shift_invariant for layer in geometry_from_json(there.manifest["geometry"])} == {None}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import EXPECTED, NAMES
-from conftest import save_tiny
+from conftest import save_family, save_tiny
 
 from rotationzoo import int2
 from rotationzoo import simulate as simulating
@@ -315,6 +315,20 @@ def test_one_cause_at_a_time(models_and_artifacts):
     assert max(keys["output_error"], values["output_error"]) < both["output_error"]
     assert layer["layers"] == [1]
     assert abs(layer["arms"]["random"]["perplexity_increase"]) < abs(both["perplexity_increase"])
+
+
+def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
+    """In a model whose last layers share caches, each of them reads what the first of its kind has stored."""
+    folder = save_family("gemma4", tmp_path / "gemma4", vocab_size_per_layer_input=2048)
+    one = dict(data=Data(tokens=32, length=32), windows=[(2, 4)], queries=4)
+    report = evaluate(Evaluation(str(folder), [], layers={1}, **one))
+    owners = {layer.index: layer.owner for layer in geometry_of(architectures.build("gemma4"))}
+    assert report["layers"] == [layer for layer, owner in owners.items() if owner == 1]
+    assert len(report["layers"]) > 1
+    assert min(layer["attention_kl"] for layer in report["arms"]["random"]["by_layer"]) > 0
+    with pytest.raises(UsageError, match=r"layer 3 of .* stores nothing: it reads the cache of layer 1") as refusal:
+        evaluate(Evaluation(str(folder), [], layers={0, 3}, **one))
+    assert refusal.value.hint == "name that layer: --layers 1"
 
 
 def test_chunked_prefill_reads_less_of_the_quantized_history():

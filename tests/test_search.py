@@ -20,7 +20,7 @@ from rotationzoo.collect import collect
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluate import attention_modules
 from rotationzoo.fit import fit
-from rotationzoo.geometry import cached_layers, geometry_of
+from rotationzoo.geometry import Layer, cached_layers, geometry_of
 from rotationzoo.plan import Job
 from rotationzoo.projection import output_projections
 from rotationzoo.recipe import PRESETS, Data, Search, from_dict
@@ -407,6 +407,32 @@ def test_nothing_better_keeps_what_the_recipe_says(searched, monkeypatch):
     own = fit(statistics, recipe, geometry)
     assert record["model"]["kept"] == "own"
     assert all(torch.equal(tensor, own[name]) for name, tensor in tensors.items() if not name.endswith(".clip"))
+
+
+@pytest.mark.parametrize("form", int2.FORMATS)
+@pytest.mark.parametrize("dim", [16, 32, 40, 48, 64])
+def test_every_clip_ratio_that_is_tried_clamps_at_another_entry(dim, form, monkeypatch):
+    """Of 16 sorted magnitudes .90 and .92 take the same, and scores that tie would end the search: here the best is far off."""
+    geometry = [Layer(0, 0, 2, 1, dim, dim)]
+    own = fit(None, PRESETS["hadamard"].model_copy(update={"key_clip": 0.9, "value_clip": 0.9}), geometry)
+    rows, asked = torch.randn(1, 1, 64, dim, generator=torch.Generator().manual_seed(0)), []
+
+    def measure(model, geometry, arms, cache, texts):
+        ratios = [arm.tensors["layers.0.key.clip"].item() for arm in arms]
+        asked.extend(ratios)
+        # Less the lower the threshold, down to a third: what another threshold does not change scores the same.
+        thresholds = [int2.clip_threshold(rows, c, cache.format.interpolated).mean() for c in ratios]
+        best = int2.clip_threshold(rows, 0.33, cache.format.interpolated).mean()
+        return torch.stack([(threshold - best).abs().double() for threshold in thresholds])[:, None]
+
+    monkeypatch.setattr(trimming, "divergences", measure)
+    cache = Cache(int2.FORMATS[form], sink=2, recent=4)
+    _, record = trimming.trim(None, geometry, own, own, cache, None, ROWS)
+    ratios = sorted(float(ratio) for ratio in record["key"]["by_clip"])
+    assert all(ratio == round(ratio, 2) for ratio in ratios), "tidy"
+    assert abs(record["key"]["clip"] - 0.33) < 1 / dim + 0.02
+    scores = list(record["key"]["by_clip"].values())
+    assert len(set(scores)) == len(scores), "no two that store the same"
 
 
 def test_the_models_own_loss_is_that_of_reading_the_cache(searched):
