@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from rotationzoo import __version__, models
-from rotationzoo.artifact import Artifact, disk_errors, install, temporary_sibling
+from rotationzoo.artifact import Artifact
 from rotationzoo.capture import Attention, decoder, intercept
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.export import ABSORBED as RECORD
+from rotationzoo.files import disk_errors
+from rotationzoo.folders import install, temporary_sibling
 from rotationzoo.geometry import Geometry, geometry_from_json, geometry_on_meta, same_shapes
 from rotationzoo.source import Source, fetch, find, weight_files, weights_fingerprint
 from rotationzoo.verify import verify
