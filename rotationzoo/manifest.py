@@ -180,9 +180,12 @@ class Manifest(Strict):
     @field_validator("geometry")
     @classmethod
     def _layers_once(cls, layers: list[Layer]) -> list[Layer]:
-        indices = {layer.index for layer in layers}
-        if len(indices) != len(layers) or not any(layer.owner == layer.index for layer in layers):
+        owners = {layer.index for layer in layers if layer.owner == layer.index}
+        if not owners or len({layer.index for layer in layers}) != len(layers):
             raise ValueError("a layer is there twice, or none has a cache of its own")
+        for layer in layers:
+            if layer.owner not in owners or layer.owner > layer.index:
+                raise ValueError(f"layer {layer.index} reads the cache of layer {layer.owner}, which has none before it")
         return layers
 
     @field_validator("recipe")

@@ -44,7 +44,7 @@ def read(path: Path, hint: str = _HINT) -> Any:
 def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
     """The content as a pydantic model. Raises `RotationZooError` that says where in `origin` what is wrong."""
     try:
-        return TypeAdapter(kind).validate_python(content)
+        return TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
