@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -198,14 +199,14 @@ def test_nothing_is_added_to_other_rotations(made, folder):
 
 @pytest.mark.hostile("crash")
 def test_first_runs_at_once_both_end_with_the_artifact(command):
-    words = [sys.executable, "-m", "rotationzoo", "calibrate", "demo", "--tokens", "1024", "--length", "256", "-q"]
+    words = [sys.executable, "-m", "rotationzoo", "calibrate", "demo", "--recipe", "hadamard", "-q"]
     running = [
         subprocess.Popen(words, cwd=command.folder, env=command.environment, stdout=-1, stderr=-1, text=True) for _ in range(3)
     ]
     ends = [(*one.communicate(timeout=240), one.returncode) for one in running]
     assert [code for *_, code in ends] == [0, 0, 0], ends
-    assert verify(Artifact.open(command.folder / "rotations/demo-oscar")).ok
-    assert [path.name for path in (command.folder / "rotations").iterdir()] == ["demo-oscar"]
+    assert verify(Artifact.open(command.folder / "rotations/demo-hadamard")).ok
+    assert [path.name for path in (command.folder / "rotations").iterdir()] == ["demo-hadamard"]
 
 
 @pytest.mark.hostile("crash")
@@ -299,25 +300,24 @@ def test_what_else_is_in_a_folder_stays(folder):
 
 
 @pytest.mark.parametrize("what", ["the folder", "the folder above"])
-def test_somebody_who_may_not_write_changes_nothing(made, tmp_path, what):
+def test_somebody_who_may_not_write_changes_nothing(made, what):
     """In a process of a user who is not root: read-only folders are no obstacle to root."""
-    above = tmp_path / "shared"
-    folder = Path(shutil.copytree(made, above / "out"))
-    os.chmod(tmp_path, 0o755)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    if what == "the folder":
-        above.chmod(0o777)
-    child = os.fork()
-    if child == 0:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
-        try:
-            Artifact.open(folder).check_writable()
-        except RotationZooError as error:
-            os._exit(7 if "Permission denied" in str(error) else 8)
-        except BaseException:
-            os._exit(9)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to other users
+        os.chmod(place, 0o777 if what == "the folder" else 0o755)
+        folder = Path(shutil.copytree(made, Path(place) / "out"))
+        os.chmod(folder, 0o555 if what == "the folder" else 0o777)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        if (child := os.fork()) == 0:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            try:
+                Artifact.open(folder).check_writable()
+            except RotationZooError as error:
+                os._exit(7 if "Permission denied" in str(error) else 8)
+            except BaseException:
+                os._exit(9)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
