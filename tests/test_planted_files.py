@@ -12,6 +12,7 @@ from conftest import save_tiny
 
 from rotationzoo import artifact as artifacts
 from rotationzoo import card, files, index
+from rotationzoo.absorb import absorb
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import RotationZooError
@@ -325,3 +326,55 @@ def test_a_folder_full_of_other_things_is_no_artifact(inside):
     assert "is no artifact" in refused(inside("verify", place))
     assert "is no artifact" in refused(inside("calibrate", "demo", "--recipe", "hadamard", "-o", place, "--restart"))
     assert len(list(place.iterdir())) == 201
+
+
+# ---- folders of models
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return save_tiny(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.hostile("link")) for n in ("README.md", "generation_config.json")]
+)
+def test_a_pipe_in_a_models_folder_is_not_waited_for(inside, model, name):
+    special(model / name, "pipe")
+    result = inside("calibrate", model, "--recipe", "hadamard")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        pytest.param(shards, marks=pytest.mark.hostile("path"))
+        for shards in ({"a": "../secret.safetensors"}, {"a": "/etc/hostname"}, {"a": {"b": 1}}, {"a": None}, [], "x", 3)
+    ],
+)
+def test_an_index_of_shards_names_files_of_its_folder(inside, model, shards):
+    (model.parent / "secret.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    refused(inside("calibrate", model, "--tokens", "1024", "--length", "256"))
+    assert not (inside.folder / "rotations").exists()
+
+
+@pytest.mark.hostile("link")
+def test_a_model_is_copied_without_what_its_links_lead_to(made, docs, tmp_path):
+    model = Path(shutil.copytree(made.parent / "tiny", tmp_path / "model"))
+    (model / "notes.txt").symlink_to(docs.file)
+    with pytest.raises(RotationZooError, match=r"notes\.txt leads out of its folder"):
+        absorb(Artifact.open(made), str(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+    cache = tmp_path / "models--a--b"  # as the hub's client keeps models
+    (cache / "snapshots").mkdir(parents=True)
+    (model / "notes.txt").unlink()
+    model.rename(cache / "blobs")
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir()
+    for path in (cache / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    copied = absorb(Artifact.open(made), str(snapshot), tmp_path / "out")
+    assert not [path for path in copied.iterdir() if path.is_symlink()]
