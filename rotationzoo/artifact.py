@@ -83,14 +83,13 @@ class Artifact:
         path = files.regular_file(self.folder, name)
         recipe, geometry = Recipe.model_validate(self.manifest["recipe"]), geometry_from_json(self.manifest["geometry"])
         expected = layout.expected(name, recipe, geometry, "imported" in self.manifest)
-        if problems := layout.shape_problems(layout.header(path), *expected):
-            return {}, problems
+        problems = layout.shape_problems(layout.header(path), *expected)
         try:
-            tensors = load_file(path)
+            tensors = {} if problems else load_file(path)
         except (OSError, ValueError, SafetensorError) as error:
             raise RotationZooError(f"{path} is damaged: {error}", hint=_AGAIN) from error
         self._check_same(name)
-        return tensors, layout.value_problems(tensors)
+        return tensors, problems or layout.value_problems(tensors)
 
     def damaged_files(self) -> list[str]:
         """A sentence for each file that is missing, no regular file of the folder, or not the one in the manifest."""

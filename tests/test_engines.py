@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import multiprocessing
 import re
 import shutil
@@ -461,6 +462,7 @@ def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, ca
     (lock,) = (tmp_path / "locks").iterdir()
     assert lock.stem == f"oscar_{sglang.markers(*(done.path / name for name in sorted(done.files)))[0]}"
 
+    monkeypatch.setattr(logging.getLogger("rotationzoo"), "propagate", True)  # which a command before this may have ended
     started = multiprocessing.get_context("spawn").Event()
     reader = multiprocessing.get_context("spawn").Process(target=reader_holds, args=(str(lock), started, 2.0))
     reader.start()

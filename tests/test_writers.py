@@ -250,7 +250,7 @@ def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch,
         result = inside(what, *words)
         assert result.returncode == 1
         assert "gave up after 0.3 s" in result.stderr
-        assert "Waiting up to 0.3 s for another process" in caplog.text
+        assert "Waiting up to 0.3 s for another process" in caplog.text + result.stderr
     lock.unlink()
 
 
