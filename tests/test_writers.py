@@ -201,10 +201,10 @@ def test_nothing_is_added_to_other_rotations(made, folder):
 def test_first_runs_at_once_both_end_with_the_artifact(command):
     words = [sys.executable, "-m", "rotationzoo", "calibrate", "demo", "--recipe", "hadamard", "-q"]
     running = [
-        subprocess.Popen(words, cwd=command.folder, env=command.environment, stdout=-1, stderr=-1, text=True) for _ in range(3)
+        subprocess.Popen(words, cwd=command.folder, env=command.environment, stdout=-1, stderr=-1, text=True) for _ in range(2)
     ]
     ends = [(*one.communicate(timeout=240), one.returncode) for one in running]
-    assert [code for *_, code in ends] == [0, 0, 0], ends
+    assert [code for *_, code in ends] == [0, 0], ends
     assert verify(Artifact.open(command.folder / "rotations/demo-hadamard")).ok
     assert [path.name for path in (command.folder / "rotations").iterdir()] == ["demo-hadamard"]
 
