@@ -5,6 +5,7 @@ nothing else reads either, so the model runs on `meta` and every operation betwe
 """
 
 import json
+import os
 import shutil
 import struct
 from collections import Counter, defaultdict
@@ -18,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from rotationzoo import __version__, models
-from rotationzoo.artifact import Artifact, disk_errors, install, temporary_sibling
+from rotationzoo.artifact import Artifact
 from rotationzoo.capture import Attention, decoder, intercept
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.export import ABSORBED as RECORD
+from rotationzoo.files import disk_errors
+from rotationzoo.folders import install, temporary_sibling
 from rotationzoo.geometry import Geometry, geometry_from_json, geometry_on_meta, same_shapes
 from rotationzoo.source import Source, fetch, find, weight_files, weights_fingerprint
 from rotationzoo.verify import verify
@@ -60,10 +63,11 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     if made_for["weights_fingerprint"] not in (None, weights_fingerprint(source)):  # of a hub's model it is known only now
         raise RotationZooError(f"{artifact.folder} was made for other weights than those of {model}", hint=calibrate)
     places = _places(source, changes)
-    others = (path for path in source.folder.iterdir() if path.name == _INDEX or not path.name.endswith(_WEIGHTS))
-    files = [*filter(Path.is_file, others), *weight_files(source.folder)]
+    files = [*_others(source.folder), *weight_files(source.folder)]
     record = {"rotationzoo": __version__, "absorbed": "value rotation", "artifact": artifact.identity}
     with disk_errors(output), temporary_sibling(output) as work:
+        if output.exists():
+            raise RotationZooError(f"{output} is there by now", hint="choose another place with --output")
         for done, path in enumerate(files):
             progress("absorbing", done, len(files))
             shutil.copyfile(path, work / path.name)
@@ -74,6 +78,20 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
         (work / RECORD).write_text(json.dumps({**record, "model": made_for}, indent=2) + "\n", encoding="utf-8")
         install(work, output)
     return output
+
+
+def _others(folder: Path) -> list[Path]:
+    """What is copied beside the weights. Raises `RotationZooError` for a link that leads out of the folder, but for the hub's
+    cache, which is made of links: copies are published, and what links lead to need not be."""
+    blobs = folder.parent.parent / "blobs"
+    places = [os.path.realpath(folder), *([] if blobs.is_symlink() else [os.path.realpath(blobs)])]
+    others = [path for path in folder.iterdir() if path.name == _INDEX or not path.name.endswith(_WEIGHTS)]
+    for path in others:
+        if not any(Path(os.path.realpath(path)).is_relative_to(place) for place in places):
+            raise RotationZooError(
+                f"{path} leads out of its folder by a symbolic link", hint="remove it, or put the file itself there"
+            )
+    return [path for path in others if path.is_file()]
 
 
 def _changes(artifact: Artifact, model: PreTrainedModel, name: str) -> dict[str, _Change]:

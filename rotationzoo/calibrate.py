@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.corpus import Corpus
 from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.fit import check_recipe, fit, settle_centering
+from rotationzoo.folders import held
 from rotationzoo.generate import end_tokens, sampling, settings_hash, write
 from rotationzoo.geometry import Geometry, geometry_json, geometry_of, shifted_layers
 from rotationzoo.identity import differences
@@ -46,7 +47,8 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
     """
     missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
     try:
-        return _calibrate(job, progress)
+        with ExitStack() as locks:
+            return _calibrate(job, progress, locks)
     except BaseException as error:
         if isinstance(error, Unsound):  # going on from the sums that led to it would only be refused again
             Checkpoint(job.checkpoint, {}).remove()
@@ -56,7 +58,8 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
         raise
 
 
-def _calibrate(job: Job, progress: Progress) -> Artifact:
+def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
+    """`locks` keeps other calibrations from the checkpoint and from the artifact's place until all is done."""
     started, versions = time.monotonic(), artifact.versions()
     progress("looking at the model", 0, 0)
     known = plan(job)
@@ -64,6 +67,8 @@ def _calibrate(job: Job, progress: Progress) -> Artifact:
         raise known.refusal
     job, source, recipe = known.job, known.source, known.job.recipe
     check_output(job)
+    with artifact.disk_errors(job.output):
+        locks.enter_context(held(job.lock, f"calibrating {job.output}"))
     text = None
     if recipe.needs_statistics:
         fetch(source, weights=False)

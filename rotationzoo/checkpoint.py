@@ -10,9 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from rotationzoo import strict
 from rotationzoo.artifact import write_atomically
 from rotationzoo.errors import RotationZooError
+from rotationzoo.files import size_of
 from rotationzoo.identity import Identity, differences
+from rotationzoo.manifest import ChosenSides
 from rotationzoo.moments import Statistics, from_raw, to_raw
 
 _OF_TEXT = ("config", "weights", "text", "data", "sampling", "generation_config")  # of an identity: what text a model writes
@@ -37,10 +40,16 @@ class Checkpoint:
         self._written, self._searched, _ = files(path)
         self._due = 0.0
 
-    def read(self) -> tuple[Statistics, int] | None:
-        """The sums and the number of batches in them, or None. Raises `RotationZooError` if they are of another job."""
-        found = self._read(self.path, "done")
-        return None if found is None else (from_raw(found[0]), found[1])
+    def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
+        """The sums and the number of batches in them, or None; `zeros` are what the sums began with. Raises `RotationZooError`
+        if they are of another job, or of other layers and shapes."""
+        if (found := self._read(self.path, "done", int)) is None:
+            return None
+        sums, done = found
+        shapes = [{name: (one.dtype, one.shape) for name, one in raw.items()} for raw in (sums, to_raw(zeros))]
+        if shapes[0] != shapes[1] or done < 0:
+            raise self._damaged(self.path)
+        return from_raw(sums), done
 
     def save(self, statistics: Statistics, done: int) -> None:
         """Save after `done` batches, unless the last save was so recent that saving would cost more than 5 % of the time."""
@@ -48,8 +57,11 @@ class Checkpoint:
 
     def read_text(self) -> list[torch.Tensor]:
         """The texts `[T]` that the model wrote. They stay good for a job that differs in what is made of them."""
-        found, _ = self._read(self._written, "texts", _OF_TEXT) or ({}, 0)
-        return [found[str(number)] for number in range(len(found))]
+        found, count = self._read(self._written, "texts", int, _OF_TEXT) or ({}, 0)
+        texts = [found.get(str(number), torch.empty(())) for number in range(len(found))]
+        if count != len(texts) or any((text.dtype, text.ndim) != (torch.long, 1) for text in texts):
+            raise self._damaged(self._written)
+        return texts
 
     def save_text(self, texts: Sequence[torch.Tensor]) -> None:
         """Save after a batch of prompts; always, for it took far longer than saving does."""
@@ -58,7 +70,11 @@ class Checkpoint:
 
     def read_search(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The rotations of the layers that are done, and what is on record of them."""
-        return self._read(self._searched, "record") or ({}, {})
+        found, record = self._read(self._searched, "record", dict[str, ChosenSides]) or ({}, {})
+        names = {f"layers.{layer}.{side}.rotation" for layer in record for side in ("key", "value")}
+        if found.keys() != names:
+            raise self._damaged(self._searched)
+        return found, record
 
     def save_search(self, rotations: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
         """Save after a layer, as seldom as `save` does."""
@@ -68,22 +84,30 @@ class Checkpoint:
         for path in reversed(files(self.path)):  # sums without their text would be joined to another
             path.unlink(missing_ok=True)
 
-    def _read(self, path: Path, what: str, parts: Sequence[str] | None = None) -> tuple[dict[str, torch.Tensor], Any] | None:
-        if not path.is_file():
+    def _read(
+        self, path: Path, what: str, kind: Any, parts: Sequence[str] | None = None
+    ) -> tuple[dict[str, torch.Tensor], Any] | None:
+        """The tensors, and what of type `kind` is told of them."""
+        if size_of(path) is None:
             return None
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata()
-            theirs, told = json.loads(metadata["identity"]), json.loads(metadata[what])
+            theirs, told = (strict.parse(metadata[name], str(path)) for name in ("identity", what))
+            strict.validate(dict[str, str], theirs, str(path))
+            strict.validate(kind, told, str(path))
             tensors = load_file(path)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart") from error
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, RotationZooError) as error:
+            raise self._damaged(path) from error
         if changed := differences(theirs, self.identity, parts):
             raise RotationZooError(
                 f"the checkpoint {path} is of another job: {', '.join(changed)} differ",
                 hint="start afresh with --restart, or choose another --output",
             )
         return tensors, told
+
+    def _damaged(self, path: Path) -> RotationZooError:
+        return RotationZooError(f"the checkpoint {path} is damaged", hint="start afresh with --restart")
 
     def _save(self, path: Path, tensors: Callable[[], Mapping[str, torch.Tensor]], **told: Any) -> None:
         start = time.monotonic()

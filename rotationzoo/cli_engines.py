@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rotationzoo.cli_options import ArtifactFolder, Json, Quiet, Revision, app, default_output, parse_windows
+from rotationzoo.cli_options import ArtifactFolder, Json, Quiet, Revision, app, default_output, named, parse_windows
 from rotationzoo.console import Output, hush_libraries
 from rotationzoo.errors import UsageError
 
@@ -63,7 +63,7 @@ def export(
         hush_libraries()
         from rotationzoo.absorb import absorb
 
-        target = output or Path("exports") / f"{artifact.resolve().name}-absorbed"
+        target = named(output) or Path("exports") / f"{artifact.resolve().name}-absorbed"
         with out.progress() as progress:
             show_absorbed(out, absorb(opened, absorb_values, target, progress), artifact)
         return
@@ -73,7 +73,7 @@ def export(
 
     request = Request(
         engine=str(to),
-        output=output,
+        output=named(output),
         pooled=pooled,
         uncentered=uncentered,
         clip=_ratios(clip),
@@ -116,7 +116,7 @@ def import_(
     name = model or (first if first.is_dir() else first.parent).name or "rotations"
     job = Import(
         files=files,
-        output=output or default_output(name, "imported"),
+        output=named(output) or default_output(name, "imported"),
         model=model,
         revision=revision,
         clip=_ratios(clip),

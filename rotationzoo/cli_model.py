@@ -22,6 +22,7 @@ from rotationzoo.cli_options import (
     Revision,
     app,
     default_output,
+    named,
     parse_layers,
     parse_windows,
 )
@@ -78,11 +79,10 @@ def calibrate(
     from rotationzoo.plan_view import show_plan
     from rotationzoo.tables import show_artifact
 
-    output = output.expanduser() if output else default_output(model, chosen.name)
     job = Job(
         model=model,
         recipe=chosen,
-        output=output.resolve() if output.is_symlink() else output,
+        output=named(output) or default_output(model, chosen.name),
         revision=revision,
         batch=batch or (16 if device_map else 4),
         device=device,

@@ -87,6 +87,15 @@ def default_output(model: str, recipe: str) -> Path:
     return Path("rotations") / f"{(path.resolve() if path.is_dir() else path).name}-{recipe}"
 
 
+def named(folder: Path | None) -> Path | None:
+    """The folder that the user names, or what it leads to where it is a link: links in the places of defaults are nobody's
+    choice, and are not followed."""
+    if folder is None:
+        return None
+    folder = folder.expanduser()
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
 def parse_layers(text: str | None) -> set[int] | None:
     """`0,4-7` as `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
     if text is None:

@@ -16,6 +16,7 @@ from rotationzoo.cli_options import (
     ZooRepo,
     app,
     default_output,
+    named,
 )
 from rotationzoo.console import Output, hush_libraries
 from rotationzoo.errors import PartlyDone, UsageError
@@ -100,7 +101,7 @@ def pull(
     found = _read_index(out, index, repo, hubs[0])
     entry, copies, why = lookup.choose(found, model, revision, recipe, hubs)
     with out.progress() as progress:
-        pulled = pulling.pull_first(found, entry, copies, local_dir, progress)
+        pulled = pulling.pull_first(found, entry, copies, named(local_dir), progress)
     out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")
     if to is None:
         show_pull(out, pulled)
@@ -201,7 +202,7 @@ def regenerate(
     recipe = recipes.load(str(path))
     job = Job(
         model=model, recipe=recipe, revision=revision, batch=batch, device=device, device_map=device_map, max_memory=max_memory,
-        output=output or default_output(model, recipe.name),
+        output=named(output) or default_output(model, recipe.name),
     )  # fmt: skip
     text = recipes.override(recipes.load("oscar"), source=data, tokens=tokens, length=length).data
     with out.progress() as progress:

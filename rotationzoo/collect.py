@@ -37,7 +37,8 @@ def collect(
     Raises `UnsupportedModel` if a layer is missed and `RotationZooError`, naming the layer, if an activation is not finite.
     """
     two_passes = recipe.value_statistic == "key_energy"
-    statistics, done = (checkpoint and checkpoint.read()) or (_zeros(geometry, two_passes), 0)
+    zeros = _zeros(geometry, two_passes)
+    statistics, done = (checkpoint and checkpoint.read(zeros)) or (zeros, 0)
     tower = decoder(model)
     total = len(batches) * (2 if two_passes else 1)
     skip = recipe.sink if recipe.exclude_sink else 0

@@ -1,19 +1,20 @@
 """An artifact -> a folder of files that one serving engine reads, with the command that starts it."""
 
-import json
-import os
 import shlex
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 
-from rotationzoo.artifact import Artifact, disk_errors, sha256, temporary_sibling
-from rotationzoo.engines import SIDES, Launch, Options, Serving, Takes, check_regular, gguf, mlx, onnx, sglang, vllm
+from rotationzoo import strict
+from rotationzoo.artifact import Artifact
+from rotationzoo.engines import SIDES, Launch, Options, Serving, Takes, gguf, mlx, onnx, sglang, vllm
 from rotationzoo.errors import RotationZooError
+from rotationzoo.files import disk_errors, regular_file, sha256, size_of, write_new
+from rotationzoo.folders import carry_over, check_name, install, recover, temporary_sibling
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.serving import Clips, Request, assemble, per_head
@@ -69,17 +70,20 @@ def export(there: Artifact, request: Request) -> Exported:
     engine.check(geometry, serving)
     untried = bool(serving.key.mean) and any(layer.shift_invariant is None for layer in geometry)
     target = request.output or Path("exports") / f"{there.folder.resolve().name}-{request.engine}"
+    recover(target)
     _check_target(target)
-    with disk_errors(target), temporary_sibling(target.absolute()) as work:
+    with disk_errors(target), temporary_sibling(target) as work:
         launch = engine.write(work, target.absolute(), serving, request.options)
         launch = replace(launch, notes=[*launch.notes, *([_UNTRIED] if untried else [])])
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         done = Exported(request.engine, target, files, launch, reduced)
         record = as_json(done) | {"artifact": there.identity}
-        (work / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_new(work / RECORD, strict.text(record))
         for path in work.iterdir():
             path.chmod(0o644)  # safetensors makes files that only their owner can read, and servers have users of their own
-        _install(work, target, request.engine, launch)
+        _check_target(target)  # what was made took time
+        with sglang.alone(launch.environment) if request.engine == sglang.NAME else nullcontext():
+            _install(work, target)
     return done
 
 
@@ -162,14 +166,12 @@ def _absorbed_model(there: Artifact, request: Request) -> str | None:
     if request.values_absorbed is None:
         return None
     folder = request.values_absorbed
-    try:
-        check_regular(folder / ABSORBED)
-        record = json.loads((folder / ABSORBED).read_text(encoding="utf-8"))
-    except (RotationZooError, OSError, ValueError, RecursionError) as error:
+    if size_of(folder / ABSORBED) is None:
         raise RotationZooError(
             f"{folder} is no model with an absorbed value rotation: it has no {ABSORBED}",
             hint=f"make one with: rotationzoo export {shlex.quote(str(there.folder))} --absorb-values MODEL",
-        ) from error
+        )
+    record = strict.read(folder / ABSORBED)
     if not isinstance(record, dict) or record.get("artifact") != there.identity:
         raise RotationZooError(f"{folder} carries the value rotation of another artifact", hint="export that one")
     return str(folder.absolute())
@@ -177,27 +179,35 @@ def _absorbed_model(there: Artifact, request: Request) -> str | None:
 
 def _check_target(target: Path) -> None:
     """Nothing of somebody else's is replaced."""
-    if target.exists() and not (target / RECORD).is_file() and (not target.is_dir() or any(target.iterdir())):
+    check_name(target)
+    empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if not empty and size_of(target / RECORD) is None:
         raise RotationZooError(f"{target} exists and holds other files", hint="choose another place with --output")
 
 
-def _install(work: Path, target: Path, engine: str, launch: Launch) -> None:
-    """Put all files in place: a new folder at once, an earlier export file by file, its record last."""
-    if not target.exists():
-        work.rename(target)
-        return
+def _install(work: Path, target: Path) -> None:
+    """Put the folder in place, with what else is in an earlier one: engines find the files of one export, never of two."""
+    if target.is_dir():
+        written = {path.name for path in work.iterdir()}
+        carry_over(target, work, {*written, *_earlier(target), *sglang.old_markers(target)})
+    install(work, target)
+
+
+def _earlier(target: Path) -> list[str]:
+    """Names of the files that the earlier export wrote and nobody has changed since: who wrote the record is not known."""
     try:
-        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
-        # Only names of files in the folder itself: who wrote this record is not known.
-        earlier = [name for name in record["files"] if isinstance(name, str) and Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        earlier = []
-    with ExitStack() as stack:
-        if engine == sglang.NAME:
-            stack.enter_context(sglang.replacing(launch.environment))
-        names = sorted((path.name for path in work.iterdir()), key=lambda name: name == RECORD)
-        for name in names:
-            os.replace(work / name, target / name)
-        for name in earlier:
-            if name not in names and (target / name).is_file():
-                (target / name).unlink(missing_ok=True)
+        record = strict.validate(_Record, strict.read(target / RECORD), str(target / RECORD))
+    except RotationZooError:
+        return []
+    names = []
+    for name, known in record.files.items():
+        with suppress(RotationZooError):
+            if sha256(regular_file(target, name)) == known:
+                names.append(name)
+    return names
+
+
+class _Record(strict.Strict):
+    """`export.json`, as far as a later export asks it."""
+
+    files: dict[str, str]

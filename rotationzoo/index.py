@@ -1,23 +1,27 @@
 """`zoo_index.json`: what has been published, where, and with which hashes. Read, validated, extended, written."""
 
 import json
-import re
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rotationzoo import files, strict
 from rotationzoo.errors import RotationZooError
+from rotationzoo.manifest import ROTATIONS, EvaluationSummary, Sha256
 
 SCHEMA = 1
 NAME = "zoo_index.json"
 WHEEL_COPY = Path(__file__).parent / "data" / NAME
 HUBS = ("huggingface", "modelscope")
 Hub = Literal["huggingface", "modelscope"]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_ANOTHER = "tell its owners, or name another one with --index"
 REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
-RepoId = Annotated[str, Field(pattern=REPOSITORY)]
+RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
+Place = Annotated[str, AfterValidator(files.plain)]
+"""A path inside a folder, as it becomes one here."""
+Name = Annotated[Place, Field(pattern="^[^/]*$")]
+_ANOTHER = "tell its owners, or name another one with --index"
 
 
 class _Frozen(BaseModel):
@@ -29,15 +33,10 @@ class Copy(_Frozen):
 
     hub: Hub
     repo: RepoId
-    path: str
+    path: Annotated[str, AfterValidator(lambda path: path and files.plain(path))]
     """The folder inside the repository; empty for the whole of one, or where nobody has seen the folder."""
-    revision: str | None = None
+    revision: Place | None = None
     """A commit on Hugging Face, a tag on ModelScope; None where the index came with the files, or nobody has looked."""
-
-    @field_validator("path")
-    @classmethod
-    def _safe_path(cls, value: str) -> str:
-        return value and safe(value)
 
 
 class File(_Frozen):
@@ -50,9 +49,9 @@ class File(_Frozen):
 class Entry(_Frozen):
     """One published rotation of one model."""
 
-    model: RepoId | Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    model: RepoId | Name
     """Hub id, or the name of a model that is on no hub, such as `demo`."""
-    model_revision: str | None = None
+    model_revision: Place | None = None
     config_sha256: Sha256 | None = None
     weights_fingerprint: Sha256 | None = None
     format: Literal["rotationzoo", "oscar", "latent", "gguf"] = "rotationzoo"
@@ -60,23 +59,16 @@ class Entry(_Frozen):
     which nothing here reads; `gguf`: a whole model with rotations in it, which is listed and not pulled."""
     note: Annotated[str, Field(max_length=500)] | None = None
     """What a reader of the list should know of it, in a sentence."""
-    recipe: str
+    recipe: Name
     recipe_sha256: Sha256 | None = None
     geometry: list[dict[str, bool | int]] | None = None
-    files: dict[str, File]
+    files: dict[Name, File]
     copies: list[Copy]
     evaluation: dict[str, Any] | None = None
     """What `evaluate` measured, in short."""
     validation: dict[str, Any] | None = None
-    created: str | None = None
+    created: Annotated[str, Field(pattern=r"^[0-9T:Z.+-]{1,40}$")] | None = None
     """Day of publication, ISO 8601."""
-
-    @field_validator("files")
-    @classmethod
-    def _safe_names(cls, value: dict[str, File]) -> dict[str, File]:
-        for name in value:
-            safe(name)
-        return value
 
     @model_validator(mode="after")
     def _hashes_of_our_own_files(self) -> "Entry":
@@ -84,11 +76,18 @@ class Entry(_Frozen):
             raise ValueError("an entry needs files and a place that holds them")
         if self.pullable and not all(copy.path for copy in self.copies):
             raise ValueError("files to be pulled need a folder that holds them")
-        if self.format == "rotationzoo" and "rotations.safetensors" not in self.files:
-            raise ValueError("a rotationzoo artifact needs rotations.safetensors")
         if self.format == "rotationzoo" and not all(file.sha256 and file.size is not None for file in self.files.values()):
             raise ValueError("every file of a rotationzoo artifact needs a size and a sha256")
+        if self.format == "rotationzoo" and ROTATIONS not in self.files:
+            raise ValueError(f"a rotationzoo artifact needs {ROTATIONS}")
         return self
+
+    @field_validator("evaluation")
+    @classmethod
+    def _as_in_a_manifest(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            EvaluationSummary.model_validate(value)
+        return value
 
     @property
     def pullable(self) -> bool:
@@ -99,7 +98,7 @@ class Entry(_Frozen):
     def identity(self) -> str:
         """What tells one entry from another: the sha256 of its rotations, or the place of files without hashes."""
         if self.format == "rotationzoo":
-            return self.files["rotations.safetensors"].sha256 or ""
+            return self.files[ROTATIONS].sha256 or ""
         return f"{self.copies[0].repo}/{self.copies[0].path}"
 
 
@@ -142,36 +141,20 @@ class Index(_Frozen):
 
 def parse(text: str | bytes, origin: str) -> Index:
     """Raises `RotationZooError`, naming `origin`, for what is no index, or one of a newer schema."""
-    try:
-        content = json.loads(text)
-        schema = content["schema"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RotationZooError(f"{origin} is no index: it is no JSON with a schema", hint=_ANOTHER) from error
+    content = strict.parse(text, origin, _ANOTHER)
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise RotationZooError(f"{origin} is no index: it is no table with a schema", hint=_ANOTHER)
     if schema != SCHEMA:
         raise RotationZooError(
             f"{origin} has schema {schema}; this rotationzoo reads schema {SCHEMA}", hint="upgrade rotationzoo"
         )
-    try:
-        return Index.model_validate(content)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"])) or "the list"
-        said = problem["msg"].removeprefix("Value error, ")
-        raise RotationZooError(f"{origin} is damaged at {where}: {said}", hint=_ANOTHER) from error
+    return strict.validate(Index, content, origin, _ANOTHER)
 
 
 def read(path: Path) -> Index:
-    try:
-        return parse(path.read_bytes(), str(path))
-    except OSError as error:
-        raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint="check the path given with --index") from error
-
-
-def safe(path: str) -> str:
-    """The path itself. Raises `ValueError` for one that is absolute, leaves its folder or is not plain."""
-    if not re.fullmatch(r"[\w.+-]+(/[\w.+-]+)*", path) or {".", ".."} & set(path.split("/")):
-        raise ValueError(f"{path!r} is no path inside a folder")
-    return path
+    """The index at a path that the user names, which may be a link. Raises `RotationZooError`."""
+    return parse(files.read(Path(os.path.realpath(path)), strict.LIMIT), str(path))
 
 
 def _sorted(entries: list[Entry]) -> list[Entry]:

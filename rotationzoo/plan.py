@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from rotationzoo import artifact, checkpoint, memory, models
+from rotationzoo import artifact, checkpoint, files, folders, memory, models
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.fit import check_recipe, settle_centering
@@ -39,16 +39,20 @@ class Job:
     """Rows longer than the model has positions are cut to them, not refused: their length is the recipe's and nobody's wish."""
 
     def __post_init__(self) -> None:
-        artifact.check_name(self.output)
+        folders.check_name(self.output)
 
     @property
     def checkpoint(self) -> Path:
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
 
     @property
+    def lock(self) -> Path:
+        return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
+
+    @property
     def unfinished(self) -> bool:
         """Whether a run of this output was stopped, and can go on."""
-        return any(path.is_file() for path in checkpoint.files(self.checkpoint))
+        return any(files.size_of(path) is not None for path in checkpoint.files(self.checkpoint))
 
     @property
     def torch_device(self) -> str:
@@ -157,12 +161,12 @@ def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
 def check_output(job: Job) -> None:
     """The output can be written, and what is there may be replaced."""
     with artifact.disk_errors(job.output):
-        artifact.recover(job.output)
+        folders.recover(job.output)
         artifact.check_replaceable(job.output)
         if (job.output / artifact.MANIFEST).is_file():
             _check_recipe_of(job, Artifact.open(job.output))
         if job.output.parent.exists():
-            with artifact.temporary_sibling(job.output):
+            with folders.temporary_sibling(job.output):
                 pass
         else:  # nothing of this job's name: other jobs may have the same, in other folders that are not there yet
             tempfile.TemporaryDirectory(dir=_ancestor(job.output)).cleanup()

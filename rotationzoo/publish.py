@@ -1,17 +1,18 @@
 """An artifact -> a folder of a zoo repository, with the repository's own index, in one commit a hub."""
 
 import datetime
-import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotationzoo import index, ownership
-from rotationzoo.artifact import CARD, MANIFEST, STATISTICS, Artifact, digest, disk_errors, sha256
+from rotationzoo import card as cards
+from rotationzoo import index, ownership, strict
+from rotationzoo.artifact import CARD, MANIFEST, STATISTICS, Artifact
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
+from rotationzoo.files import digest, regular_file, replace, sha256
+from rotationzoo.folders import held
 from rotationzoo.hubs import Published, hub
 from rotationzoo.index import Copy, Entry, File, Index
 from rotationzoo.verify import verify
@@ -46,12 +47,10 @@ def prepare(there: Artifact, repo: str, statistics: bool = True) -> Upload:
         )
     manifest = there.manifest
     names = [name for name in manifest["files"] if statistics or name != STATISTICS]
-    files: dict[str, Path | bytes] = {name: there.folder / name for name in names}
-    files[MANIFEST] = there.folder / MANIFEST
-    if not statistics:
-        kept = {name: manifest["files"][name] for name in names}
-        files[MANIFEST] = (json.dumps({**manifest, "files": kept}, indent=2) + "\n").encode()
-    files[CARD] = there.folder / CARD
+    files: dict[str, Path | bytes] = {name: regular_file(there.folder, name) for name in names}
+    kept = {**manifest, "files": {name: manifest["files"][name] for name in names}}
+    files[MANIFEST] = strict.text(kept)
+    files[CARD] = cards.render(kept).encode()  # anew: of the file in the folder nothing is known
     slug = f"{manifest['recipe']['name']}-{there.identity[:12]}"
     model = ownership.listed_name(manifest["model"])
     folder = model.replace("/", "__")
@@ -94,11 +93,10 @@ def push(upload: Upload, repo: str, hubs: list[str], create_pr: bool = False, na
 
 def extend(path: Path, entry: Entry) -> None:
     """Add an entry to an index file, which is made if it is not there and replaced whole."""
-    before = index.read(path) if path.exists() else Index()
-    partial = path.with_name(path.name + ".partial")
-    with disk_errors(path):
-        partial.write_text(before.extended(entry).text(), encoding="utf-8")
-        os.replace(partial, path)
+    path = path.resolve()
+    with held(path.with_name(f".{path.name}.lock"), f"writing {path}"):
+        before = index.read(path) if path.exists() else Index()
+        replace(path, before.extended(entry).text().encode())
 
 
 def pinned(upload: Upload, repo: str, done: Mapping[str, Published]) -> Entry:

@@ -1,16 +1,20 @@
 """A published rotation -> a folder on this machine, every hash checked, whole or not there."""
 
-import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rotationzoo import foreign
-from rotationzoo.artifact import Artifact, disk_errors, install, sha256, temporary_sibling
+from pydantic import ValidationError
+
+from rotationzoo import files, foreign, index, strict
+from rotationzoo.artifact import MANIFEST, PARTS, Artifact
 from rotationzoo.collect import Progress, silent
 from rotationzoo.engines import torch_files
 from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.files import child, disk_errors, regular_file, sha256, write_new
+from rotationzoo.folders import check_name, install, recover, temporary_sibling
 from rotationzoo.hubs import SPELLING, TITLES, hub
 from rotationzoo.index import Copy, Entry, File
 from rotationzoo.lookup import Found
@@ -58,7 +62,7 @@ def pull(found: Found, entry: Entry, copy: Copy, local_dir: Path | None = None, 
     if (there := hashes(target, entry.files)) is not None:
         check_entry(entry, Artifact.open(target).manifest, f"{copy.path} of {copy.repo}")
         return Pulled(target, entry, copy, revision, there, ["it was here already"])
-    _check_target(target)
+    _check_target(target, entry)
     revision = revision or client.resolve(copy.repo)
     with disk_errors(target), temporary_sibling(target) as work:
         progress(f"downloading from {copy.repo} on {TITLES[copy.hub]}", 0, 0)
@@ -101,15 +105,19 @@ def cache_folder(copy: Copy, revision: str | None) -> Path:
     from huggingface_hub import cached_assets_path
 
     place = cached_assets_path("rotationzoo", namespace=copy.hub, subfolder=copy.repo)
-    return place / (revision or "unpinned") / copy.path
+    return child(place, f"{revision or 'unpinned'}/{copy.path}")
 
 
-def hashes(folder: Path, files: Mapping[str, File]) -> dict[str, str] | None:
-    """sha256 of each file, or None if one is missing or not as listed."""
+def hashes(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
+    """sha256 of each file, or None if one is missing, no regular file of the folder, or not as listed."""
     found: dict[str, str] = {}
-    for name, file in files.items():
-        path = folder / name
-        if not path.is_file() or (found.setdefault(name, sha256(path)) != file.sha256):
+    recover(folder)
+    for name, file in listed.items():
+        try:
+            path = regular_file(folder, name)
+        except RotationZooError:
+            return None
+        if files.size_of(path) != file.size or found.setdefault(name, sha256(path)) != file.sha256:
             return None
     return found
 
@@ -127,9 +135,9 @@ def _download(copy: Copy, revision: str | None, sizes: Mapping[str, int], work: 
         )
     hub(copy.hub).fetch(copy.repo, revision, {f"{copy.path}/{name}": size for name, size in sizes.items()}, raw)
     clean = work / "files"
-    for name in sizes:
-        (clean / name).parent.mkdir(parents=True, exist_ok=True)
-        (raw / copy.path / name).rename(clean / name)
+    clean.mkdir()
+    for name in sizes:  # without what the clients put beside them
+        regular_file(raw, f"{copy.path}/{name}").rename(child(clean, name))
     return clean
 
 
@@ -140,20 +148,18 @@ def _pull_foreign(entry: Entry, copy: Copy, target: Path, progress: Progress) ->
     try:
         revision = copy.revision or hub(copy.hub).resolve(copy.repo)
     except HubError as error:
-        held = hashes(target, lock[1]) if lock else None
-        if lock is None or held is None:
+        if lock is None or (held := hashes(target, lock.files)) is None:
             raise
-        return Pulled(target, entry, copy, lock[0], held, [f"{error}; these are the files recorded earlier"])
-    if lock and lock[0] == revision and (there := hashes(target, lock[1])) is not None:
+        return Pulled(target, entry, copy, lock.revision, held, [f"{error}; these are the files recorded earlier"])
+    if lock and lock.revision == revision and (there := hashes(target, lock.files)) is not None:
         return Pulled(target, entry, copy, revision, there, ["it was here already, as recorded"])
-    if lock is None:
-        _check_target(target)
+    _check_target(target, entry)
     with disk_errors(target), temporary_sibling(target) as work:
         progress(f"downloading from {copy.repo} on {TITLES[copy.hub]}", 0, 0)
         got = _download(copy, revision, _listed_sizes(entry, copy, revision), work)
         now = {name: File(size=(got / name).stat().st_size, sha256=sha256(got / name)) for name in entry.files}
         for name, file in now.items():
-            known = [f.sha256 for f in (entry.files[name], lock[1].get(name) if lock else None) if f and f.sha256]
+            known = [f.sha256 for f in (entry.files[name], lock.files.get(name) if lock else None) if f and f.sha256]
             if any(file.sha256 != earlier for earlier in known):
                 raise RotationZooError(
                     f"{name} of {copy.repo} at {revision} is not the file that was recorded: its sha256 differs",
@@ -161,7 +167,7 @@ def _pull_foreign(entry: Entry, copy: Copy, target: Path, progress: Progress) ->
                 )
             _check_foreign(got / name)
         content = {"repo": copy.repo, "revision": revision, "files": {n: f.model_dump() for n, f in now.items()}}
-        (got / LOCK).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_new(got / LOCK, strict.text(content))
         install(got, target)
     return Pulled(target, entry, copy, revision, {n: f.sha256 or "" for n, f in now.items()}, notes)
 
@@ -188,18 +194,25 @@ def _check_foreign(path: Path) -> None:
     foreign.check_matrices(torch_files.read(path))
 
 
-def _read_lock(target: Path) -> tuple[str, dict[str, File]] | None:
+class _Lock(strict.Strict):
+    """`zoo.lock.json`: what was downloaded first."""
+
+    revision: index.Place
+    files: dict[index.Name, File]
+
+
+def _read_lock(target: Path) -> _Lock | None:
+    recover(target)
     try:
-        content = json.loads((target / LOCK).read_text(encoding="utf-8"))
-        return content["revision"], {name: File(**file) for name, file in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
+        return _Lock.model_validate(strict.read(target / LOCK))
+    except (RotationZooError, ValidationError):
         return None
 
 
-def _check_target(target: Path) -> None:
+def _check_target(target: Path, entry: Entry) -> None:
     """Nothing of somebody else's is replaced."""
-    ours = (target / "manifest.json").is_file() or (target / LOCK).is_file()
-    if target.exists() and not ours and any(target.iterdir()):
+    check_name(target)
+    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    ours = names & {MANIFEST, LOCK} and names <= {*PARTS, LOCK, *entry.files}
+    if os.path.lexists(target) and not (target.is_dir() and (ours or not names)):
         raise RotationZooError(f"{target} exists and holds other files", hint="choose another place with --local-dir")
-    if target.is_dir() and not ours:
-        shutil.rmtree(target, ignore_errors=True)

@@ -1,16 +1,17 @@
 """An artifact -> two pictures for its card: the spectra of its statistics, and the error by layer."""
 
 import io
-import json
 from typing import Any
 
 import torch
 
-from rotationzoo import artifact, card
+from rotationzoo import artifact, card, strict
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluate import EVALUATION
+from rotationzoo.files import regular_file
 from rotationzoo.geometry import cached_layers, geometry_from_json
+from rotationzoo.manifest import EvaluationReport
 
 SPECTRA, ERROR_BY_LAYER = "spectra.png", "error_by_layer.png"
 
@@ -21,8 +22,10 @@ def report(there: Artifact) -> Artifact:
     Raises `RotationZooError` without matplotlib.
     """
     pictures = {SPECTRA: _spectra(there)}
-    if (there.folder / EVALUATION).is_file():
-        pictures[ERROR_BY_LAYER] = _error_by_layer(json.loads((there.folder / EVALUATION).read_text(encoding="utf-8")))
+    if EVALUATION in there.manifest["files"]:
+        path = regular_file(there.folder, EVALUATION)
+        strict.validate(EvaluationReport, evaluation := strict.read(path), str(path))
+        pictures[ERROR_BY_LAYER] = _error_by_layer(evaluation)
     return artifact.add(there, pictures, {}, card.render)
 
 

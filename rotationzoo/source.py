@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,14 @@ import huggingface_hub
 import yaml
 from huggingface_hub import errors as hub
 
-from rotationzoo import network, tokens
+from rotationzoo import files, network, tokens
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
 
 DEMO = Path(__file__).parent / "data" / "demo" / "model"
 # Root files only: subfolders hold other formats of the same weights.
 _FILES = ["README.md", "LICENSE*", "NOTICE*", "*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_FILES = ["*/*", "consolidated*"]
+_JSON_LIMIT = 256 << 20  # bytes: the index of a model of experts has a line for each tensor
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,11 @@ def config_hash(source: Source) -> str:
 
 def license_of(source: Source) -> str | None:
     """The license that the model's own card names, if it has one."""
+    card = source.folder / "README.md"
+    if not card.is_file():  # a pipe would be waited for
+        return None
     try:
-        metadata = huggingface_hub.metadata_load(source.folder / "README.md")
+        metadata = huggingface_hub.metadata_load(card)
     except (OSError, ValueError, yaml.YAMLError):
         return None
     found = (metadata or {}).get("license")
@@ -170,16 +175,27 @@ def _tensor_ends(path: Path) -> dict[str, bytes]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that `from_pretrained` reads: one, or the shards that the index names, all present."""
+    """The safetensors files that `from_pretrained` reads: one, or the shards that the index names, all present. Raises
+    `ModelUnavailable` for an index that names anything but files of the folder."""
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else ["model.safetensors"]
-    files = [folder / name for name in names]
-    return files if files and all(path.is_file() for path in files) else []
+    names = _shards(index) if index.is_file() else ["model.safetensors"]
+    paths = [folder / name for name in names]
+    return paths if paths and all(path.is_file() for path in paths) else []
+
+
+def _shards(index: Path) -> list[str]:
+    weight_map = read_json(index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    try:
+        return sorted({files.plain(str(name)) for name in names})
+    except ValueError as error:
+        raise ModelUnavailable(f"{index} is damaged: {error}", hint="fetch the weights again") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A table in a file of a model, or an empty one where there is none. The file may be a link, as in the hub's cache."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(files.read(Path(os.path.realpath(path)), _JSON_LIMIT))
+    except (RotationZooError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

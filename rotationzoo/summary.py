@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.artifact import Artifact
-from rotationzoo.errors import RotationZooError
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.rotation import orthogonality_error
 
@@ -35,16 +34,10 @@ class LayerSummary:
 def summarize(artifact: Artifact) -> list[LayerSummary]:
     """One entry per cached layer, in order. Raises `RotationZooError` for a damaged file."""
     tensors = artifact.rotations()
-    try:
-        return [
-            LayerSummary(layer.index, layer.kv_heads, *(_side(tensors, layer.index, side) for side in ("key", "value")))
-            for layer in cached_layers(geometry_from_json(artifact.manifest["geometry"]))
-        ]
-    except (KeyError, RuntimeError) as error:
-        raise RotationZooError(
-            f"{artifact.folder} is damaged: its rotations are not those of its model",
-            hint=f"see what is wrong with: rotationzoo verify {artifact.folder}",
-        ) from error
+    return [
+        LayerSummary(layer.index, layer.kv_heads, *(_side(tensors, layer.index, side) for side in ("key", "value")))
+        for layer in cached_layers(geometry_from_json(artifact.manifest["geometry"]))
+    ]
 
 
 def _side(tensors: dict[str, torch.Tensor], layer: int, side: str) -> Side:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from rotationzoo import artifact as artifacts
-from rotationzoo import card, centering, foreign, rotation
+from rotationzoo import card, centering, foreign, layout, rotation
 from rotationzoo.artifact import Artifact, clip_ratios
 from rotationzoo.errors import RotationZooError, Unsound
-from rotationzoo.fit import fit
-from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json, shifted_layers
-from rotationzoo.int2 import LARGEST
+from rotationzoo.fit import check_recipe, fit
+from rotationzoo.geometry import Geometry, geometry_from_json, shifted_layers
+from rotationzoo.layout import sentences
+from rotationzoo.manifest import ROTATIONS, STATISTICS
 from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import Recipe, digest, from_dict
 from rotationzoo.source import config_hash, find, has_weights, weights_fingerprint
@@ -22,7 +23,6 @@ ORTHOGONAL = 1e-6  # of the stored float32 matrices; measured 8e-8 for D up to 5
 # Relative error with which a stored rotation may diagonalise its own statistic; measured 6e-8, and 0.85 and more in that of
 # another side or layer.
 DIAGONAL = 1e-4
-SIDES = ("key", "value")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,17 +51,29 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
     try:
         if digest(artifact.manifest["recipe"]) != artifact.manifest["recipe_sha256"]:
             problems.append("the recipe in the manifest is not the one that was used: its sha256 differs")
-        sound = check(artifact.rotations(), artifact.statistics(), artifact.manifest)
+        sound = _check_files(artifact)
         problems += sound.problems
         error = sound.orthogonality_error
         checked += sound.checked
     except RotationZooError as damage:
-        problems.append(str(damage))
+        problems += [str(damage)] if str(damage) not in problems else []
     if model is not None:
         found, what = _model_problems(artifact, model, revision)
         problems += found
         checked.append(what)
     return Verification(problems, error, checked)
+
+
+def _check_files(artifact: Artifact) -> Verification:
+    """The tensors, of which none is read where names, types or shapes are not those of recipe and geometry."""
+    rotations, problems = artifact.examine(ROTATIONS)
+    statistics = None
+    if STATISTICS in artifact.manifest["files"]:
+        statistics, others = artifact.examine(STATISTICS)
+        problems += others
+    if problems:
+        return Verification(problems, None, ["geometry", "finiteness"])
+    return check(rotations, statistics, artifact.manifest)
 
 
 def write(folder: Path, rotations: Tensors, statistics: Tensors | None, manifest: dict[str, Any], hint: str) -> Artifact:
@@ -101,88 +113,19 @@ def _check_tensors(
     imported: bool = False,
 ) -> Verification:
     checked = ["geometry", "finiteness"]
-    # A foreign file may lack eigenvalues; what is then known of its statistics is nothing.
-    shapes = _tensor_problems(rotations, rotation_shapes(recipe, geometry), ".eigenvalues" if imported else None)
+    if recipe.composition != rotation.GIVEN:
+        check_recipe(recipe, geometry)
+    problems = layout.problems(ROTATIONS, rotations, recipe, geometry, imported)
     if statistics is not None:
-        expected = _recovered_shapes(recipe, geometry) if imported else _statistics_shapes(recipe, geometry)
-        shapes += _tensor_problems(statistics, expected, "_moment" if imported else None)
-    if shapes:
-        return Verification(shapes, None, checked)
+        problems += layout.problems(STATISTICS, statistics, recipe, geometry, imported)
+    if problems:
+        return Verification(problems, None, checked)
     error, problems = _orthogonality(rotations, foreign.ORTHOGONAL if imported else ORTHOGONAL)
     problems += _clip_problems(rotations, clips)
     problems += _origin_problems(rotations, statistics, recipe, geometry)
     problems += _mean_problems(rotations, statistics or {}) + _centering_problems(rotations, geometry)
     checked += ["orthogonality", "clip ratios", "agreement with the statistics" if statistics else "the recipe"]
     return Verification(problems, error, checked)
-
-
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
-def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """Name -> type and shape of every tensor in `rotations.safetensors`."""
-    shapes: Shapes = {}
-    for layer in cached_layers(geometry):
-        for side, dim in zip(SIDES, (layer.key_dim, layer.value_dim), strict=True):
-            heads = 1 if recipe.pooling == "layer" else layer.kv_heads
-            name = f"layers.{layer.index}.{side}"
-            shapes[f"{name}.rotation"] = torch.float32, (heads, dim, dim)
-            shapes[f"{name}.eigenvalues"] = torch.float32, (heads, dim)
-            shapes[f"{name}.clip"] = torch.float64, (layer.kv_heads,)
-            if side in recipe.centered:
-                shapes[f"{name}.mean"] = torch.float32, (layer.kv_heads, dim)
-    return shapes
-
-
-def _recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """What eigenvalues and rotations of a foreign file tell of its statistics."""
-    shapes: Shapes = {}
-    for layer in cached_layers(geometry):
-        heads = 1 if recipe.pooling == "layer" else layer.kv_heads
-        for kind, dim in ((recipe.key_statistic, layer.key_dim), (recipe.value_statistic, layer.value_dim)):
-            shapes[tensor_name(layer.index, kind)] = torch.float64, (heads, dim, dim)
-    return shapes
-
-
-def _statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    shapes: Shapes = {}
-    for layer in cached_layers(geometry):
-        dims = {"query": layer.key_dim, "key": layer.key_dim, "output": layer.value_dim, "value": layer.value_dim}
-        for kind, dim in dims.items():
-            name = f"layers.{layer.index}.{kind}"
-            shapes[f"{name}.second_moment"] = torch.float64, (layer.kv_heads, dim, dim)
-            shapes[f"{name}.mean"] = torch.float64, (layer.kv_heads, dim)
-            shapes[f"{name}.count"] = torch.int64, ()
-        if recipe.value_statistic == "key_energy":
-            name = f"layers.{layer.index}.value"
-            shapes[f"{name}.key_energy_moment"] = torch.float64, (layer.kv_heads, layer.value_dim, layer.value_dim)
-            shapes[f"{name}.key_energy"] = torch.float64, (layer.kv_heads,)
-    return shapes
-
-
-def _tensor_problems(tensors: dict[str, torch.Tensor], expected: Shapes, optional: str | None = None) -> list[str]:
-    """Missing, misshapen, non-finite and superfluous tensors, one sentence for each kind of trouble; names that end in
-    `optional` may be missing."""
-    layers: dict[str, list[int]] = defaultdict(list)
-    for name, shape in expected.items():
-        _, index, side, kind = name.split(".")
-        tensor, what = tensors.get(name), f"{side} {kind.replace('_', ' ')}"
-        if tensor is None and optional and name.endswith(optional):
-            continue
-        if tensor is None:
-            layers[f"{what} missing"].append(int(index))
-        elif (tensor.dtype, tuple(tensor.shape)) != shape:
-            layers[f"{what} of another shape or type than the model's"].append(int(index))
-        elif not torch.isfinite(tensor).all():
-            layers[f"{what} not finite"].append(int(index))
-        elif kind == "mean" and tensor.abs().max() > LARGEST:
-            layers[f"{what} beyond {LARGEST:.0e}, the most that the codec takes"].append(int(index))
-        elif kind == "count" and tensor.item() <= 0:
-            layers[f"{what} not positive"].append(int(index))
-    problems = _sentences(layers)
-    if extra := sorted(tensors.keys() - expected.keys()):
-        problems.append(f"tensors that belong to no layer: {', '.join(extra[:4])}")
-    return problems
 
 
 def _orthogonality(rotations: dict[str, torch.Tensor], allowed: float) -> tuple[float, list[str]]:
@@ -194,7 +137,7 @@ def _orthogonality(rotations: dict[str, torch.Tensor], allowed: float) -> tuple[
             worst = max(worst, error)
             if not error <= allowed:
                 layers[f"{name.split('.')[2]} rotation not orthogonal"].append(int(name.split(".")[1]))
-    return worst, _sentences(layers)
+    return worst, sentences(layers)
 
 
 def _clip_problems(rotations: dict[str, torch.Tensor], clips: dict[str, float]) -> list[str]:
@@ -204,7 +147,7 @@ def _clip_problems(rotations: dict[str, torch.Tensor], clips: dict[str, float]) 
             _, index, side, _ = name.split(".")
             if not (tensor == clips[side]).all():
                 layers[f"{side} clip ratio not that of the recipe"].append(int(index))
-    return _sentences(layers)
+    return sentences(layers)
 
 
 def _origin_problems(
@@ -219,7 +162,7 @@ def _origin_problems(
     for name, tensor in fit(None, recipe.model_copy(update={"center_keys": False, "center_values": False}), geometry).items():
         if name.endswith(".rotation") and not torch.allclose(tensor, rotations[name], atol=ORTHOGONAL):
             layers[f"{name.split('.')[2]} rotation not the one that {recipe.name} makes"].append(int(name.split(".")[1]))
-    return _sentences(layers)
+    return sentences(layers)
 
 
 def _statistics_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor], recipe: Recipe) -> list[str]:
@@ -241,7 +184,7 @@ def _statistics_problems(rotations: dict[str, torch.Tensor], statistics: dict[st
         swapped = fits["key", "value"] and fits["value", "key"]
         what = "key and value swapped" if swapped else "rotations that do not come from the statistics beside them"
         layers[what].append(layer)
-    return _sentences(layers)
+    return sentences(layers)
 
 
 def _mean_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor]) -> list[str]:
@@ -249,7 +192,7 @@ def _mean_problems(rotations: dict[str, torch.Tensor], statistics: dict[str, tor
     for name, mean in rotations.items():
         if name.endswith(".mean") and name in statistics and not torch.equal(mean, statistics[name].float()):
             layers[f"{name.split('.')[2]} mean not that of the statistics"].append(int(name.split(".")[1]))
-    return _sentences(layers)
+    return sentences(layers)
 
 
 def _centering_problems(rotations: dict[str, torch.Tensor], geometry: Geometry) -> list[str]:
@@ -287,8 +230,3 @@ def _model_problems(artifact: Artifact, model: str, revision: str | None) -> tup
     if theirs["revision"] and source.revision and source.revision != theirs["revision"]:
         return [f"made for revision {theirs['revision']}, and {model} is at {source.revision}"], what
     return [], what
-
-
-def _sentences(layers: dict[str, list[int]]) -> list[str]:
-    """`{"what": [0, 1]}` as `["what: layers 0, 1"]`."""
-    return [f"{what}: layer{'s' * (len(n) > 1)} {', '.join(map(str, sorted(n)))}" for what, n in layers.items()]

@@ -238,7 +238,6 @@ def test_an_artifact_that_cannot_be_replaced_is_put_back(made, tmp_path, monkeyp
     monkeypatch.undo()
     assert verify(Artifact.open(folder)).ok
     folder.rename(tmp_path / ".out.old")  # as a kill between the two renames leaves it
-    artifacts.recover(folder)
     assert verify(Artifact.open(folder)).ok
 
 
@@ -580,7 +579,7 @@ def test_verify_finds_each_kind_of_damage(copy):
         change(tensors)
         save_file(tensors, copy.folder / "rotations.safetensors")
         files = copy.manifest["files"]
-        honest = {**files, "rotations.safetensors": {"size": 0, "sha256": _sha(copy.folder / "rotations.safetensors")}}
+        honest = {**files, "rotations.safetensors": _known(copy.folder / "rotations.safetensors")}
         found = verify(Artifact(copy.folder, {**copy.manifest, "files": honest}))
         assert not found.ok
         return "; ".join(found.problems)
@@ -612,10 +611,8 @@ def test_verify_finds_each_kind_of_damage(copy):
     assert "belong to no layer" in problems(lambda t: t.update({"layers.9.key.rotation": t["layers.0.key.rotation"].clone()}))
 
 
-def _sha(path):
-    from rotationzoo.artifact import sha256
-
-    return sha256(path)
+def _known(path: Path) -> dict:
+    return {"size": path.stat().st_size, "sha256": artifacts.sha256(path)}
 
 
 def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
@@ -624,7 +621,7 @@ def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
 
     def problems(tensors, **manifest):
         save_file(tensors, artifact.folder / "rotations.safetensors")
-        files = {"rotations.safetensors": {"size": 0, "sha256": _sha(artifact.folder / "rotations.safetensors")}}
+        files = {"rotations.safetensors": _known(artifact.folder / "rotations.safetensors")}
         return "; ".join(verify(Artifact(artifact.folder, {**artifact.manifest, "files": files, **manifest})).problems)
 
     assert problems(tensors) == ""

@@ -169,7 +169,7 @@ def test_stopped_half_way_and_run_again(command, uninterrupted, how):
             "Error: interrupted; what was done so far is saved",
             f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",
         ]
-    assert left_behind(command) in (
+    assert [name for name in left_behind(command) if not name.endswith(".lock")] in (
         ["out.checkpoint.safetensors"],
         ["out.checkpoint.safetensors", "out.checkpoint.safetensors.partial"],
     )
@@ -326,7 +326,7 @@ def test_wrong_usage_exits_with_2(inside):
     assert inside("calibrate", "demo", "--dtype", "int4").returncode == 2
     assert "packing = 'tight'" in only_error(inside("calibrate", "demo", "--packing", "tight"), 2)
     assert "tokens = 0" in only_error(inside("calibrate", "demo", "--tokens", "0"), 2)
-    assert "no folder that an artifact can replace" in only_error(inside("calibrate", "demo", "--output", "."), 2)
+    assert "no folder that can be replaced" in only_error(inside("calibrate", "demo", "--output", "."), 2)
     assert "--device-map auto" in only_error(inside("calibrate", "demo", "--max-memory", "cpu=1GiB"), 2)
     assert "has no amount" in only_error(inside("calibrate", "demo", "--device-map", "auto", "--max-memory", "cpu"), 2)
 

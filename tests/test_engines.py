@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import multiprocessing
 import re
 import shutil
@@ -17,12 +18,12 @@ import torch
 from conftest import save_tiny
 from safetensors.torch import load_file, save_file
 
-from rotationzoo import artifact, card, int2, serving
+from rotationzoo import artifact, card, folders, int2, serving
 from rotationzoo import export as exporting
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.collect import collect
-from rotationzoo.engines import Options, torch_files
+from rotationzoo.engines import Options, sglang, torch_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.export import ENGINES, export
 from rotationzoo.fit import fit
@@ -58,7 +59,8 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
         },
         "geometry": geometry_json(geometry), "recipe": recipe.model_dump(), "recipe_sha256": recipe.hash,
         "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64}, "identity": {},
-        "versions": {"rotationzoo": "0"}, "run": {}, "metrics": {"orthogonality_error": 0.0},
+        "versions": {"rotationzoo": "0"}, "run": {"seconds": 0.0, "peak_memory_bytes": None},
+        "metrics": {"orthogonality_error": 0.0},
     }  # fmt: skip
     return artifact.write(folder, tensors, to_tensors(statistics), manifest, card.render)
 
@@ -306,7 +308,8 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
 
 def test_rotations_of_a_search_are_for_their_clip_ratios_and_means(made, tmp_path):
     there = made(recipe=CENTERED, head_dim=32)
-    search = {"layers": {}, "model": {side: {"clip": ratio} for side, ratio in (("key", 0.96), ("value", 0.92))}}
+    ratios = {side: {"clip": ratio} for side, ratio in (("key", 0.96), ("value", 0.92))}
+    search = {"layers": {}, "model": {**ratios, "by_side": {}, "kept": "own", "trimmed": 0.1}}
     searched = artifact.write(
         tmp_path / "searched", there.rotations(), there.statistics(), {**there.manifest, "search": search}, card.render
     )
@@ -356,9 +359,10 @@ def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
         assert victim.exists()
 
 
-def test_two_exports_at_once_do_not_share_a_folder(made, tmp_path):
+def test_two_exports_at_once_do_not_share_a_folder(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "WAIT", 0.1)
     with (
-        artifact.temporary_sibling(tmp_path / "out"),
+        folders.temporary_sibling(tmp_path / "out"),
         pytest.raises(RotationZooError, match="another process is writing"),
     ):
         exported("sglang", made(head_dim=32), tmp_path)
@@ -448,43 +452,33 @@ def reader_holds(path: str, started, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch):
+def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
     there, other = made(head_dim=32), made(recipe=OSCAR.model_copy(update={"value_statistic": "value"}), head_dim=32)
     done = exported("sglang", there, tmp_path)
     assert not list(done.path.glob(".oscar*")), "a new folder appears whole"
     exported("sglang", other, tmp_path)
+    assert not list(done.path.glob(".oscar*")), "and takes the place of another whole"
     (lock,) = (tmp_path / "locks").iterdir()
-    (complete,) = done.path.glob(".oscar_*.complete.json")
-    assert lock.stem.removeprefix("oscar_") == complete.name.split("_")[1].split(".")[0]
+    assert lock.stem == f"oscar_{sglang.markers(*(done.path / name for name in sorted(done.files)))[0]}"
 
+    monkeypatch.setattr(logging.getLogger("rotationzoo"), "propagate", True)  # which a command before this may have ended
     started = multiprocessing.get_context("spawn").Event()
-    reader = multiprocessing.get_context("spawn").Process(target=reader_holds, args=(str(lock), started, 1.0))
+    reader = multiprocessing.get_context("spawn").Process(target=reader_holds, args=(str(lock), started, 2.0))
     reader.start()
     assert started.wait(60)
     begun = time.monotonic()
     exported("sglang", there, tmp_path)
     assert time.monotonic() - begun > 0.5, "it waits for the server that reads the pair"
+    assert "that is reading or writing" in caplog.text, "and says so"
     reader.join()
 
-    moves = []
-
-    def stop_after_the_first(source, target):
-        moves.append(target)
-        if len(moves) == 2:
-            raise KeyboardInterrupt
-        original(source, target)
-
-    original = exporting.os.replace
-    monkeypatch.setattr(exporting.os, "replace", stop_after_the_first)
-    with pytest.raises(KeyboardInterrupt):
-        exported("sglang", other, tmp_path)
-    monkeypatch.setattr(exporting.os, "replace", original)
-    assert list(done.path.glob(".oscar_*.pending.json")), "a server that looks now stops"
-    with pytest.raises(RotationZooError, match="stopped writing half-way"):
-        gather([done.path])
-    whole = exported("sglang", other, tmp_path)
-    assert not list(done.path.glob(".oscar_*.pending.json"))
+    monkeypatch.setattr(folders, "WAIT", 0.2)
+    with lock.open("a+") as server:
+        fcntl.flock(server, fcntl.LOCK_SH)
+        with pytest.raises(RotationZooError, match=r"\(an SGLang server\); gave up after 0.2 s"):
+            exported("sglang", other, tmp_path)
+    whole = exported("sglang", there, tmp_path)
     assert {name: artifact.sha256(done.path / name) for name in whole.files} == whole.files
 
 

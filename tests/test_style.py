@@ -15,6 +15,9 @@ FLOORS = [
     [
         "tokens",
         "network",
+        "files",
+        "strict",
+        "folders",
         "source",
         "capture",
         "centering",
@@ -22,6 +25,8 @@ FLOORS = [
         "models",
         "recipe",
         "corpus",
+        "manifest",
+        "layout",
         "artifact",
         "identity",
         "checkpoint",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import save_tiny
 
-from rotationzoo import artifact, card, kernels
+from rotationzoo import artifact, card, files, kernels
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import RotationZooError
@@ -90,18 +90,16 @@ def test_drawn_rows_have_the_moments_and_heavy_tails():
 def test_a_full_disk_leaves_the_artifact_as_it_was(folder, monkeypatch):
     there = Artifact.open(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    from pathlib import Path
+    write = files.write_new
 
-    write = Path.write_bytes
-
-    def full(self, data):
-        if self.name == ".manifest.json.partial":
+    def full(path, data):
+        if path.name == "manifest.json":
             raise OSError(28, "No space left on device")
-        return write(self, data)
+        return write(path, data)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(files, "write_new", full)
     with pytest.raises(RotationZooError, match="No space left"):
-        artifact.add(there, {"new.json": b"{}"}, {"new": 1}, card.render)
+        artifact.add(there, {"evaluation.json": b"{}"}, {"new": 1}, card.render)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

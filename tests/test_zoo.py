@@ -252,7 +252,7 @@ def test_an_index_with_a_path_that_leaves_its_folder_is_refused(zoo, made, tmp_p
     content = json.loads(listed.read_text())
     content["entries"][0]["copies"][0]["path"] = path
     listed.write_text(json.dumps(content))
-    assert "is damaged at entries.0" in refused(zoo.run("pull", "demo", "--index", listed))
+    assert "is damaged: entries.0" in refused(zoo.run("pull", "demo", "--index", listed))
 
 
 def test_a_repository_that_vanished(zoo, made, tmp_path):

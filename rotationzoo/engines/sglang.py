@@ -1,12 +1,11 @@
 """SGLang with the 2-bit cache: OSCAR's own server and its pull request to SGLang.
 
 A pair of `.pt` files, found by two environment variables. A server that reads a pair holds a shared lock; who replaces one
-holds it alone and leaves a marker while it is half done, at which servers stop (`srt/mem_cache/oscar_rotation_paths.py` there).
+holds it alone (`srt/mem_cache/oscar_rotation_paths.py` there). Its markers of a pair that is half written are needed by who
+replaces file by file; here the folder of the pair is replaced whole.
 """
 
-import fcntl
 import hashlib
-import json
 import os
 import shlex
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from rotationzoo.engines import Launch, Options, Serving, Takes, number, power_of_two, torch_files
 from rotationzoo.errors import RotationZooError
+from rotationzoo.folders import held
 from rotationzoo.geometry import Geometry, cached_layers
 
 NAME = "sglang"
@@ -72,21 +72,21 @@ def write(work: Path, final: Path, serving: Serving, options: Options) -> Launch
 
 
 @contextmanager
-def replacing(environment: dict[str, str]) -> Iterator[None]:
-    """Hold the pair's lock alone while its files are replaced, with a marker that stays if this process dies half-way."""
+def alone(environment: dict[str, str]) -> Iterator[None]:
+    """Hold the pair's lock alone while the folder of its files is replaced, so that no server reads one side of each.
+
+    Raises `RotationZooError` where a server keeps it for longer than locks are waited for.
+    """
     key, value = (Path(environment[f"SGLANG_OSCAR_{letter}_ROTATION_PATH"]) for letter in ("K", "V"))
-    pair, pending, complete = markers(key, value)
+    pair, _, _ = markers(key, value)
     locks = Path(os.environ.get("SGLANG_OSCAR_CALIBRATION_LOCK_DIR") or Path(tempfile.gettempdir()) / "sglang-oscar-locks")
-    locks.mkdir(parents=True, exist_ok=True)
-    with (locks / f"oscar_{pair}.lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        content = json.dumps({"key": str(key), "value": str(value), "writer": "rotationzoo"})
-        pending.write_text(content, encoding="utf-8")
+    with held(locks / f"oscar_{pair}.lock", f"reading or writing {key.parent} (an SGLang server)", kept=True):
         yield
-        complete.write_text(content, encoding="utf-8")
-        for marker in pending.parent.glob(".oscar_*.json"):  # this pair's, and those of files that are no longer here
-            if marker != complete:
-                marker.unlink()
+
+
+def old_markers(folder: Path) -> list[str]:
+    """Names of what says of earlier pairs in a folder that they are half written, or whole."""
+    return [path.name for path in folder.glob(".oscar_*.json")]
 
 
 def markers(key: Path, value: Path) -> tuple[str, Path, Path]:
