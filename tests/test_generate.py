@@ -317,7 +317,8 @@ def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
 
     def see(model, geometry, statistics, own, fitted, held_out, *others):
         rows.extend([*fitted, *held_out])
-        return own, {"layers": {}, "model": {"key": {"clip": 0.9}, "value": {"clip": 0.92}}}
+        kept = {"key": {"clip": 0.9}, "value": {"clip": 0.92}, "by_side": {}, "kept": "own", "trimmed": 0.1}
+        return own, {"layers": {}, "model": kept}
 
     monkeypatch.setattr(jobs, "search", see)
     recipe = PRESETS["best"].model_copy(update={"data": SELF, "sink": 4, "recent": 16})
