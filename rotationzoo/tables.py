@@ -155,7 +155,8 @@ def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> N
     def human() -> None:
         print(f"{artifact.folder}: {found['rows']:,} rows, {found['elements']:,} elements, on {found['device']}")
         if not found["on_gpu"]:
-            print("Not validated on a GPU: only the codec's definition was checked, and its rotations")
+            print("Not validated on a GPU: only the codec's definition was checked, and its rotations;")
+            print("nothing was added to the artifact")
             return
         print("Codes and dequantized values are equal bit by bit to the definition in int2.py")
         print(f"Rotation: error {found['rotation_error']:.2f} of the bound of a float32 product")
@@ -165,8 +166,6 @@ def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> N
             print(f"  {name:24s} {rate / copy:.1%}")
 
     out.result(found, artifact.identity, human)
-    if found["kept"]:
-        out.note(f"Note: {found['kept']}")
 
 
 def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
@@ -243,7 +242,8 @@ def show_regenerated(out: Output, job: Job, verdict: dict[str, Any], done: dict[
     }
 
     def human() -> None:
-        print(f"{job.output}, validated on {verdict['validated_on']}")
+        where = verdict["validated_on"]
+        print(f"{job.output}, {f'validated on {where}' if where else 'not validated: there is no GPU here'}")
         if verdict["compared_with"]:
             error = verdict["standard_error"]
             print(
