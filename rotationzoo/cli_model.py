@@ -26,7 +26,7 @@ from rotationzoo.cli_options import (
     parse_layers,
     parse_windows,
 )
-from rotationzoo.console import Mode, Output, hush_libraries
+from rotationzoo.console import Output, hush_libraries
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 
@@ -115,9 +115,7 @@ def calibrate(
         ) from None
     if job.output.stat().st_ctime_ns == before:
         out.note("Note: this very job was done already; --restart does it again")
-    show_artifact(out, artifact)
-    if out.mode is Mode.HUMAN:
-        out.note(f"Next: {shlex.join(['rotationzoo', 'evaluate', model, str(output)])}")
+    show_artifact(out, artifact, model)
 
 
 @app.command()
@@ -209,16 +207,11 @@ def validate(
     out = Output(json, quiet)
     from rotationzoo import validate as validation
     from rotationzoo.artifact import Artifact
-    from rotationzoo.models import torch_device
     from rotationzoo.tables import show_validation
 
     hush_libraries()
     opened = Artifact.open(artifact)
-    if device == "auto" and torch_device(device) != "cuda":
-        raise RotationZooError(
-            f"{artifact} is not validated: the CUDA reference needs an NVIDIA GPU, and there is none here",
-            hint="run the same command on a machine with one; --device cpu checks the codec's definition alone",
-        )
+    validation.check_device(artifact, device)
     with out.progress() as progress:
         found = validation.validate(opened, model, revision, rows, device, progress)
     show_validation(out, opened, found)

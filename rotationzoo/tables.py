@@ -1,5 +1,6 @@
 """What each command prints: tables for people, one object for machines."""
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +19,8 @@ from rotationzoo.release import Due
 from rotationzoo.summary import LayerSummary, summarize
 
 
-def show_artifact(out: Output, artifact: Artifact) -> None:
+def show_artifact(out: Output, artifact: Artifact, model: str | None = None) -> None:
+    """What was made; with the `model` as the user named it, also the command that comes next."""
     manifest = artifact.manifest
     layers = summarize(artifact)
     calibration = manifest["calibration"] or {"tokens": 0, "note": None}
@@ -41,6 +43,8 @@ def show_artifact(out: Output, artifact: Artifact) -> None:
         if "imported" not in manifest:
             print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
         print(f"Artifact: {artifact.folder}")
+        if model:
+            print(f"Next: {shlex.join(['rotationzoo', 'evaluate', model, str(artifact.folder)])}", file=sys.stderr)
 
     out.result(data, str(artifact.folder), human)
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,15 @@ def validate(
     summary = {key: report[key] for key in ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")}
     artifact.add(there, files, {"validation": summary}, card.render)
     return report
+
+
+def check_device(folder: Path, device: str) -> None:
+    """Raise `RotationZooError` where nobody asked for a CPU and there is nothing else: what would be checked is less."""
+    if device == "auto" and models.torch_device(device) != "cuda":
+        raise RotationZooError(
+            f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU, and there is none here",
+            hint="run the same command on a machine with one; --device cpu checks the codec's definition alone",
+        )
 
 
 def draw(moments: tuple[torch.Tensor, torch.Tensor] | None, heads: int, rows: int, dim: int, seed: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ def main() -> None:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--isolated", "--dry-run", "--ignore-installed", "--quiet"]
         command += ["--index-url", "https://pypi.org/simple", "--only-binary", ":all:", "--report", str(report)]
-        command += ["--constraint", str(ROOT / "constraints-cpu.txt"), "--target", folder, *PLATFORM, *wanted]
+        command += ["--target", folder, *PLATFORM, *wanted]
         settings = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
         subprocess.run(command, check=True, env={**settings, "PIP_CONFIG_FILE": os.devnull})
         chosen = json.loads(report.read_text(encoding="utf-8"))["install"]
