@@ -7,7 +7,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from loopback import Fault
+from loopback import Answer, Fault
 from loopback.broken import answer, black_hole, broken, endless, trickle
 from published import ZOO, nothing_left, ok, refused
 from test_zoo import model, save_foreign  # noqa: F401
@@ -240,3 +240,32 @@ def test_the_plan_says_what_it_knows(zoo, model):  # noqa: F811
         "someone/gone": "there is no someone/gone on Hugging Face",
     }
     assert "Error: whether someone/broken is due is not known" in done.stderr
+
+
+WRITING = ["nothing", "html", "no-json", "a-list", "null", "types", "nested", "compressed"]
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize("what", WRITING)
+def test_a_hub_that_loses_its_mind_while_it_is_written_to(zoo, made, monkeypatch, place, after, what):
+    """The first answers are a hub's, and then there are no more of these."""
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    hub.create(ZOO)
+    honest, calls = hub.answer, []
+
+    def answer_or_not(call):
+        calls.append(call)
+        if len(calls) <= after:
+            return honest(call)
+        head, _, body = b"".join(ANSWERS[what](call.target)).partition(b"\r\n\r\n")
+        headers = dict(line.split(": ", 1) for line in head.decode("latin-1").split("\r\n")[1:] if ": " in line)
+        headers.pop("Connection", None)
+        return Answer(200, body, headers)
+
+    monkeypatch.setattr(hub, "answer", answer_or_not)
+    done = zoo.run("push", made, ZOO, "--to", place, "--create-pr")
+    if done.returncode:
+        refused(done)
+    assert calls
