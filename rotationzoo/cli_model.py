@@ -80,19 +80,11 @@ def calibrate(
     from rotationzoo.tables import show_artifact
 
     job = Job(
-        model=model,
-        recipe=chosen,
-        output=named(output) or default_output(model, chosen.name),
-        revision=revision,
-        batch=batch or (16 if device_map else 4),
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-        restart=restart,
-        budget=budget,
+        model=model, recipe=chosen, output=named(output) or default_output(model, chosen.name),
+        revision=revision, batch=batch or (16 if device_map else 4), device=device, dtype=dtype,
+        device_map=device_map, max_memory=max_memory, restart=restart, budget=budget,
         fit_length=length is None and recipe in recipes.PRESETS,
-    )
+    )  # fmt: skip
     if budget is not None and chosen.search is None:
         raise UsageError(f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best")
     if chosen.model not in (None, model):
