@@ -111,6 +111,8 @@ def test_a_traceback_that_was_asked_for_has_no_token_either(zoo, made, monkeypat
 def test_every_line_of_a_token_is_kept_out(monkeypatch):
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", f"{SECRET}\nanother-line")
     assert tokens.redact(f"Bearer {SECRET}, another-line; {SECRET!r}") == "Bearer [token], [token]; '[token]'"
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", f"{SECRET}\nmore")
+    assert tokens.redact(f"no more of {SECRET}") == "no more of [token]"
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "a")
     assert tokens.redact("a word") == "a word"
 
