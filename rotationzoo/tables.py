@@ -201,13 +201,14 @@ def show_pull(out: Output, pulled: Pulled) -> None:
         out.note(f"Note: make an artifact of them with: rotationzoo import {pulled.path} --model {pulled.entry.model}")
 
 
+_THERE = {True: "yes", False: "no", None: "not known"}
 _SHORT = {"huggingface": "hf", "modelscope": "ms"}
 
 
 _KINDS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
 
 
-def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> None:
+def show_list(out: Output, entries: list[Entry], there: list[bool | None] | None) -> None:
     data = {"entries": [entry.model_dump() for entry in entries]}
     if there is not None:
         for content, found in zip(data["entries"], there, strict=True):
@@ -221,7 +222,7 @@ def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> No
             cost = f"{next(iter(arms.values()))['perplexity_increase']:+.2%}" if arms else "-"
             hubs = "+".join(sorted({_SHORT[copy.hub] for copy in entry.copies}))
             row = [entry.model, entry.recipe, _KINDS[entry.format], (entry.model_revision or "-")[:8], hubs, cost]
-            rows.append([*row, *(["yes" if there[number] else "no"] if there is not None else [])])
+            rows.append([*row, *([_THERE[there[number]]] if there is not None else [])])
         table(f"{len(entries)} published rotations", columns, rows)
 
     out.result(data, "\n".join(dict.fromkeys(entry.model for entry in entries)), human)
