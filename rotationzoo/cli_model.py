@@ -80,19 +80,11 @@ def calibrate(
     from rotationzoo.tables import show_artifact
 
     job = Job(
-        model=model,
-        recipe=chosen,
-        output=named(output) or default_output(model, chosen.name),
-        revision=revision,
-        batch=batch or (16 if device_map else 4),
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        max_memory=max_memory,
-        restart=restart,
-        budget=budget,
+        model=model, recipe=chosen, output=named(output) or default_output(model, chosen.name),
+        revision=revision, batch=batch or (16 if device_map else 4), device=device, dtype=dtype,
+        device_map=device_map, max_memory=max_memory, restart=restart, budget=budget,
         fit_length=length is None and recipe in recipes.PRESETS,
-    )
+    )  # fmt: skip
     if budget is not None and chosen.search is None:
         raise UsageError(f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best")
     if chosen.model not in (None, model):
@@ -115,7 +107,7 @@ def calibrate(
         ) from None
     if job.output.stat().st_ctime_ns == before:
         out.note("Note: this very job was done already; --restart does it again")
-    show_artifact(out, artifact)
+    show_artifact(out, artifact, model)
 
 
 @app.command()
@@ -211,6 +203,7 @@ def validate(
 
     hush_libraries()
     opened = Artifact.open(artifact)
+    validation.check_device(artifact, device)
     with out.progress() as progress:
         found = validation.validate(opened, model, revision, rows, device, progress)
     show_validation(out, opened, found)

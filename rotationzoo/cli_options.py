@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rotationzoo import __version__
-from rotationzoo.console import report
+from rotationzoo.console import print_traceback, report
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 
@@ -22,7 +22,7 @@ class _Commands(typer.core.TyperGroup):
             return result
         except RotationZooError as error:
             if os.environ.get("ROTATIONZOO_DEBUG") == "1":
-                raise
+                print_traceback(error)
             report(error)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:

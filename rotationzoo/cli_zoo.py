@@ -146,7 +146,7 @@ def list_(
         for entry in found.content.entries
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe)
     ]
-    there = [pulling.is_there(found, entry) for entry in chosen] if remote else None
+    there = pulling.are_there(found, chosen) if remote else None
     show_list(out, chosen, there)
 
 

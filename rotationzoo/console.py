@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -88,6 +89,11 @@ def report(error: RotationZooError) -> None:
     print(f"Error: {redact(str(error))}", file=sys.stderr)
     if error.hint:
         print(f"Hint: {redact(error.hint)}", file=sys.stderr)
+
+
+def print_traceback(error: BaseException) -> None:
+    """All of what led to an error, and no token."""
+    print(redact("".join(traceback.format_exception(error))), file=sys.stderr)
 
 
 def hush_libraries() -> None:

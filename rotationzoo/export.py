@@ -17,7 +17,7 @@ from rotationzoo.files import disk_errors, regular_file, sha256, size_of, write_
 from rotationzoo.folders import carry_over, check_name, install, recover, temporary_sibling
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
-from rotationzoo.serving import Clips, Request, assemble, per_head
+from rotationzoo.serving import PLACEHOLDER, Clips, Request, assemble, per_head
 from rotationzoo.verify import verify
 
 
@@ -74,7 +74,10 @@ def export(there: Artifact, request: Request) -> Exported:
     _check_target(target)
     with disk_errors(target), temporary_sibling(target) as work:
         launch = engine.write(work, target.absolute(), serving, request.options)
-        launch = replace(launch, notes=[*launch.notes, *([_UNTRIED] if untried else [])])
+        words = [word for line in launch.command for word in line.split()]
+        stands_for = f"{PLACEHOLDER} in the command stands for {there.manifest['model']['id']}: put its folder or hub id there"
+        notes = ([_UNTRIED] if untried else []) + ([stands_for] if PLACEHOLDER in words else [])
+        launch = replace(launch, notes=[*launch.notes, *notes])
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         done = Exported(request.engine, target, files, launch, reduced)
         record = as_json(done) | {"artifact": there.identity}

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -86,18 +87,34 @@ def pull(found: Found, entry: Entry, copy: Copy, local_dir: Path | None = None, 
     return Pulled(target, entry, copy, revision, there)
 
 
-def is_there(found: Found, entry: Entry) -> bool:
-    """Whether some hub lists all files of an entry."""
-    for copy in entry.copies:
-        own = found.revision if (found.hub, found.repo) == (copy.hub, copy.repo) else None
+def are_there(found: Found, entries: list[Entry]) -> list[bool | None]:
+    """Whether some hub lists all files of each entry; None where none of those that answer does, and one does not answer."""
+
+    @cache
+    def listed(hub_name: str, repo: str, revision: str | None) -> set[str] | None:
         try:
-            names = hub(copy.hub).list_files(copy.repo, copy.revision or own)
-        except HubError:
-            continue
-        folder = f"{copy.path}/" if copy.path else ""
-        if all(f"{folder}{name}" in names for name in entry.files) and any(name.startswith(folder) for name in names):
-            return True
-    return False
+            return set(hub(hub_name).list_files(repo, revision))
+        except HubError as error:
+            return set() if error.missing else None
+
+    def is_there(entry: Entry) -> bool | None:
+        unknown = False
+        for copy in entry.copies:
+            own = found.revision if (found.hub, found.repo) == (copy.hub, copy.repo) else None
+            names = listed(copy.hub, copy.repo, copy.revision or own)
+            if names and all(_inside(copy, name) in names for name in entry.files):
+                folder = f"{copy.path}/" if copy.path else ""
+                if any(name.startswith(folder) for name in names):
+                    return True
+            unknown = unknown or names is None
+        return None if unknown else False
+
+    return [is_there(entry) for entry in entries]
+
+
+def _inside(copy: Copy, name: str) -> str:
+    """The path of a file in the copy's repository, whose root may be the folder."""
+    return f"{copy.path}/{name}" if copy.path else name
 
 
 def cache_folder(copy: Copy, revision: str | None) -> Path:
@@ -133,11 +150,11 @@ def _download(copy: Copy, revision: str | None, sizes: Mapping[str, int], work: 
             f"{copy.path} of {copy.repo} is {needed:,} bytes, and {free:,} are free on the disk",
             hint="make room, or choose another place with --local-dir",
         )
-    hub(copy.hub).fetch(copy.repo, revision, {f"{copy.path}/{name}": size for name, size in sizes.items()}, raw)
+    hub(copy.hub).fetch(copy.repo, revision, {_inside(copy, name): size for name, size in sizes.items()}, raw)
     clean = work / "files"
     clean.mkdir()
     for name in sizes:  # without what the clients put beside them
-        regular_file(raw, f"{copy.path}/{name}").rename(child(clean, name))
+        regular_file(raw, _inside(copy, name)).rename(child(clean, name))
     return clean
 
 
@@ -177,9 +194,9 @@ def _listed_sizes(entry: Entry, copy: Copy, revision: str | None) -> dict[str, i
     listed = hub(copy.hub).list_files(copy.repo, revision)
     sizes = {}
     for name, file in entry.files.items():
-        known = listed.get(f"{copy.path}/{name}")
+        known = listed.get(_inside(copy, name))
         if known is None:
-            raise HubError(f"{copy.repo} at {revision} has no {copy.path}/{name}", hint=SPELLING, missing=True)
+            raise HubError(f"{copy.repo} at {revision} has no {_inside(copy, name)}", hint=SPELLING, missing=True)
         sizes[name] = known.size if file.size is None else file.size
     if sum(sizes.values()) > FOREIGN_BYTES or min(sizes.values()) < 0:
         raise HubError(

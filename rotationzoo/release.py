@@ -164,7 +164,7 @@ def regenerate(job: Job, found: Found, evaluation: Evaluation, progress: Progres
     if find_spec("matplotlib"):
         report_pictures(Artifact.open(made.folder))
     validated = validate(Artifact.open(made.folder), device=job.device, progress=progress)
-    return verdict | {"report": report, "validated_on": validated["device"]}
+    return verdict | {"report": report, "validated_on": validated["device"] if validated["on_gpu"] else None}
 
 
 def is_worse(difference: float, error: float | None) -> bool:

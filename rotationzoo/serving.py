@@ -15,6 +15,10 @@ from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.moments import from_tensors
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotation import GIVEN
+from rotationzoo.source import DEMO, Source, config_hash
+
+PLACEHOLDER = "MODEL"
+"""What a launch line has for a model whose place is not known."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,13 @@ def _provenance(
 
 
 def _model_to_serve(there: Artifact) -> str | None:
-    """The hub id of the model, or a word for a folder, whose place is not known here; None for one that nobody has named."""
+    """The hub id of the model, or the demo's folder, or a word for another folder, whose place is not known here; None for
+    one that nobody has named."""
     model = there.manifest["model"]
-    return (model["id"] if model["revision"] else "MODEL") if there.bound else None
+    if not there.bound or model["revision"]:
+        return model["id"] if there.bound else None
+    demo = Source("demo", DEMO, None)
+    return str(DEMO) if (model["id"], model["config_sha256"]) == (demo.name, config_hash(demo)) else PLACEHOLDER
 
 
 def _served(clips: Clips, recipe: Recipe, sink: int, recent: int) -> dict[str, int | float]:

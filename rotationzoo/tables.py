@@ -1,5 +1,6 @@
 """What each command prints: tables for people, one object for machines."""
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +19,8 @@ from rotationzoo.release import Due
 from rotationzoo.summary import LayerSummary, summarize
 
 
-def show_artifact(out: Output, artifact: Artifact) -> None:
+def show_artifact(out: Output, artifact: Artifact, model: str | None = None) -> None:
+    """What was made; with the `model` as the user named it, also the command that comes next."""
     manifest = artifact.manifest
     layers = summarize(artifact)
     calibration = manifest["calibration"] or {"tokens": 0, "note": None}
@@ -41,6 +43,8 @@ def show_artifact(out: Output, artifact: Artifact) -> None:
         if "imported" not in manifest:
             print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
         print(f"Artifact: {artifact.folder}")
+        if model:
+            print(f"Next: {shlex.join(['rotationzoo', 'evaluate', model, str(artifact.folder)])}", file=sys.stderr)
 
     out.result(data, str(artifact.folder), human)
 
@@ -155,7 +159,8 @@ def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> N
     def human() -> None:
         print(f"{artifact.folder}: {found['rows']:,} rows, {found['elements']:,} elements, on {found['device']}")
         if not found["on_gpu"]:
-            print("Not validated on a GPU: only the codec's definition was checked, and its rotations")
+            print("Not validated on a GPU: only the codec's definition was checked, and its rotations;")
+            print("nothing was added to the artifact")
             return
         print("Codes and dequantized values are equal bit by bit to the definition in int2.py")
         print(f"Rotation: error {found['rotation_error']:.2f} of the bound of a float32 product")
@@ -165,8 +170,6 @@ def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> N
             print(f"  {name:24s} {rate / copy:.1%}")
 
     out.result(found, artifact.identity, human)
-    if found["kept"]:
-        out.note(f"Note: {found['kept']}")
 
 
 def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
@@ -198,13 +201,14 @@ def show_pull(out: Output, pulled: Pulled) -> None:
         out.note(f"Note: make an artifact of them with: rotationzoo import {pulled.path} --model {pulled.entry.model}")
 
 
+_THERE = {True: "yes", False: "no", None: "not known"}
 _SHORT = {"huggingface": "hf", "modelscope": "ms"}
 
 
 _KINDS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
 
 
-def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> None:
+def show_list(out: Output, entries: list[Entry], there: list[bool | None] | None) -> None:
     data = {"entries": [entry.model_dump() for entry in entries]}
     if there is not None:
         for content, found in zip(data["entries"], there, strict=True):
@@ -218,7 +222,7 @@ def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> No
             cost = f"{next(iter(arms.values()))['perplexity_increase']:+.2%}" if arms else "-"
             hubs = "+".join(sorted({_SHORT[copy.hub] for copy in entry.copies}))
             row = [entry.model, entry.recipe, _KINDS[entry.format], (entry.model_revision or "-")[:8], hubs, cost]
-            rows.append([*row, *(["yes" if there[number] else "no"] if there is not None else [])])
+            rows.append([*row, *([_THERE[there[number]]] if there is not None else [])])
         table(f"{len(entries)} published rotations", columns, rows)
 
     out.result(data, "\n".join(dict.fromkeys(entry.model for entry in entries)), human)
@@ -243,7 +247,8 @@ def show_regenerated(out: Output, job: Job, verdict: dict[str, Any], done: dict[
     }
 
     def human() -> None:
-        print(f"{job.output}, validated on {verdict['validated_on']}")
+        where = verdict["validated_on"]
+        print(f"{job.output}, {f'validated on {where}' if where else 'not validated: there is no GPU here'}")
         if verdict["compared_with"]:
             error = verdict["standard_error"]
             print(

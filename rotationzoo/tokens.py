@@ -9,7 +9,8 @@ from rotationzoo.errors import RotationZooError
 
 HUGGINGFACE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE = ("MODELSCOPE_API_TOKEN",)
-_SHORTEST = 4  # characters; anything shorter is part of many words
+_SHORTEST = 4  # characters of a token; anything shorter is part of many words
+_SHORTEST_LINE = 12  # of a line of one, which may be a plain word
 _checked: set[str] = set()
 
 
@@ -48,10 +49,10 @@ def huggingface() -> str | None:
 
 
 def redact(text: str) -> str:
-    """The text without any token that this process knows of, nor any line of one."""
+    """The text without any token that this process knows of, nor any long line of one."""
     values = {os.environ.get(name, "") for name in (*HUGGINGFACE, *MODELSCOPE)} | _checked
-    words = {word for value in values for word in (value.strip(), *value.split())}
+    words = {value.strip() for value in values if len(value.strip()) >= _SHORTEST}
+    words |= {line for value in values for line in value.split() if len(line) >= _SHORTEST_LINE}
     for word in sorted(words, key=len, reverse=True):
-        if len(word) >= _SHORTEST:
-            text = text.replace(word, "[token]")
+        text = text.replace(word, "[token]")
     return text

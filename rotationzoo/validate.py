@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,10 +36,11 @@ def validate(
     the `speed`; add `validation.json` and `int2.cu` to the artifact and return the report.
 
     Raises `RotationZooError` with layer, head, row and both values where the two differ. Without a GPU the definition alone is
-    checked, which the report and the card say; it does not replace an earlier report of a GPU.
+    checked, which the report says, and the artifact stays as it is.
     """
-    there.check_writable()
     on_gpu = models.torch_device(device) == "cuda"
+    if on_gpu:
+        there.check_writable()
     recipe = Recipe.model_validate(there.manifest["recipe"])
     layers = cached_layers(geometry_from_json(there.manifest["geometry"]))
     rotations, statistics = there.rotations(), there.statistics()
@@ -56,17 +58,25 @@ def validate(
                 drawn = drawn - rotations[f"{name}.mean"][:, None]
             check(name, drawn, rotations[f"{name}.rotation"].expand(layer.kv_heads, -1, -1), rotations[f"{name}.clip"])
             progress("validating", done := done + 1, total)
-    report = check.report() | {"identity": there.identity, "captured_from": model and find(model, revision).label, "kept": None}
-    if on_gpu and speed:
+    report = check.report() | {"identity": there.identity, "captured_from": model and find(model, revision).label}
+    if not on_gpu:
+        return report
+    if speed:
         progress("measuring", 0, 0)
         report |= throughput.measure(layers[0].key_dim, recipe.group_size, artifact.clip_ratios(there.manifest)["key"])
-    earlier = there.manifest["metrics"].get("validation")
-    if earlier and earlier["on_gpu"] and not on_gpu:
-        return report | {"kept": f"the artifact keeps its validation on {earlier['device']}"}
     files = {VALIDATION: (json.dumps(report, indent=2) + "\n").encode(), SOURCE: kernels.SOURCE.read_bytes()}
     summary = {key: report[key] for key in ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")}
     artifact.add(there, files, {"validation": summary}, card.render)
     return report
+
+
+def check_device(folder: Path, device: str) -> None:
+    """Raise `RotationZooError` where nobody asked for a CPU and there is nothing else: what would be checked is less."""
+    if device == "auto" and models.torch_device(device) != "cuda":
+        raise RotationZooError(
+            f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU, and there is none here",
+            hint="run the same command on a machine with one; --device cpu checks the codec's definition alone",
+        )
 
 
 def draw(moments: tuple[torch.Tensor, torch.Tensor] | None, heads: int, rows: int, dim: int, seed: int) -> torch.Tensor:

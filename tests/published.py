@@ -66,7 +66,8 @@ def ok(result) -> dict:
 def refused(result, code: int = 1) -> str:
     """It failed with this code, in one `Error:` line and at most one `Hint:` line after any notes."""
     assert result.returncode == code, (result.returncode, result.stdout, result.stderr)
-    lines = [line for line in result.stderr.splitlines() if not line.startswith(("Read ", "Took ", "Note: ", "Waiting for "))]
+    notes = ("Read ", "Took ", "Note: ", "Waiting for ", "[")
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(notes)]
     assert lines[0].startswith("Error: "), result.stderr
     assert len(lines) <= 2, result.stderr
     assert all(line.startswith("Hint: ") for line in lines[1:])

@@ -97,9 +97,22 @@ def test_a_hub_that_sends_the_token_back_does_not_have_it_printed(zoo, made, mon
     assert SECRET not in text
 
 
+def test_a_traceback_that_was_asked_for_has_no_token_either(zoo, made, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("ROTATIONZOO_DEBUG", "1")
+    with broken(lambda _: answer(b"{}", f"X-Error-Message: {SECRET}\r\n", "403 No")) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        text = zoo.run("push", made, ZOO).stderr
+    assert "Traceback" in text
+    assert "[token]" in text
+    assert SECRET not in text
+
+
 def test_every_line_of_a_token_is_kept_out(monkeypatch):
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", f"{SECRET}\nanother-line")
     assert tokens.redact(f"Bearer {SECRET}, another-line; {SECRET!r}") == "Bearer [token], [token]; '[token]'"
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", f"{SECRET}\nmore")
+    assert tokens.redact(f"no more of {SECRET}") == "no more of [token]"
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "a")
     assert tokens.redact("a word") == "a word"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import save_tiny
 
-from rotationzoo import artifact, card, files, kernels
+from rotationzoo import artifact, card, files
 from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import RotationZooError
@@ -28,26 +28,18 @@ def folder(made, tmp_path):
     return shutil.copytree(made, tmp_path / "artifact")
 
 
-def test_without_a_gpu_the_artifact_says_so(folder):
-    before = Artifact.open(folder)
-    found = validate(before, "demo", rows=64, device="cpu")
+def test_without_a_gpu_the_definition_is_checked_and_the_artifact_stays_as_it_was(folder):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found = validate(Artifact.open(folder), "demo", rows=64, device="cpu")
     assert (found["device"], found["on_gpu"], found["codes_equal"]) == ("cpu", False, None)
     assert found["rows"] == 4 * 2 * 2 * (64 + 64), "drawn and captured rows of every layer, side and KV head"
-    after = Artifact.open(folder)
-    assert after.identity == before.identity
-    assert json.loads((folder / "validation.json").read_text()) == found
-    assert (folder / "int2.cu").read_bytes() == kernels.SOURCE.read_bytes()
-    assert "Not validated on a GPU" in (folder / "README.md").read_text()
-    assert verify(after, "demo").ok
-    (folder / "int2.cu").write_text("// another")
-    assert not verify(after, "demo").ok
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_report_of_a_gpu_is_kept(folder):
     gpu = {"on_gpu": True, "device": "NVIDIA H200", "rows": 1, "codes_equal": True, "dequantized_equal": True}
     artifact.add(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu}, card.render)
-    found = validate(Artifact.open(folder), rows=64, device="cpu")
-    assert "keeps its validation on NVIDIA H200" in found["kept"]
+    validate(Artifact.open(folder), rows=64, device="cpu")
     assert (folder / "validation.json").read_bytes() == b"{}"
     assert "On NVIDIA H200, `int2.cu` gave" in (folder / "README.md").read_text()
 
@@ -103,6 +95,13 @@ def test_a_full_disk_leaves_the_artifact_as_it_was(folder, monkeypatch):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_calibrate_ends_with_the_command_that_comes_next(inside):
+    words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", "--output", "a folder"]
+    first = inside(*words)
+    assert first.stderr.splitlines()[-1] == "Next: rotationzoo evaluate demo 'a folder'"
+    assert "Next:" not in inside(*words, "--json").stderr + inside(*words, "--quiet").stderr
+
+
 def test_the_command_line(inside):
     assert inside("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256").returncode == 0
     shown = inside("validate", "rotations/demo-oscar", "--json", "--device", "cpu")
@@ -114,6 +113,12 @@ def test_the_command_line(inside):
     assert missing.returncode == 1
     assert "is no artifact" in missing.stderr
     if not torch.cuda.is_available():
+        before = {path.name: path.read_bytes() for path in (inside.folder / "rotations" / "demo-oscar").iterdir()}
+        without = inside("validate", "rotations/demo-oscar")
+        assert without.returncode == 1
+        assert "is not validated: the CUDA reference needs an NVIDIA GPU" in without.stderr
+        after = {path.name: path.read_bytes() for path in (inside.folder / "rotations" / "demo-oscar").iterdir()}
+        assert after == before
         assert inside("validate", "rotations/demo-oscar", "--device", "cuda").returncode == 2
 
 

@@ -185,5 +185,6 @@ def _passing(error: Exception) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status in (408, 429) or status >= 500
-    # Where no connection can be made the clients have tried for long enough.
-    return type(error).__module__.split(".")[0] in TRANSPORTS and not type(error).__name__.startswith("Connect")
+    # Where no connection can be made, or nothing more comes, it has been waited for long enough.
+    lasts = type(error).__name__.startswith(("Connect", "ReadTimeout"))
+    return type(error).__module__.split(".")[0] in TRANSPORTS and not lasts

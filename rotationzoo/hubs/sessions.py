@@ -82,6 +82,8 @@ def received(response: requests.Response) -> Any:
         while chunk := raw.read1(CHUNK):
             count += len(chunk)
             yield chunk
+    except urllib3.exceptions.ReadTimeoutError as error:
+        raise HubError(f"ModelScope sent nothing for {SILENCE:g} s", hint=NETWORK) from error
     except urllib3.exceptions.HTTPError as error:
         raise requests.ConnectionError(f"the answer broke off after {count} bytes") from error
     if announced.isdecimal() and count < int(announced):

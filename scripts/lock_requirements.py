@@ -1,0 +1,46 @@
+"""What the workflows install, with the sha256 of every file: .github/requirements.txt, made anew from pyproject.toml.
+
+python scripts/lock_requirements.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LOCK = ROOT / ".github" / "requirements.txt"
+PLATFORM = ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"]
+PLATFORM += [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28)]
+PLATFORM += ["--platform=manylinux2014_x86_64", "--platform=linux_x86_64"]
+HEADER = """\
+# Made by scripts/lock_requirements.py for CPython 3.12 on Linux x86-64, which is what the workflows run on.
+# torch is PyPI's, built for CUDA, with CUDA's libraries: one lock for the runner with a GPU and for those without.
+"""
+
+
+def main() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = [line.split(";")[0] for line in project["optional-dependencies"]["cuda"]]
+    wanted = [*project["dependencies"], *extra, "setuptools>=77"]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "install", "--isolated", "--dry-run", "--ignore-installed", "--quiet"]
+        command += ["--index-url", "https://pypi.org/simple", "--only-binary", ":all:", "--report", str(report)]
+        command += ["--target", folder, *PLATFORM, *wanted]
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        subprocess.run(command, check=True, env={**settings, "PIP_CONFIG_FILE": os.devnull})
+        chosen = json.loads(report.read_text(encoding="utf-8"))["install"]
+    lines = []
+    for item in sorted(chosen, key=lambda item: item["metadata"]["name"].lower()):
+        name, version = item["metadata"]["name"], item["metadata"]["version"]
+        digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+        lines.append(f"{name.lower().replace('_', '-')}=={version} --hash=sha256:{digest}\n")
+    LOCK.write_text(HEADER + "".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
