@@ -58,7 +58,7 @@ def test_the_journey_calibrate_inspect_verify(command):
             assert 0 < side["top_1_share"] < side["top_8_share"] < 1
     table = command("inspect", folder).stdout
     assert "K dim" in table
-    assert len(table.strip().splitlines()) == 2 + 4 + 2
+    assert len(table.strip().splitlines()) == 2 + 4 + 1
     assert max(map(len, table.splitlines())) <= 120
     assert "…" not in command("inspect", folder, env={"COLUMNS": "80"}).stdout
 
