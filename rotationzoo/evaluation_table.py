@@ -16,6 +16,7 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
         say(f"{report['model']}, {text}, format {report['format']}{chunks(report)}; exact perplexity {exact:.4f}")
         for window in report["windows"]:
             _arm_table(window)
+            say(*window["verdict"]["words"])
         say("±: standard error over texts, paired with the exact model")
         say(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
 

@@ -38,6 +38,7 @@ FLOORS = [
         "foreign",
         "verify",
         "tally",
+        "verdict",
         "simulate",
         "candidates",
         "projection",
