@@ -118,7 +118,7 @@ def test_chats_of_a_data_set_on_the_hub(command, tiny):
     with hub.serve({"datasets/someone/chats": chats}) as (endpoint, _):
         made = command(*words, env={"HF_ENDPOINT": endpoint})
         assert made.returncode == 0, made.stderr
-        wrong = only_error(command(*words, "--column", "text", "--restart", env={"HF_ENDPOINT": endpoint}))
+        wrong = only_error(command(*words[:-1], "--column", "text", "--restart", env={"HF_ENDPOINT": endpoint}))
     assert "someone/chats has no column text: it has messages, source" in wrong
     assert json.loads(made.stdout)["tokens"] == 2048
 
