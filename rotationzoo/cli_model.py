@@ -265,6 +265,7 @@ def verify(
     if run and model is None:
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact import Artifact
+    from rotationzoo.tables import show_verification
     from rotationzoo.verify import verify as check
 
     opened = Artifact.open(artifact)
@@ -279,19 +280,7 @@ def verify(
         if agreement.foreign:
             found.problems.append(f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)")
 
-    def human() -> None:
-        for problem in found.problems:
-            say(f"Problem: {problem}")
-        if found.ok:
-            say(f"{artifact} is sound (largest |R R^T - I| {found.orthogonality_error:.1e})")
-        if agreement:
-            shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
-            say(f"Agreement with what {model} computes: {shares} ({agreement.verdict})")
-        say(f"Checked: {', '.join(found.checked)}")
-
-    data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
-    data |= {"agreement": asdict(agreement)} if agreement else {}
-    out.result(data, opened.identity if found.ok else "", human)
+    show_verification(out, opened, found, agreement)
     if not found.ok:
         raise RotationZooError(
             f"{artifact} is not to be used: {len(found.problems)} problem{'s' * (len(found.problems) > 1)} found",

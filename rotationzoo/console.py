@@ -160,8 +160,8 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def report(error: RotationZooError, as_json: bool = False) -> None:
-    """One `Error:` line and, where there is something to do, one `Hint:` line, without tokens; as JSON also the command's one object, unless
-    it has printed that already."""
+    """One `Error:` line and, where there is something to do, one `Hint:` line; no token is in either. As JSON also the
+    command's one object, unless it has printed that already."""
     message = _shortened(str(error))
     if as_json and not _answered.get():
         _print_json({"error": redact(message), "hint": redact(error.hint) if error.hint else None})

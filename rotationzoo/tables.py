@@ -11,9 +11,11 @@ from rotationzoo.export import Exported, as_json, launch_line
 from rotationzoo.hubs import Published
 from rotationzoo.index import Entry
 from rotationzoo.plan import Job
+from rotationzoo.probe import Agreement
 from rotationzoo.pull import Pulled
 from rotationzoo.release import Due
 from rotationzoo.summary import LayerSummary, Side, summarize
+from rotationzoo.verify import Verification
 
 
 def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> None:
@@ -156,6 +158,23 @@ def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> N
     out.result(found, artifact.identity, human)
     if found["kept"]:
         out.note(f"Note: {found['kept']}")
+
+
+def show_verification(out: Output, artifact: Artifact, found: Verification, agreement: Agreement | None) -> None:
+    data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
+    data |= {"agreement": asdict(agreement)} if agreement else {}
+
+    def human() -> None:
+        for problem in found.problems:
+            say(f"Problem: {problem}")
+        if found.ok:
+            say(f"{artifact.folder} is sound (largest |R R^T - I| {found.orthogonality_error:.1e})")
+        if agreement:
+            shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
+            say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+        say(f"Checked: {', '.join(found.checked)}")
+
+    out.result(data, artifact.identity if found.ok else "", human)
 
 
 def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
