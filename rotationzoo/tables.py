@@ -227,9 +227,20 @@ def show_list(out: Output, entries: list[Entry], there: list[bool] | None) -> No
             hubs = "+".join(sorted({_SHORT[copy.hub] for copy in entry.copies}))
             row = [entry.model, entry.recipe, _KINDS[entry.format], (entry.model_revision or "-")[:8], hubs, cost]
             rows.append([*row, *(["yes" if there[number] else "no"] if there is not None else [])])
-        table(f"{len(entries)} published rotations", columns, rows)
+        equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
+        for footnote, number in enumerate(equal, 1):
+            rows[number][1] += f" ({footnote})"
+        table(f"{len(entries)} published rotations", *_without_empty(columns, rows))
+        for footnote, number in enumerate(equal, 1):
+            say(f"({footnote}) from the folder {entries[number].copies[0].path}")
 
     out.result(data, "\n".join(dict.fromkeys(entry.model for entry in entries)), human)
+
+
+def _without_empty(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without columns that say nothing in any row, but for the first."""
+    kept = [number for number in range(len(columns)) if not number or any(row[number] != "-" for row in rows)]
+    return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]
 
 
 def show_due(out: Output, due: list[Due], unknown: Mapping[str, Exception]) -> None:

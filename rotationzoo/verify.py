@@ -29,8 +29,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Verification:
-    """`problems` is empty when everything holds; `checked` says in words what was looked at and holds. `orthogonality_error` is None
-    where no rotation could be read."""
+    """`problems` is empty when everything holds; `checked` says in words what was looked at and holds.
+    `orthogonality_error` is None where no rotation could be read."""
 
     problems: list[str]
     orthogonality_error: float | None

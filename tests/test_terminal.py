@@ -16,6 +16,7 @@ from conftest import save_tiny
 
 from rotationzoo import console
 from rotationzoo.calibrate import calibrate
+from rotationzoo.index import WHEEL_COPY
 from rotationzoo.plan import Job
 from rotationzoo.recipe import load
 
@@ -373,3 +374,21 @@ def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
     again = inside(*words)
     assert "done already" in again.stderr
     assert "tokens in" not in again.stdout, "the time of another day"
+
+
+def test_list_has_no_equal_rows_and_no_empty_columns(inside):
+    """Of the index that comes with the package, and of one whose entries have been evaluated."""
+    lines = inside("list", "--index", WHEEL_COPY).stdout.splitlines()[1:]
+    assert "revision" not in lines[0], "nobody has published one"
+    assert "cost" not in lines[0]
+    assert len(set(lines)) == len(lines)
+    assert max(map(len, lines)) <= 80
+    assert lines[-2].startswith("(1) from the folder ")
+    assert sum("(1)" in line for line in lines) == 2
+    content = json.loads(WHEEL_COPY.read_text())
+    for entry in content["entries"]:
+        entry["evaluation"] = {"arms": {"mine": {"perplexity_increase": 0.0123}}}
+    (inside.folder / "index.json").write_text(json.dumps(content))
+    lines = inside("list", "--index", "index.json").stdout.splitlines()
+    assert "cost" in lines[1]
+    assert all("+1.23%" in line for line in lines[2:-2])
