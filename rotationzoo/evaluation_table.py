@@ -16,9 +16,12 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
         say(f"{report['model']}, {text}, format {report['format']}{chunks(report)}; exact perplexity {exact:.4f}")
         for window in report["windows"]:
             _arm_table(window)
-            say(*window["verdict"]["words"])
         say("±: standard error over texts, paired with the exact model")
         say(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
+        for window in report["windows"]:
+            if len(report["windows"]) > 1:
+                say(f"With {_title(window)}:")
+            say(*window["verdict"]["words"])
 
     out.result(report, "\n".join(report["arms"]), human)
 
@@ -35,10 +38,13 @@ def _arm_table(window: dict[str, Any]) -> None:
         ]
         rows.append([name, *measured, f"{arm['bits_per_element']:.2f}"])
         by_length.append([name, *(f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"])])
-    title = f"sink {window['sink']}, recent {window['recent']}"
-    table(title, ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
+    table(_title(window), ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
     starts = [f"from {bucket['from']:,}" for bucket in next(iter(arms.values()))["by_length"]]
     table("by context length", ["arm", *starts], by_length)
+
+
+def _title(window: dict[str, Any]) -> str:
+    return f"sink {window['sink']}, recent {window['recent']}"
 
 
 def _with_error(value: float | None, error: float | None, form: str, error_form: str) -> str:
