@@ -70,15 +70,17 @@ To serve with: clip ratios {clips["key"]:g} for keys and {clips["value"]:g} for 
 the first {recipe.sink} and the last {recipe.recent} tokens exact, {groups}.
 
 ```python
-from safetensors.torch import load_file
-
-key = load_file("rotations.safetensors")["layers.{cached[0].index}.key.rotation"]  # [KV heads, D, D]: store k @ key[head]
+{_snippet(recipe, cached[0].index)}
 ```
 
 ## Size
 
-Bits per cached element with the first {recipe.sink} and the last {recipe.recent} of {CONTEXT:,} tokens in bfloat16:
-{_sizes(recipe, cached)}.
+Bits per cached element, with a scale and an offset for each quantization group, and of {CONTEXT:,} tokens the first
+{recipe.sink} and the last {recipe.recent} in bfloat16:
+
+| format | scale, offset | bits | smaller than bfloat16 |
+|---|---|---|---|
+{_sizes(recipe, cached)}
 {_validation(manifest["metrics"].get("validation"))}{_evaluation(manifest["metrics"].get("evaluation"))}
 {_pictures(manifest["files"])}## Recipe
 
@@ -126,11 +128,34 @@ def bits_per_element(geometry: Geometry, group_size: int | None, form: int2.Form
 
 
 def _sizes(recipe: Recipe, geometry: Geometry) -> str:
-    sizes = (
-        f"{bits_per_element(geometry, recipe.group_size, form, recipe.sink, recipe.recent):.2f} ({name})"
-        for name, form in int2.FORMATS.items()
-    )
-    return ", ".join(sizes)
+    rows = []
+    for name, form in int2.FORMATS.items():
+        bits = bits_per_element(geometry, recipe.group_size, form, recipe.sink, recipe.recent)
+        rows.append(f"| {name} | {str(form.metadata).removeprefix('torch.')} | {bits:.2f} | {16 / bits:.1f} times |")
+    return "\n".join(rows)
+
+
+def _snippet(recipe: Recipe, layer: int) -> str:
+    """Python that rotates one layer's queries, keys and values as they are served, and the output back."""
+    head = "head" if recipe.pooling == "head" else "0"
+    lines = ["from safetensors.torch import load_file", "", 'tensors = load_file("rotations.safetensors")']
+    for side in ("key", "value"):
+        lines.append(f'{side} = tensors["layers.{layer}.{side}.rotation"]')
+        if side in recipe.centered:
+            lines.append(f'{side}_mean = tensors["layers.{layer}.{side}.mean"]  # [KV heads, D]')
+    stored = {side: f"({side[0]} - {side}_mean[head])" if side in recipe.centered else side[0] for side in ("key", "value")}
+    mean = " + value_mean[head]" if "value" in recipe.centered else ""
+    lines += [
+        "", "",
+        "def rotate(q, k, v, head):",
+        '    """Rows [T, D] of one KV head after RoPE: what reads the keys, and what is stored in 2 bits."""',
+        f"    return q @ key[{head}], {stored['key']} @ key[{head}], {stored['value']} @ value[{head}]",
+        "", "",
+        "def restore(output, head):",
+        '    """What attention makes of the stored values [T, D], turned back."""',
+        f"    return output @ value[{head}].mT{mean}",
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def _validation(found: dict[str, Any] | None) -> str:
@@ -150,21 +175,25 @@ On {found["device"]}, `int2.cu` gave codes and values {equal} the definition for
 def _evaluation(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    lines = [
-        f"| {name} | {arm['perplexity_increase']:+.2%} | {_number(arm['attention_kl'])} | {arm['output_error']:.3f} |"
-        for name, arm in found["arms"].items()
-    ]
+    measures = {"perplexity_increase": "+.2%", "attention_kl": ".4f", "output_error": ".3f"}
+    lines = []
+    for name, arm in found["arms"].items():
+        errors = arm.get("standard_error", {})
+        cells = (_with_error(arm[key], errors.get(key), form) for key, form in measures.items())
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    verdict = "".join(f"* {words}\n" for words in found.get("verdict", []))
     return f"""
 ## What it costs the model
 
 Perplexity of the exact model on {found["tokens"]:,} tokens past the windows of `{found["text"]}`: {found["perplexity"]:.3f}.
-With a 2-bit cache of the format {found["format"]} and windows {found["sink"]}/{found["recent"]}{chunks(found)}
-(standard errors are in `evaluation.json`):
+With a 2-bit cache of the format {found["format"]} and windows {found["sink"]}/{found["recent"]}{chunks(found)},
+{_error_words(found)}:
 
 | rotation | perplexity | attention KL | error of the attention block |
 |---|---|---|---|
 {chr(10).join(lines)}
-"""
+
+{verdict}"""
 
 
 def chunks(measured: dict[str, Any]) -> str:
@@ -176,5 +205,14 @@ def chunks(measured: dict[str, Any]) -> str:
     return f", prefilled in chunks of {measured['prefill_chunk']:,} tokens between which {kept} exact"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _error_words(found: dict[str, Any]) -> str:
+    texts = found.get("texts")
+    if texts is None:  # evaluated by an earlier rotationzoo
+        return "without standard errors"
+    return "one text, of which no standard error can be given" if texts == 1 else f"± standard error over {texts} texts"
+
+
+def _with_error(value: float | None, error: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:{form}}" + ("" if error is None else f" ±{error:{form.removeprefix('+')}}")

@@ -88,9 +88,7 @@ def export(
 
 @app.command("import")
 def import_(
-    files: Annotated[
-        list[Path], typer.Argument(help="The two rotation files, their folder, or a GGUF file.", metavar="FILES...")
-    ],
+    files: Annotated[list[Path], typer.Argument(help="The two rotation files, their folder, or a GGUF file.", metavar="FILES")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Artifact folder (rotations/NAME-imported).")] = None,
     model: Annotated[str | None, typer.Option(help="The model that they are for: a hub id or a folder.")] = None,
     revision: Revision = None,

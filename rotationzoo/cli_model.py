@@ -26,14 +26,16 @@ from rotationzoo.cli_options import (
     parse_layers,
     parse_windows,
 )
-from rotationzoo.console import Output, hush_libraries
+from rotationzoo.console import Output, hush_libraries, say
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo: a small model that ships with this.")],
-    recipe: Annotated[str, typer.Option(help="best, oscar, oscar-v1, hadamard, identity, random, or a YAML file.")] = "oscar",
+    recipe: Annotated[
+        str, typer.Option(help="oscar, best, best-uncentered, oscar-v1, hadamard, identity, random, or a YAML file.")
+    ] = "oscar",
     data: Annotated[
         str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, bundled, or self: text of the model's own.")
     ] = None,
@@ -105,15 +107,16 @@ def calibrate(
             "interrupted; what was done so far is saved" if saved else "interrupted before anything was saved",
             hint=f"go on with: {command}" if saved else f"start again with: {command}",
         ) from None
-    if job.output.stat().st_ctime_ns == before:
+    done_before = job.output.stat().st_ctime_ns == before
+    if done_before:
         out.note("Note: this very job was done already; --restart does it again")
-    show_artifact(out, artifact, model)
+    show_artifact(out, artifact, next_for=model, with_time=not done_before)
 
 
 @app.command()
 def evaluate(
     model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
-    artifacts: Annotated[list[Path] | None, typer.Argument(help="Artifact folders.", metavar="[ARTIFACT]...")] = None,
+    artifacts: Annotated[list[Path] | None, typer.Argument(help="Artifact folders.", metavar="ARTIFACT")] = None,
     data: Annotated[
         str, typer.Option(help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text.")
     ] = "bundled",
@@ -152,7 +155,7 @@ def evaluate(
         raise UsageError("--keys-only and --values-only leave nothing to store in 2 bits", hint="give one of them")
     from rotationzoo import evaluate as evaluation
     from rotationzoo import recipe as recipes
-    from rotationzoo.tables import show_evaluation
+    from rotationzoo.evaluation_table import show_evaluation
 
     hush_libraries()
     data_settings = recipes.override(
@@ -233,7 +236,7 @@ def report(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -
 
     drawn = draw(Artifact.open(artifact))
     pictures = [str(artifact / name) for name in drawn.manifest["files"] if name.endswith(".png")]
-    Output(json, quiet).result({"pictures": pictures}, "\n".join(pictures), lambda: print("\n".join(pictures)))
+    Output(json, quiet).result({"pictures": pictures}, "\n".join(pictures), lambda: say(*pictures))
 
 
 @app.command()
@@ -255,6 +258,7 @@ def verify(
     if run and model is None:
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact import Artifact
+    from rotationzoo.tables import show_verification
     from rotationzoo.verify import verify as check
 
     opened = Artifact.open(artifact)
@@ -269,19 +273,7 @@ def verify(
         if agreement.foreign:
             found.problems.append(f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)")
 
-    def human() -> None:
-        for problem in found.problems:
-            print(f"Problem: {problem}")
-        if found.ok:
-            print(f"{artifact} is sound (largest |R R^T - I| {found.orthogonality_error:.1e})")
-        if agreement:
-            print(f"Agreement with what {model} computes: keys {agreement.key:.2f}, values {agreement.value:.2f} of 1 ", end="")
-            print(f"({agreement.verdict})")
-        print(f"Checked: {', '.join(found.checked)}")
-
-    data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
-    data |= {"agreement": asdict(agreement)} if agreement else {}
-    out.result(data, opened.identity if found.ok else "", human)
+    show_verification(out, opened, found, agreement)
     if not found.ok:
         raise RotationZooError(
             f"{artifact} is not to be used: {len(found.problems)} problem{'s' * (len(found.problems) > 1)} found",

@@ -2,43 +2,82 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from rotationzoo import __version__
-from rotationzoo.console import print_traceback, report
+from rotationzoo.console import begin, print_traceback, report, say, unexpected
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+
+JOURNEY = (
+    "calibrate", "plan", "inspect", "verify", "evaluate", "validate", "report", "generate", "export", "import",
+    "list", "pull", "push", "regenerate",
+)  # fmt: skip
+"""Commands in the order in which one meets them, as help lists them."""
 
 
 class _Commands(typer.core.TyperGroup):
-    """Turns a known failure of any command into two lines and an exit code."""
+    """Turns a failure of any command into two lines and an exit code, with a traceback only where it was asked for."""
+
+    def main(self, args: Sequence[str] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        words = list(sys.argv[1:] if args is None else args)
+        begin()
+        try:
+            code = super().main(args=words, **options | {"standalone_mode": False})
+        except Exception as error:
+            code = _fail(error, as_json="--json" in words)
+        sys.exit(code)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except RotationZooError as error:
-            if os.environ.get("ROTATIONZOO_DEBUG") == "1":
-                print_traceback(error)
-            report(error)
-            raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
-            report(Interrupted("interrupted"))
-            raise typer.Exit(Interrupted.exit_code) from error
-        except OSError as error:  # a file that may not be read, a full disk, a closed pipe
-            if os.environ.get("ROTATIONZOO_DEBUG") == "1":
-                raise
-            if isinstance(error, BrokenPipeError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains of it when it exits
-                raise typer.Exit(1) from error
-            place = f"{error.filename}: " if error.filename else ""
-            report(
-                RotationZooError(f"{place}{error.strerror or error}", hint="check who may read and write there, and the room")
-            )
+            raise Interrupted("interrupted") from error
+        except BrokenPipeError as error:  # who reads has read enough
+            for stream in (sys.stdout, sys.stderr):  # or Python complains of it when it exits
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             raise typer.Exit(1) from error
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: JOURNEY.index(name) if name in JOURNEY else len(JOURNEY))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        for parameter in command.params if command else []:
+            if isinstance(parameter, typer.core.TyperArgument) and parameter.type_descriptor.is_list:
+                parameter.bare_type = lambda: "path"  # type: ignore[method-assign]  # list[Path] is Python's word
+        return command
+
+
+def _fail(error: Exception, as_json: bool) -> int:
+    """Report any failure; what the command line exits with."""
+    if os.environ.get("ROTATIONZOO_DEBUG") == "1":
+        print_traceback(error)
+    if isinstance(error, typer.Abort):
+        error = Interrupted("interrupted")
+    elif hasattr(error, "format_message"):  # typer's own
+        error = _usage(error)
+    elif isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        error = RotationZooError(f"{place}{error.strerror}", hint="check who may read and write there, and the room")
+    elif not isinstance(error, RotationZooError):
+        error = unexpected(error)
+    if str(error):
+        report(error, as_json)
+    return error.exit_code
+
+
+def _usage(error: Any) -> UsageError:
+    """What typer found wrong with the words of a command, with the page that says how it is used."""
+    message = error.format_message().removesuffix(".").replace("Value error, ", "")
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "rotationzoo"
+    return UsageError("" if type(error).__name__ == "NoArgsIsHelpError" else message, hint=f"see: {path} --help")
 
 
 app = typer.Typer(
@@ -68,7 +107,7 @@ MaxMemory = Annotated[str | None, typer.Option(help="Limits for the device map: 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(__version__)
+        say(__version__)
         raise typer.Exit()
 
 

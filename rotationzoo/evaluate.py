@@ -21,6 +21,7 @@ from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.source import Source, config_hash, fetch, find, weights_fingerprint
 from rotationzoo.tally import Tally, buckets_of
+from rotationzoo.verdict import judge
 
 EVALUATION = "evaluation.json"
 _PROBE_TOKENS = 8
@@ -97,13 +98,17 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         arms = _arms(artifacts, geometry)
         with models.forward_errors(job.model, job.batch, job.data.length):
             exact, tallies = _run(job, model, geometry, text.batches(job.batch), caches, arms, start, progress)
-    windows = []
+    windows: list[dict[str, Any]] = []
     for cache in caches:
         found = {arm.name: tallies[cache, arm.name].report(exact) for arm in arms}
         for arm in arms:
             bits = card.bits_per_element(geometry, arm.group_size, cache.format, cache.sink, cache.recent)
             found[arm.name]["bits_per_element"] = bits
         windows.append({"sink": cache.sink, "recent": cache.recent, "arms": found})
+    measured = exact.exact_report()
+    for window in windows:
+        names = [arm.name for arm in arms[: len(artifacts)]]
+        window["verdict"] = judge(window["arms"], names, measured["text_tokens"])
     report = {
         "model": source.label,
         "revision": source.revision,
@@ -117,8 +122,9 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         "prefill_chunk": job.prefill_chunk,
         "prefill_layout": caches[0].prefill_layout if job.prefill_chunk else None,
         "notes": _notes(text, source, artifacts, geometry),
-        "exact": exact.exact_report(),
+        "exact": measured,
         "arms": windows[0]["arms"],
+        "verdict": windows[0]["verdict"],
         "windows": windows,
     }
     for there, arm in zip(artifacts, arms, strict=False):
@@ -129,17 +135,22 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
 
 def _save(report: dict[str, Any], there: Artifact, own: str) -> None:
     """Add `evaluation.json` to an artifact: its own arm and the baselines."""
-    shared = {key: value for key, value in report.items() if key not in ("arms", "windows")}
-    windows = [{**window, "arms": {name: window["arms"][name] for name in (own, *BASELINES)}} for window in report["windows"]]
+    shared = {key: value for key, value in report.items() if key not in ("arms", "verdict", "windows")}
+    windows = []
+    for window in report["windows"]:
+        arms = {name: window["arms"][name] for name in (own, *BASELINES)}
+        verdict = judge(arms, [own], report["exact"]["text_tokens"])
+        windows.append({**window, "arms": arms, "verdict": verdict})
     first = windows[0]
     summary = {
         "text": report["text"]["source"], "tokens": report["tokens"], "perplexity": report["exact"]["perplexity"],
         "format": report["format"], "sink": first["sink"], "recent": first["recent"],
         "prefill_chunk": report["prefill_chunk"], "prefill_layout": report["prefill_layout"],
         "arms": {
-            name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error")}
+            name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error", "standard_error")}
             for name, arm in first["arms"].items()
         },
+        "texts": first["verdict"]["texts"], "verdict": first["verdict"]["words"],
     }  # fmt: skip
     content = json.dumps({**shared, "own_arm": own, "windows": windows}, indent=2) + "\n"
     artifact.add(there, {EVALUATION: content.encode()}, {"evaluation": summary}, card.render)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rotationzoo.card import CONTEXT, bits_per_element
-from rotationzoo.console import Output
+from rotationzoo.console import Output, say
 from rotationzoo.geometry import cached_layers, geometry_json
 from rotationzoo.int2 import FORMATS
 from rotationzoo.plan import Job
@@ -50,22 +50,22 @@ def show_plan(out: Output, asked: Job) -> None:
 
     def human() -> None:
         if plan.refusal:
-            print(f"{plan.source.name} cannot be calibrated: {plan.refusal}")
+            say(f"{plan.source.name} cannot be calibrated: {plan.refusal}")
             return
         if plan.geometry is None:
-            print(f"{plan.source.name}: what its layers cache shows only with its weights")
+            say(f"{plan.source.name}: what its layers cache shows only with its weights")
         else:
-            print(f"{plan.source.name}: {data['layers']} layers with a cache, KV heads {data['kv_heads']}, ", end="")
-            print(f"head dimension {data['head_dim']}")
-        print(f"Weights {_size(plan.weights_bytes)}, artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
-        print(f"Memory: about {_size(plan.peak_memory_bytes)} of the {_size(plan.memory_bytes)} here", end="")
-        print(", which is not enough" if plan.peak_memory_bytes > plan.memory_bytes else "")
+            heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
+            say(f"{plan.source.name}: {data['layers']} layers with a cache, {heads}")
+        say(f"Weights {_size(plan.weights_bytes)}, artifact {_size(plan.artifact_bytes)}, {data['tokens']:,} tokens")
+        enough = ", which is not enough" if plan.peak_memory_bytes > plan.memory_bytes else ""
+        say(f"Memory: about {_size(plan.peak_memory_bytes)} of the {_size(plan.memory_bytes)} here{enough}")
         if job.recipe.search is not None:
-            print(_search_words(job.recipe.search, job.budget))
+            say(_search_words(job.recipe.search, job.budget))
         if cached:
             bits = ", ".join(f"{value:.2f} ({name})" for name, value in data["bits_per_element"].items())
-            print(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {bits}")
-        print(f"Would write: {job.output}")
+            say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {bits}")
+        say(f"Would write: {job.output}")
 
     out.result(data, str(job.output), human)
 

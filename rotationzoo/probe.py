@@ -1,6 +1,7 @@
 """Does an artifact belong to a model's weights? The model runs on some text; its statistics are held against the rotations."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -11,37 +12,37 @@ from rotationzoo.collect import Progress, collect, silent
 from rotationzoo.errors import RotationZooError
 from rotationzoo.fit import target_moment
 from rotationzoo.geometry import Geometry, cached_layers, geometry_from_json
+from rotationzoo.moments import tensor_name
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.source import fetch, find
 
 TEXT = Data(tokens=4096, length=1024)
-_STRONGEST = 8  # of D directions one in so many counts as strong
-# Measured: 0.68 to 0.92 for a model's own rotations on other text, 0.29 to 0.56 for siblings of it whose channels were
-# rescaled, 0.01 for weights that have nothing in common.
-_OWN, _FOREIGN = 0.6, 0.2
+_FLOOR = 1e-6  # of the largest eigenvalue: below it a moment holds rounding alone
+# scripts/check_probe.py measures 0.28 to 0.93 for a model's own rotations, whatever text they were made with, and at most 0.06
+# for those of other weights; docs/measurements.md has the distribution.
+_OWN = 0.2
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How much of the energy of the model's strongest directions lies in those that the rotations were made of, mean over
-    layers and heads: 1 as much as can, 0 no more than in arbitrary directions."""
+    """How far the directions that the rotations were made of are those of what the model computes, mean over layers and
+    heads: 1 the very same, 0 no more than arbitrary ones. See `shares`."""
 
     key: float
     value: float
 
     @property
     def lowest(self) -> float:
+        """What decides: keys of any two models share what RoPE does to them."""
         return min(self.key, self.value)
 
     @property
     def foreign(self) -> bool:
-        return self.lowest < _FOREIGN
+        return self.lowest < _OWN
 
     @property
     def verdict(self) -> str:
-        if self.foreign:
-            return "made of other weights"
-        return "its own" if self.lowest >= _OWN else "not clear: weights related to its own, or very different text"
+        return "made of other weights" if self.foreign else "made of these weights, or of close relatives"
 
 
 def probe(
@@ -56,16 +57,12 @@ def probe(
     """Run a model on the bundled text and compare. Raises `RotationZooError` for rotations that hold no eigenbasis."""
     models.memory_limits(device_map, max_memory)
     recipe = Recipe.model_validate(there.manifest["recipe"])
-    if not recipe.has_eigenbasis:
-        raise RotationZooError(
-            f"{there.folder} holds no eigenbasis to look for in a model (composition {recipe.composition})",
-            hint="leave --run out",
-        )
+    geometry = geometry_from_json(there.manifest["geometry"])
+    bases = _bases(there, recipe, geometry)
     if not there.bound:
         raise RotationZooError(
             f"{there.folder} is bound to no model", hint=f"import its files again with --model {model}, then ask again"
         )
-    geometry = geometry_from_json(there.manifest["geometry"])
     source = find(model, revision)
     config = models.load_config(source)
     fetch(source)
@@ -82,24 +79,50 @@ def probe(
         for layer in cached_layers(geometry)
         for side in ("key", "value")
     }
-    return agreement(there.rotations(), moments, recipe, geometry)
+    return agreement(bases, moments)
 
 
-def agreement(
-    rotations: dict[str, torch.Tensor], moments: dict[tuple[int, str], torch.Tensor], recipe: Recipe, geometry: Geometry
-) -> Agreement:
-    """`moments` are second moments `[H, D, D]` by layer and side; H = 1 where the rotations are pooled."""
-    shares: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
-    for layer in cached_layers(geometry):
-        for side, found in shares.items():
+def _bases(there: Artifact, recipe: Recipe, geometry: Geometry) -> dict[tuple[int, str], torch.Tensor]:
+    """The eigenbases `[H, D, D]` that the rotations were composed of, by layer and side; of a search, which learns
+    rotations, those of its statistics."""
+    statistics = there.statistics() if recipe.search is not None else None
+    if not recipe.has_eigenbasis or (recipe.search is not None and statistics is None):
+        raise RotationZooError(
+            f"{there.folder} holds no eigenbasis to look for in a model (composition {recipe.composition})",
+            hint="leave --run out",
+        )
+    rotations = there.rotations()
+    bases = {}
+    for layer, side in product(cached_layers(geometry), ("key", "value")):
+        if statistics is not None:
+            kind = recipe.key_statistic if side == "key" else recipe.value_statistic
+            bases[layer.index, side] = rotation.eigenbasis(statistics[tensor_name(layer.index, kind)])[1]
+        else:
             matrix = rotations[f"layers.{layer.index}.{side}.rotation"]
-            dim = matrix.shape[-1]
-            count = max(1, dim // _STRONGEST)
-            moment = moments[layer.index, side]
-            strong = rotation.recover_basis(matrix, recipe.composition, recipe.group(dim))[..., -count:]
-            trace = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
-            theirs = (strong.mT @ moment @ strong).diagonal(dim1=-2, dim2=-1).sum(-1) / trace
-            best = torch.linalg.eigvalsh(moment)[..., -count:].sum(-1) / trace
-            found.append((theirs - count / dim) / (best - count / dim).clamp(min=1e-12))
-    key, value = (torch.cat(found).mean().item() for found in shares.values())
+            group = recipe.group(matrix.shape[-1])
+            bases[layer.index, side] = rotation.recover_basis(matrix, recipe.composition, group)
+    return bases
+
+
+def agreement(bases: dict[tuple[int, str], torch.Tensor], moments: dict[tuple[int, str], torch.Tensor]) -> Agreement:
+    """Of eigenbases `[H, D, D]` with second moments `[H, D, D]`, by layer and side; H = 1 where the rotations are pooled."""
+    found: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
+    for (layer, side), moment in moments.items():
+        found[side].append(shares(bases[layer, side], moment))
+    key, value = (torch.cat(found[side]).mean().item() for side in ("key", "value"))
     return Agreement(key, value)
+
+
+def shares(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """`[H]`: how much of the structure of second moments `[H, D, D]` a basis (columns ascending) explains.
+
+    The cosine of the logarithm of the moment with the matrix of the same eigenvalues and this basis, both without their
+    traces. Logarithms weigh all directions alike, and directions of near-equal eigenvalues, which every other text
+    turns, cost nothing.
+    """
+    values, own = torch.linalg.eigh(moment.double())
+    logarithms = values.clamp(min=_FLOOR * values.amax().item()).log()
+    matrix = own @ torch.diag_embed(logarithms) @ own.mT
+    spread = logarithms - logarithms.mean(-1, keepdim=True)
+    seen = (basis.double().mT @ matrix @ basis.double()).diagonal(dim1=-2, dim2=-1)
+    return (seen * spread).sum(-1) / spread.square().sum(-1).clamp(min=1e-12)

@@ -12,8 +12,11 @@ from rotationzoo.evaluate import EVALUATION
 from rotationzoo.files import regular_file
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.manifest import EvaluationReport
+from rotationzoo.recipe import Recipe
 
 SPECTRA, ERROR_BY_LAYER = "spectra.png", "error_by_layer.png"
+_LONG = 24  # characters of a name of which four do not fit beside each other
+_TICKS = 8  # layers named beside the colours
 
 
 def report(there: Artifact) -> Artifact:
@@ -29,23 +32,31 @@ def report(there: Artifact) -> Artifact:
     return artifact.add(there, pictures, {}, card.render)
 
 
+_STATISTICS = {
+    "query": "queries that read the keys", "key": "keys", "output": "attention outputs", "value": "values",
+    "key_energy": "values, weighted by key energy",
+}  # fmt: skip
+
+
 def _spectra(there: Artifact) -> bytes:
     """Eigenvalues of every layer, mean over heads, as shares of their sum, largest first."""
     figure, axes = _figure(2)
     rotations = there.rotations()
-    layers = cached_layers(geometry_from_json(there.manifest["geometry"]))
-    for axis, side, statistic in zip(axes, ("key", "value"), ("queries that read the keys", "attention outputs"), strict=True):
-        for number, layer in enumerate(layers):
-            stored = rotations.get(f"layers.{layer.index}.{side}.eigenvalues")
+    recipe = Recipe.model_validate(there.manifest["recipe"])
+    layers = [layer.index for layer in cached_layers(geometry_from_json(there.manifest["geometry"]))]
+    colours = _colours(layers)
+    for axis, side in zip(axes, ("key", "value"), strict=True):
+        for layer in layers:
+            stored = rotations.get(f"layers.{layer}.{side}.eigenvalues")
             if stored is None:  # of imported files
                 continue
             eigenvalues = stored.double().clamp(min=1e-30)
             shares = (eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0).flip(0)
-            axis.plot(torch.arange(1, len(shares) + 1), shares, color=_shade(number, len(layers)), linewidth=1)
-        axis.set(
-            title=f"{side}s: second moment of the {statistic}", xlabel="direction", ylabel="share", xscale="log", yscale="log"
-        )
-    figure.suptitle("dark: first layers, light: last layers", fontsize=8)
+            axis.plot(torch.arange(1, len(shares) + 1), shares, color=colours.to_rgba(layer), linewidth=1)
+        statistic = _STATISTICS[recipe.key_statistic if side == "key" else recipe.value_statistic]
+        axis.set_title(f"{side}s: second moment of the {statistic}", fontsize=10)
+        axis.set(xlabel="direction", ylabel="share", xscale="log", yscale="log")
+    figure.colorbar(colours, ax=axes, label="layer", ticks=_ticks(layers))
     return _png(figure)
 
 
@@ -53,16 +64,18 @@ def _error_by_layer(evaluation: dict[str, Any]) -> bytes:
     """Error of the attention block and attention KL of every layer, for each arm."""
     figure, axes = _figure(2)
     arms = evaluation["windows"][0]["arms"]
-    for name, arm in arms.items():
-        layers = [row["layer"] for row in arm["by_layer"]]
-        own = name == evaluation["own_arm"]
-        style = {"label": name, "marker": "o" if own else ".", "linewidth": 2 if own else 1}
-        axes[0].plot(layers, [row["output_error"] for row in arm["by_layer"]], **style)
-        if all(row["attention_kl"] is not None for row in arm["by_layer"]):
-            axes[1].plot(layers, [row["attention_kl"] for row in arm["by_layer"]], **style)
-    axes[0].set(title="error of the attention block", xlabel="layer", yscale="log")
-    axes[1].set(title="attention KL", xlabel="layer", yscale="log")
-    axes[0].legend(fontsize=8)
+    measures = {"output_error": "error of the attention block", "attention_kl": "attention KL"}
+    for axis, (measure, title) in zip(axes, measures.items(), strict=True):
+        for name, arm in arms.items():
+            measured = {row["layer"]: row[measure] for row in arm["by_layer"] if row[measure] is not None}
+            own = name == evaluation["own_arm"]
+            style = {"label": name, "marker": "o" if own else ".", "linewidth": 2 if own else 1}
+            axis.plot(list(measured), list(measured.values()), **style)
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel="layer", yscale="log")
+        axis.xaxis.set_major_locator(_whole_numbers())
+    lines = axes[0].get_lines()
+    figure.legend(lines, list(arms), loc="outside lower center", ncols=2 if max(map(len, arms)) > _LONG else 4, fontsize=8)
     return _png(figure)
 
 
@@ -76,9 +89,24 @@ def _figure(columns: int) -> Any:
     return figure, figure.subplots(1, columns)
 
 
-def _shade(number: int, count: int) -> tuple[float, float, float]:
-    part = number / max(count - 1, 1)
-    return 0.1 + 0.5 * part, 0.2 + 0.5 * part, 0.5 + 0.4 * part
+def _colours(layers: list[int]) -> Any:
+    """Layer -> colour, dark to light."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    return ScalarMappable(Normalize(min(layers), max(max(layers), min(layers) + 1)), cmap="viridis")
+
+
+def _ticks(layers: list[int]) -> list[int]:
+    """Some of the layers, first and last included."""
+    step = -(-len(layers) // _TICKS)
+    return sorted({*layers[::step], layers[-1]})
+
+
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
 
 
 def _png(figure: Any) -> bytes:

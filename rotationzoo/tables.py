@@ -1,26 +1,27 @@
 """What each command prints: tables for people, one object for machines."""
 
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact import Artifact
-from rotationzoo.card import CONTEXT, chunks
-from rotationzoo.console import Output, table
+from rotationzoo.console import Output, fold_command, say, show_lines, table
 from rotationzoo.export import Exported, as_json, launch_line
 from rotationzoo.hubs import Published
 from rotationzoo.index import Entry
 from rotationzoo.plan import Job
+from rotationzoo.probe import Agreement
 from rotationzoo.pull import Pulled
 from rotationzoo.release import Due
-from rotationzoo.summary import LayerSummary, summarize
+from rotationzoo.summary import LayerSummary, Side, summarize
+from rotationzoo.verify import Verification
 
 
-def show_artifact(out: Output, artifact: Artifact, model: str | None = None) -> None:
-    """What was made; with the `model` as the user named it, also the command that comes next."""
+def show_artifact(out: Output, artifact: Artifact, next_for: str | None = None, with_time: bool = True) -> None:
+    """What was made, in short; `inspect` has the table. `next_for`: the model as the user named it, for the command that comes
+    next. `with_time`: it was made just now."""
     manifest = artifact.manifest
     layers = summarize(artifact)
     calibration = manifest["calibration"] or {"tokens": 0, "note": None}
@@ -39,12 +40,14 @@ def show_artifact(out: Output, artifact: Artifact, model: str | None = None) -> 
     out.notes([*([calibration["note"]] if calibration["note"] else []), *manifest.get("notes", [])])
 
     def human() -> None:
-        layer_table(artifact, layers)
-        if "imported" not in manifest:
-            print(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
-        print(f"Artifact: {artifact.folder}")
-        if model:
-            print(f"Next: {shlex.join(['rotationzoo', 'evaluate', model, str(artifact.folder)])}", file=sys.stderr)
+        say(f"{data['model']}, recipe {data['recipe']}: {len(layers)} layers, {_ranks(layers)}")
+        if "search" in manifest:
+            say(*_search_result(manifest["search"]["model"]))
+        if with_time and "imported" not in manifest:
+            say(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
+        say(f"Artifact: {artifact.folder}")
+        if next_for:
+            out.note(f"Next: {shlex.join(['rotationzoo', 'evaluate', next_for, str(artifact.folder)])}")
 
     out.result(data, str(artifact.folder), human)
 
@@ -55,16 +58,17 @@ def show_export(out: Output, done: Exported) -> None:
     out.notes(done.launch.notes)
 
     def human() -> None:
-        print(launch_line(done.launch))
-        print(f"Files: {done.path}", file=sys.stderr)
+        for line in launch_line(done.launch).splitlines():
+            show_lines(*fold_command(line))
+        out.note(f"Files: {done.path}")
 
     out.result(as_json(done), str(done.path), human)
 
 
 def show_absorbed(out: Output, model: Path, artifact: Path) -> None:
     def human() -> None:
-        print(model)
-        print(f"Now export the keys: rotationzoo export {artifact} --to ENGINE --values-absorbed {model}", file=sys.stderr)
+        say(str(model))
+        out.note(f"Now export the keys: rotationzoo export {artifact} --to ENGINE --values-absorbed {model}")
 
     out.result({"model": str(model)}, str(model), human)
 
@@ -80,29 +84,56 @@ def layer_table(artifact: Artifact, layers: list[LayerSummary]) -> None:
             row += [str(side.dim), *("-" if number is None else f"{number:{form}}" for number, form in numbers)]
         rows.append([*row, f"{max(layer.key.orthogonality_error, layer.value.orthogonality_error):.0e}"])
     table(f"{artifact.manifest['model']['id']}, recipe {artifact.manifest['recipe']['name']}", columns, rows)
-    print("rank: effective rank of the statistic; top1, top8: share of its strongest")
-    print("directions; error: largest |R R^T - I|")
+    say("rank: effective rank of the statistic; top1, top8: share of its strongest directions; error: largest |R R^T - I|")
     if "search" in artifact.manifest:
         _search_table(artifact.manifest["search"])
 
 
-def _search_table(found: dict[str, Any]) -> None:
-    """What was chosen for each head, what it scores on held-out text, and what the model makes of all of it."""
+def _ranks(layers: list[LayerSummary]) -> str:
+    """Between which numbers the effective ranks of the layers are, side by side."""
+    words = []
+    for side in ("key", "value"):
+        sides: list[Side] = [getattr(layer, side) for layer in layers]
+        ranks = [one.effective_rank for one in sides if one.effective_rank is not None]
+        if ranks:
+            words.append(f"{side}s {min(ranks):.0f} to {max(ranks):.0f} of {max(one.dim for one in sides)}")
+    return f"effective rank of {', '.join(words)}" if words else "nothing known of their statistics"
+
+
+_SERVED = {"own": (), "keys": ("key",), "values": ("value",), "both": ("key", "value")}
+"""What a search kept -> the sides that its choices are served for; the others are the recipe's own."""
+
+
+def _search_table(search: dict[str, Any]) -> None:
+    """What is served for each head and what it scores on held-out text, without what was chosen and then not kept."""
     rows = []
-    for layer, sides in found["layers"].items():
-        for side in ("key", "value"):
-            chosen = sides[side]
-            for head, candidate in enumerate(chosen["candidate"]):
-                rows.append([f"{layer} {side}s", str(head), candidate, f"{chosen['chosen'][head]:.2f}"])
-    table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows)
-    print("score: error of the block, and attention KL of keys, of what the recipe makes without a search")
-    if missing := _missing_projections(found["layers"]):
-        print(f"Scored without the output projection, which was not readable: {missing}")
-    model = found["model"]
-    sides = ", ".join(f"{name} {nats:.4f}" for name, nats in model["by_side"].items())
-    print(f"Divergence of the model's predictions in nats, without a search and with what was chosen for: {sides}")
+    for layer, sides in search["layers"].items():
+        for side in _SERVED[search["model"]["kept"]]:
+            for head, candidate in enumerate(sides[side]["candidate"]):
+                rows.append([f"{layer} {side}s", str(head), candidate, f"{sides[side]['chosen'][head]:.2f}"])
+    if rows:
+        table("chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows)
+        say("score: error of the block, and attention KL of keys, of what the recipe makes without a search")
+    if missing := _missing_projections(search["layers"]):
+        say(f"Scored without the output projection, which was not readable: {missing}")
+    say(*_search_result(search["model"]))
+
+
+def _search_result(model: dict[str, Any]) -> list[str]:
+    """What the whole model makes of the choices, and so which of them are served."""
+    kept = {
+        "own": "nothing: the rotations are those that the recipe makes without a search",
+        "keys": "what was chosen for keys; values as without a search",
+        "values": "what was chosen for values; keys as without a search",
+        "both": "what was chosen for keys and values",
+    }[model["kept"]]
+    words = {"own": "without a search", "keys": "keys chosen", "values": "values chosen", "both": "both chosen"}
+    sides = ", ".join(f"{nats:.4f} {words[name]}" for name, nats in model["by_side"].items())
     clips = f"{model['key']['clip']:g} for keys and {model['value']['clip']:g} for values"
-    print(f"Kept: {model['kept']}, with the clip ratios {clips} ({model['trimmed']:.4f} nats)")
+    return [
+        f"Divergence of the model's predictions in nats: {sides}",
+        f"Kept of the search: {kept}; clip ratios {clips} ({model['trimmed']:.4f} nats)",
+    ]
 
 
 def _missing_projections(layers: dict[str, Any]) -> str:
@@ -115,61 +146,38 @@ def _missing_projections(layers: dict[str, Any]) -> str:
     return "; ".join(f"layers {', '.join(numbers)} ({reason})" for reason, numbers in by_reason.items())
 
 
-def show_evaluation(out: Output, report: dict[str, Any]) -> None:
-    """One table of all arms for each window, and the increase by context length."""
-    out.notes(report["notes"])
-
-    def human() -> None:
-        print(f"{report['model']}, {report['tokens']:,} tokens from position {report['first_position']} on in ", end="")
-        print(f"{report['text']['rows']} texts, format {report['format']}{chunks(report)}; ", end="")
-        print(f"exact perplexity {report['exact']['perplexity']:.4f}")
-        for window in report["windows"]:
-            _arm_table(window)
-        print("±: standard error over texts, paired with the exact model")
-        print(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
-
-    out.result(report, "\n".join(report["arms"]), human)
-
-
-def _arm_table(window: dict[str, Any]) -> None:
-    arms = window["arms"]
-    rows, by_length = [], []
-    for name, arm in arms.items():
-        error = arm["standard_error"]
-        measured = [
-            _with_error(arm["perplexity_increase"], error["perplexity_increase"], "+.2%", ".2%"),
-            _with_error(arm["attention_kl"], error["attention_kl"], ".4f", ".4f"),
-            _with_error(arm["output_error"], error["output_error"], ".4f", ".4f"),
-        ]
-        rows.append([name, *measured, f"{arm['bits_per_element']:.2f}"])
-        by_length.append([name, *(f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"])])
-    title = f"sink {window['sink']}, recent {window['recent']}"
-    table(title, ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
-    starts = [f"from {bucket['from']:,}" for bucket in next(iter(arms.values()))["by_length"]]
-    table("by context length", ["arm", *starts], by_length)
-
-
-def _with_error(value: float | None, error: float | None, form: str, error_form: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value:{form}}" + ("" if error is None else f" ±{error:{error_form}}")
-
-
 def show_validation(out: Output, artifact: Artifact, found: dict[str, Any]) -> None:
     def human() -> None:
-        print(f"{artifact.folder}: {found['rows']:,} rows, {found['elements']:,} elements, on {found['device']}")
+        say(f"{artifact.folder}: {found['rows']:,} rows, {found['elements']:,} elements, on {found['device']}")
         if not found["on_gpu"]:
-            print("Not validated on a GPU: only the codec's definition was checked, and its rotations;")
-            print("nothing was added to the artifact")
+            say("Not validated on a GPU: only the codec's definition was checked, and its rotations;")
+            say("nothing was added to the artifact")
             return
-        print("Codes and dequantized values are equal bit by bit to the definition in int2.py")
-        print(f"Rotation: error {found['rotation_error']:.2f} of the bound of a float32 product")
+        say("Codes and dequantized values are equal bit by bit to the definition in int2.py")
+        say(f"Rotation: error {found['rotation_error']:.2f} of the bound of a float32 product")
         copy = found["copy_bytes_per_second"]
-        print(f"Device copy {copy / 1e12:.2f} TB/s; of that:")
+        say(f"Device copy {copy / 1e12:.2f} TB/s; of that:")
         for name, rate in found["throughput"].items():
-            print(f"  {name:24s} {rate / copy:.1%}")
+            say(f"  {name:24s} {rate / copy:.1%}")
 
     out.result(found, artifact.identity, human)
+
+
+def show_verification(out: Output, artifact: Artifact, found: Verification, agreement: Agreement | None) -> None:
+    data = {"ok": found.ok, "problems": found.problems, "orthogonality_error": found.orthogonality_error}
+    data |= {"agreement": asdict(agreement)} if agreement else {}
+
+    def human() -> None:
+        for problem in found.problems:
+            say(f"Problem: {problem}")
+        if found.ok:
+            say(f"{artifact.folder} is sound (largest |R R^T - I| {found.orthogonality_error:.1e})")
+        if agreement:
+            shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
+            say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+        say(f"Checked: {', '.join(found.checked)}")
+
+    out.result(data, artifact.identity if found.ok else "", human)
 
 
 def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
@@ -184,7 +192,7 @@ def show_push(out: Output, repo: str, path: str, done: dict[str, Published]) -> 
 
     def human() -> None:
         for name, place in done.items():
-            print(f"{name}: {'published' if place.changed else 'nothing new'}, revision {place.revision}, {place.url}")
+            say(f"{name}: {'published' if place.changed else 'nothing new'}, revision {place.revision}, {place.url}")
 
     out.result(data, "\n".join(place.revision for place in done.values()), human)
 
@@ -196,7 +204,7 @@ def show_pull(out: Output, pulled: Pulled) -> None:
         "model": pulled.entry.model, "recipe": pulled.entry.recipe, "format": pulled.entry.format, "files": pulled.files,
         "notes": pulled.notes,
     }  # fmt: skip
-    out.result(data, str(pulled.path), lambda: print(pulled.path))
+    out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
     if pulled.entry.format == "oscar":
         out.note(f"Note: make an artifact of them with: rotationzoo import {pulled.path} --model {pulled.entry.model}")
 
@@ -223,9 +231,20 @@ def show_list(out: Output, entries: list[Entry], there: list[bool | None] | None
             hubs = "+".join(sorted({_SHORT[copy.hub] for copy in entry.copies}))
             row = [entry.model, entry.recipe, _KINDS[entry.format], (entry.model_revision or "-")[:8], hubs, cost]
             rows.append([*row, *([_THERE[there[number]]] if there is not None else [])])
-        table(f"{len(entries)} published rotations", columns, rows)
+        equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
+        for footnote, number in enumerate(equal, 1):
+            rows[number][1] += f" ({footnote})"
+        table(f"{len(entries)} published rotations", *_without_empty(columns, rows))
+        for footnote, number in enumerate(equal, 1):
+            say(f"({footnote}) from the folder {entries[number].copies[0].path}")
 
     out.result(data, "\n".join(dict.fromkeys(entry.model for entry in entries)), human)
+
+
+def _without_empty(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without columns that say nothing in any row, but for the first."""
+    kept = [number for number in range(len(columns)) if not number or any(row[number] != "-" for row in rows)]
+    return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]
 
 
 def show_due(out: Output, due: list[Due], unknown: Mapping[str, Exception]) -> None:
@@ -248,13 +267,11 @@ def show_regenerated(out: Output, job: Job, verdict: dict[str, Any], done: dict[
 
     def human() -> None:
         where = verdict["validated_on"]
-        print(f"{job.output}, {f'validated on {where}' if where else 'not validated: there is no GPU here'}")
+        say(f"{job.output}, {f'validated on {where}' if where else 'not validated: there is no GPU here'}")
         if verdict["compared_with"]:
             error = verdict["standard_error"]
-            print(
-                f"log perplexity {verdict['log_perplexity_difference']:+.4f} ±{error or 0:.4f} beside the published rotations"
-            )
+            say(f"log perplexity {verdict['log_perplexity_difference']:+.4f} ±{error or 0:.4f} beside the published rotations")
         for name, place in done.items():
-            print(f"{name}: {place.url}")
+            say(f"{name}: {place.url}")
 
     out.result(data, str(job.output), human)

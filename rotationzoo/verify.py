@@ -29,8 +29,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Verification:
-    """`problems` is empty when everything holds; `checked` says in words what was looked at. `orthogonality_error` is None
-    where no rotation could be read."""
+    """`problems` is empty when everything holds; `checked` says in words what was looked at and holds.
+    `orthogonality_error` is None where no rotation could be read."""
 
     problems: list[str]
     orthogonality_error: float | None
@@ -46,7 +46,8 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
 
     Raises `RotationZooError` only where the check itself cannot be made, such as a model that cannot be found.
     """
-    problems, checked = artifact.damaged_files(), ["checksums"]
+    problems = artifact.damaged_files()
+    checked = [] if problems else ["checksums"]
     error = None
     try:
         if digest(artifact.manifest["recipe"]) != artifact.manifest["recipe_sha256"]:
@@ -60,7 +61,7 @@ def verify(artifact: Artifact, model: str | None = None, revision: str | None = 
     if model is not None:
         found, what = _model_problems(artifact, model, revision)
         problems += found
-        checked.append(what)
+        checked += [] if found else [what]
     return Verification(problems, error, checked)
 
 

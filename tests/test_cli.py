@@ -58,7 +58,7 @@ def test_the_journey_calibrate_inspect_verify(command):
             assert 0 < side["top_1_share"] < side["top_8_share"] < 1
     table = command("inspect", folder).stdout
     assert "K dim" in table
-    assert len(table.strip().splitlines()) == 2 + 4 + 2
+    assert len(table.strip().splitlines()) == 2 + 4 + 1
     assert max(map(len, table.splitlines())) <= 120
     assert "…" not in command("inspect", folder, env={"COLUMNS": "80"}).stdout
 
@@ -118,7 +118,7 @@ def test_chats_of_a_data_set_on_the_hub(command, tiny):
     with hub.serve({"datasets/someone/chats": chats}) as (endpoint, _):
         made = command(*words, env={"HF_ENDPOINT": endpoint})
         assert made.returncode == 0, made.stderr
-        wrong = only_error(command(*words, "--column", "text", "--restart", env={"HF_ENDPOINT": endpoint}))
+        wrong = only_error(command(*words[:-1], "--column", "text", "--restart", env={"HF_ENDPOINT": endpoint}))
     assert "someone/chats has no column text: it has messages, source" in wrong
     assert json.loads(made.stdout)["tokens"] == 2048
 
@@ -376,3 +376,25 @@ def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
     made = inside("calibrate", model, *SMALL, "--output", "out")
     assert made.returncode == 0, made.stderr
     assert "nan" not in made.stdout.lower()
+
+
+def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(inside, tmp_path):
+    """Own rotations of 2,048 tokens, learned ones too; a model of the same shape and other weights."""
+    from rotationzoo.recipe import Search
+
+    other = tmp_path / "other"
+    shutil.copytree(DATA / "model", other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: -tensor for name, tensor in weights.items()}, other / "model.safetensors", metadata={"format": "pt"})
+    for name, search in (("plain", None), ("learned", Search(steps=2, texts=1, queries=4, starts=1))):
+        recipe = recipes.override(recipes.load("oscar"), tokens=2048, length=512).model_copy(update={"search": search})
+        there = calibrate(Job(model="demo", recipe=recipe, output=inside.folder / name, device="cpu")).folder
+        shown = inside("verify", there, "--model", "demo", "--run")
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.count("made of these weights, or of close relatives") == 1
+        assert "not clear" not in shown.stdout
+        assert "the weights of demo" in shown.stdout.splitlines()[-1]
+    wrong = inside("verify", "plain", "--model", other)
+    assert wrong.returncode == 1
+    assert "Problem: made for other weights than those of" in wrong.stdout
+    assert "the weights" not in wrong.stdout.splitlines()[-1], "which differ"

@@ -646,7 +646,7 @@ def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path
         result = inside("verify", there.folder, "--model", name, "--run", "--device", "cpu", "--json")
         data = json.loads(result.stdout)
         assert data["ok"] is right
-        assert (min(data["agreement"].values()) > 0.3) is right, data["agreement"]  # measured 0.36 and 0.00
+        assert (min(data["agreement"].values()) > 0.24) is right, data["agreement"]
     assert "not made of what" in data["problems"][0]
     assert inside("verify", there.folder, "--run").returncode == 2
 

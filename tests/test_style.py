@@ -43,6 +43,7 @@ FLOORS = [
         "foreign",
         "verify",
         "tally",
+        "verdict",
         "simulate",
         "candidates",
         "projection",
@@ -69,7 +70,19 @@ FLOORS = [
         "pull",
         "release",
     ],
-    ["stage_log", "console", "tables", "plan_view", "cli_options", "cli_model", "cli_zoo", "cli_engines", "cli", "__main__"],
+    [
+        "stage_log",
+        "console",
+        "tables",
+        "evaluation_table",
+        "plan_view",
+        "cli_options",
+        "cli_model",
+        "cli_zoo",
+        "cli_engines",
+        "cli",
+        "__main__",
+    ],
 ]
 ORDER = [module for floor in FLOORS for module in floor]
 PURE = {"transformers", "datasets", "accelerate", "huggingface_hub", "safetensors", "typer", "rich", "pathlib", "os"}
@@ -107,6 +120,16 @@ def test_imports_go_down(module):
 @pytest.mark.parametrize("module", FLOORS[0])
 def test_the_mathematics_knows_no_files_and_no_models(module):
     assert not PURE & {name.split(".")[0] for name in imports(PACKAGE / f"{module}.py")}
+
+
+def test_what_people_read_passes_through_one_module():
+    """`console.visible` is what keeps escape characters off a terminal; only `console` prints."""
+    for path in PACKAGE.rglob("*.py"):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+        names = {call.id for call in calls if isinstance(call, ast.Name)}
+        methods = {f"{ast.unparse(call.value)}.{call.attr}" for call in calls if isinstance(call, ast.Attribute)}
+        prints = (names & {"print", "Console"}) | (methods & {"typer.echo", "sys.stdout.write", "sys.stderr.write"})
+        assert path.name == "console.py" or not prints, f"{path}: use console.say, or Output.note"
 
 
 def test_modules_stay_short():

@@ -135,6 +135,37 @@ def test_pictures_for_the_card(folder, inside):
     assert verify(Artifact.open(folder), "demo").ok
 
 
+def test_pictures_name_whole_layers_and_cover_nothing(folder, monkeypatch):
+    """Ticks at layers alone, a legend of all arms beside the curves, no text over another, long names or many layers or not."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from rotationzoo import report
+
+    drawn = []
+    monkeypatch.setattr(report, "_png", lambda figure: drawn.append(figure) or b"")
+    layers = range(0, 60, 3)
+    rows = [{"layer": layer, "output_error": 0.1 + layer, "attention_kl": 0.01 + layer} for layer in layers]
+    names = ["Qwen3-4B-Thinking-2507-imported-twice", "identity", "hadamard", "random"]
+    arms = {name: {"by_layer": rows} for name in names}
+    report._error_by_layer({"own_arm": names[0], "windows": [{"arms": arms}]})
+    report._spectra(Artifact.open(folder))
+    for figure in drawn:
+        FigureCanvasAgg(figure).draw()
+        texts = [axis.title for axis in figure.axes] + [axis.xaxis.label for axis in figure.axes]
+        texts += [axis.yaxis.label for axis in figure.axes] + [text for legend in figure.legends for text in legend.get_texts()]
+        boxes = [text.get_window_extent() for text in texts if text.get_text()]
+        assert not any(one.overlaps(other) for n, one in enumerate(boxes) for other in boxes[:n])
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
+        for legend in figure.legends:
+            assert not any(legend.get_window_extent().overlaps(axis.get_window_extent()) for axis in figure.axes)
+    errors, spectra = drawn
+    for axis in errors.axes:
+        assert all(tick == int(tick) for tick in axis.get_xticks())
+    assert [text.get_text() for text in errors.legends[0].get_texts()] == names
+    assert spectra.axes[-1].get_ylabel() == "layer"
+    assert list(spectra.axes[-1].get_yticks()) == [0, 1, 2, 3]
+
+
 def test_the_card_has_what_the_hub_understands(tmp_path):
     import yaml
 

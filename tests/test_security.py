@@ -1,0 +1,23 @@
+"""docs/security.md says how much of what is hostile the suite tries: counted, not claimed."""
+
+from pathlib import Path
+
+import pytest
+from count_hostile import KINDS, table
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "security.md"
+
+
+def test_the_page_has_the_number_of_hostile_inputs_by_kind(request):
+    """Of the whole suite, which must have been collected: `make test` does that."""
+    items, options = request.session.items, request.config.option
+    missing = set(TESTS.glob("test_*.py")) - {item.path for item in items}
+    if missing or options.keyword or options.deselect or options.lf:
+        pytest.skip("only some of the tests were collected")
+    assert table(items) in PAGE.read_text(), "paste what scripts/count_hostile.py prints"
+
+
+def test_every_hostile_test_is_of_a_known_kind(request):
+    marks = [mark for item in request.session.items if (mark := item.get_closest_marker("hostile"))]
+    assert {mark.args[0] for mark in marks} <= KINDS.keys()
