@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo import artifact, card, centering, corpus, int2, models
+from rotationzoo.arms import BASELINES, arms_of, shared_recipe
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import Attention, intercept
 from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.fit import fit
 from rotationzoo.geometry import Geometry, geometry_from_json, geometry_of, geometry_on_meta, same_shapes, shifted_layers
-from rotationzoo.recipe import PRESETS, Data, Recipe
+from rotationzoo.recipe import Data
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.source import Source, config_hash, fetch, find, weights_fingerprint
 from rotationzoo.tally import Tally, buckets_of
@@ -25,7 +25,6 @@ from rotationzoo.verdict import judge
 
 EVALUATION = "evaluation.json"
 _PROBE_TOKENS = 8
-BASELINES = ("identity", "hadamard", "random")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         if geometry is None:
             geometry = geometry_of(model)
             _check(job, geometry, artifacts)
-        arms = _arms(artifacts, geometry)
+        arms = arms_of(artifacts, geometry)
         with models.forward_errors(job.model, job.batch, job.data.length):
             exact, tallies = _run(job, model, geometry, text.batches(job.batch), caches, arms, start, progress)
     windows: list[dict[str, Any]] = []
@@ -253,39 +252,11 @@ def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> No
 
 
 def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
-    recipe = _recipe(artifacts)
+    recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     form = int2.FORMATS[job.format]
     layout = job.prefill_layout or "server"
     return [Cache(form, sink, recent, job.prefill_chunk, layout) for sink, recent in windows]
-
-
-def _recipe(artifacts: list[Artifact]) -> Recipe:
-    """Clip ratios, group size and windows for what has none of its own: the first artifact's, so that the arms differ in their
-    rotations alone."""
-    if not artifacts:
-        return Recipe()
-    manifest = artifacts[0].manifest
-    clips = {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios(manifest).items()}
-    return Recipe.model_validate(manifest["recipe"] | clips)
-
-
-def _arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
-    arms: list[Arm] = []
-    for there in artifacts:
-        taken = {*BASELINES, *(arm.name for arm in arms)}
-        name = there.folder.resolve().name
-        group_size = Recipe.model_validate(there.manifest["recipe"]).group_size
-        if name in taken:  # by its hash: paths are not for a report that may be published
-            name = f"{name} {there.identity[:8]}"
-        if name in taken:
-            name = f"{name} ({len(arms) + 1})"
-        arms.append(Arm(name, there.rotations(), group_size))
-    shared = _recipe(artifacts)
-    same = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
-    for name in BASELINES:
-        arms.append(Arm(name, fit(None, PRESETS[name].model_copy(update=same), geometry), shared.group_size))
-    return arms
 
 
 def _notes(text: corpus.Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry) -> list[str]:

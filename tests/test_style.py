@@ -61,6 +61,7 @@ FLOORS = [
         "absorb",
         "probe",
         "summary",
+        "arms",
         "evaluate",
         "validate",
         "report",
