@@ -11,7 +11,7 @@ _FEWEST = 256  # pairs of channels, over all matrices, below which chance could 
 def pair_contrast(second_moment: torch.Tensor) -> float | None:
     """How much the energies of RoPE pairs differ, divided by how much those of other pairs do; `[N, D, D]`.
 
-    About 1 without the mark; measured on seven published pairs .01 to .54 for keys, .86 and more for values and for transposed
+    About 1 without the mark; measured on six published pairs .01 to .54 for keys, .86 and more for values and for transposed
     keys, and .68 and more for keys read as of another composition with a Hadamard matrix. The least over the known layouts:
     halves of all, of half and of a quarter of the channels, and neighbours.
     None where there are too few pairs to tell.

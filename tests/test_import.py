@@ -276,7 +276,7 @@ def slow_directions(dim: int, seed: int, strength: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("strength", [0.8, 1.0, 1.3, 2.0])
 def test_a_stated_composition_is_believed_although_the_reverse_order_shows_the_mark_more(pair, strength):
-    """Four of seven published pairs have a contrast of .38 to .54, and less with their eigenvalues in reverse."""
+    """Four of six published pairs have a contrast of .38 to .54, and less with their eigenvalues in reverse."""
     for i, entry in pair.key["layers"].items():
         entry["rotation"], entry["eigenvalues"] = published(slow_directions(DIM, i, strength))
     there = pair.read()
