@@ -39,6 +39,7 @@ FLOORS = [
         "verify",
         "tally",
         "verdict",
+        "saved_evaluation",
         "simulate",
         "candidates",
         "projection",
