@@ -118,7 +118,7 @@ def calibrate(
     done_before = job.output.stat().st_ctime_ns == before
     if done_before:
         out.note("Note: this very job was done already; --restart does it again")
-    show_artifact(out, artifact, with_time=not done_before)
+    show_artifact(out, artifact, model, with_time=not done_before)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """What each command prints: tables for people, one object for machines."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +19,8 @@ from rotationzoo.summary import LayerSummary, Side, summarize
 from rotationzoo.verify import Verification
 
 
-def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> None:
-    """What was made, in short; `inspect` has the table. `with_time`: it was made just now."""
+def show_artifact(out: Output, artifact: Artifact, model: str | None = None, with_time: bool = True) -> None:
+    """What was made, in short; `inspect` has the table. `model` as the user called it; `with_time`: it was made just now."""
     manifest = artifact.manifest
     layers = summarize(artifact)
     calibration = manifest["calibration"] or {"tokens": 0, "note": None}
@@ -44,6 +45,8 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
         if with_time and "imported" not in manifest:
             say(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
         say(f"Artifact: {artifact.folder}")
+        if model is not None:
+            out.note(f"Next, what it costs the model: {shlex.join(['rotationzoo', 'evaluate', model, str(artifact.folder)])}")
 
     out.result(data, str(artifact.folder), human)
 
