@@ -128,7 +128,7 @@ def import_(
         out.note(f"Note: {note}")
     if not made.bound:
         out.note("Note: bound to no model; --model MODEL says which one the files are for")
-    show_artifact(out, made)
+    show_artifact(out, made, model)
 
 
 def _ratios(text: str | None) -> tuple[float, float] | None:

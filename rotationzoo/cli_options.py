@@ -13,8 +13,8 @@ from rotationzoo.console import begin, print_traceback, report, say, unexpected
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 
 JOURNEY = (
-    "calibrate", "plan", "inspect", "verify", "evaluate", "validate", "report", "generate", "export", "import",
-    "list", "pull", "push", "regenerate",
+    "calibrate", "inspect", "verify", "evaluate", "validate", "report", "export", "import", "list", "pull", "push",
+    "regenerate",
 )  # fmt: skip
 """Commands in the order in which one meets them, as help lists them."""
 

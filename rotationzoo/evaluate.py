@@ -1,6 +1,5 @@
 """What a rotation costs a model whose cache is stored in 2 bits: attention KL, output error and perplexity, arm by arm."""
 
-import json
 import random
 from dataclasses import dataclass, field
 from itertools import product
@@ -10,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import artifact, card, centering, corpus, int2, models
+from rotationzoo import card, centering, corpus, int2, models
 from rotationzoo.arms import BASELINES, arms_of, shared_recipe
 from rotationzoo.artifact import Artifact
 from rotationzoo.capture import Attention, intercept
@@ -18,12 +17,12 @@ from rotationzoo.collect import Progress, silent
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.geometry import Geometry, geometry_from_json, geometry_of, geometry_on_meta, same_shapes, shifted_layers
 from rotationzoo.recipe import Data
+from rotationzoo.saved_evaluation import save
 from rotationzoo.simulate import Arm, Cache, Simulation
 from rotationzoo.source import Source, config_hash, fetch, find, weights_fingerprint
 from rotationzoo.tally import Tally, buckets_of
 from rotationzoo.verdict import judge
 
-EVALUATION = "evaluation.json"
 _PROBE_TOKENS = 8
 
 
@@ -128,31 +127,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     }
     for there, arm in zip(artifacts, arms, strict=False):
         if there.folder in job.save_to:
-            _save(report, there, arm.name)
+            save(report, there, arm.name, BASELINES)
     return report
-
-
-def _save(report: dict[str, Any], there: Artifact, own: str) -> None:
-    """Add `evaluation.json` to an artifact: its own arm and the baselines."""
-    shared = {key: value for key, value in report.items() if key not in ("arms", "verdict", "windows")}
-    windows = []
-    for window in report["windows"]:
-        arms = {name: window["arms"][name] for name in (own, *BASELINES)}
-        verdict = judge(arms, [own], report["exact"]["text_tokens"])
-        windows.append({**window, "arms": arms, "verdict": verdict})
-    first = windows[0]
-    summary = {
-        "text": report["text"]["source"], "tokens": report["tokens"], "perplexity": report["exact"]["perplexity"],
-        "format": report["format"], "sink": first["sink"], "recent": first["recent"],
-        "prefill_chunk": report["prefill_chunk"], "prefill_layout": report["prefill_layout"],
-        "arms": {
-            name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error", "standard_error")}
-            for name, arm in first["arms"].items()
-        },
-        "texts": first["verdict"]["texts"], "verdict": first["verdict"]["words"],
-    }  # fmt: skip
-    content = json.dumps({**shared, "own_arm": own, "windows": windows}, indent=2) + "\n"
-    artifact.add(there, {EVALUATION: content.encode()}, {"evaluation": summary}, card.render)
 
 
 @torch.no_grad()

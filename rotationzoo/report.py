@@ -8,11 +8,11 @@ import torch
 from rotationzoo import artifact, card, strict
 from rotationzoo.artifact import Artifact
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluate import EVALUATION
 from rotationzoo.files import regular_file
 from rotationzoo.geometry import cached_layers, geometry_from_json
 from rotationzoo.manifest import EvaluationReport
 from rotationzoo.recipe import Recipe
+from rotationzoo.saved_evaluation import EVALUATION
 
 SPECTRA, ERROR_BY_LAYER = "spectra.png", "error_by_layer.png"
 _LONG = 24  # characters of a name of which four do not fit beside each other

@@ -47,7 +47,8 @@ def show_artifact(out: Output, artifact: Artifact, next_for: str | None = None, 
             say(f"{calibration['tokens']:,} tokens in {manifest['run']['seconds']:.1f} s")
         say(f"Artifact: {artifact.folder}")
         if next_for:
-            out.note(f"Next: {shlex.join(['rotationzoo', 'evaluate', next_for, str(artifact.folder)])}")
+            command = shlex.join(["rotationzoo", "evaluate", next_for, str(artifact.folder)])
+            out.note(f"Next, what it costs the model: {command}")
 
     out.result(data, str(artifact.folder), human)
 

@@ -44,6 +44,7 @@ FLOORS = [
         "verify",
         "tally",
         "verdict",
+        "saved_evaluation",
         "simulate",
         "candidates",
         "projection",

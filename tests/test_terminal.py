@@ -366,7 +366,9 @@ def test_help_is_in_the_order_of_the_journey_and_in_words(inside):
 
 def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
     words = ["calibrate", "demo", "--tokens", "2048", "--output", "out"]
-    first = inside(*words).stdout
+    made = inside(*words)
+    assert made.stderr.splitlines()[-1] == "Next, what it costs the model: rotationzoo evaluate demo out"
+    first = made.stdout
     assert "demo, recipe oscar: 4 layers, effective rank of keys" in first
     assert "2,048 tokens in" in first
     assert "K dim" not in first
