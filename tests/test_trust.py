@@ -100,7 +100,7 @@ def test_whether_files_are_there_is_not_known_where_nobody_answers(twice, what):
     words = ["--index", twice.index]
     assert there(twice, *words) == [True]
     twice.ms.remove(ZOO)
-    twice.hf.faults.append(Fault("GET", "/tree/", what, 99))
+    twice.hf.faults.append(Fault("GET", f"/api/models/{ZOO}", what, 99))
     assert there(twice, *words) == [None]
     assert "not known" in twice.run("list", *words, "--remote").stdout
     twice.hf.faults.clear()

@@ -14,7 +14,6 @@ from rotationzoo.hubs.protocol import SPELLING, Hub, Listed, Published, patientl
 from rotationzoo.network import NETWORK
 
 TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-_FILES = 100_000  # more than any repository of rotations lists
 _PULLS = 500
 
 
@@ -34,17 +33,19 @@ class HuggingFace(Hub):
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
         """The commit of a revision, and path -> hash of everything in it: what tells whether a model has changed."""
         with self._errors(repo, revision):
-            info = patiently(lambda: self.api.model_info(repo, revision=revision, files_metadata=True), _passing)
+            info = self._info(repo, revision)
             hashes = {s.rfilename: s.lfs.sha256 if s.lfs else s.blob_id or "" for s in info.siblings or []}
             return self._commit(info.sha, repo), hashes
 
     def list_files(self, repo: str, revision: str | None) -> dict[str, Listed]:
-        from huggingface_hub.hf_api import RepoFile
-
         with self._errors(repo, revision):
-            tree = patiently(lambda: self._tree(repo, revision), _passing)
-            files = [item for item in tree if isinstance(item, RepoFile)]
-            return {file.path: Listed(int(file.size), file.lfs.sha256 if file.lfs else None) for file in files}
+            files = self._info(repo, revision).siblings or []
+            return {file.rfilename: Listed(int(file.size), file.lfs.sha256 if file.lfs else None) for file in files}
+
+    def _info(self, repo: str, revision: str | None) -> Any:
+        """The commit and all of its files in one answer. A tree comes in pages, which the client asks for again and again by
+        itself, for half a minute, where a hub fails."""
+        return patiently(lambda: self.api.model_info(repo, revision=revision, files_metadata=True), _passing)
 
     def fetch(self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path) -> None:
         for path, size in sizes.items():
@@ -115,17 +116,8 @@ class HuggingFace(Hub):
         above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
         if len(above) == len(commits) or any({*commit.authors} - {pull.author} for commit in above):
             return False
-        before, after = (
-            {item.path: getattr(item, "blob_id", None) for item in self._tree(repo, revision) if hasattr(item, "blob_id")}
-            for revision in (base, pull.git_reference)
-        )
+        before, after = (self.contents(repo, revision)[1] for revision in (base, pull.git_reference))
         return {path for path in before | after if before.get(path) != after.get(path)} <= paths
-
-    def _tree(self, repo: str, revision: str | None) -> list[Any]:
-        items = list(itertools.islice(self.api.list_repo_tree(repo, revision=revision, recursive=True), _FILES + 1))
-        if len(items) > _FILES:
-            raise HubError(f"{repo} on Hugging Face lists more than {_FILES:,} files", hint=SPELLING)
-        return items
 
     def _commit(self, sha: Any, repo: str) -> str:
         """A commit becomes part of paths and addresses: nothing but its digits may."""
