@@ -89,11 +89,14 @@ class _Clip(Strict):
     clip: float
 
 
+_Sides = Literal["own", "keys", "values", "both"]
+
+
 class _Kept(Strict):
     key: _Clip
     value: _Clip
-    by_side: dict[str, float]
-    kept: str
+    by_side: dict[_Sides, float]
+    kept: _Sides
     trimmed: float
 
 
@@ -122,6 +125,8 @@ class _Arm(Strict):
     perplexity_increase: float
     attention_kl: float | None
     output_error: float
+    # Missing in what earlier versions measured, as texts and verdict are.
+    standard_error: dict[Literal["perplexity_increase", "attention_kl", "output_error"], float | None] = Field(default={})
 
 
 class EvaluationSummary(Strict):
@@ -132,6 +137,8 @@ class EvaluationSummary(Strict):
     sink: Count
     recent: Count
     arms: dict[str, _Arm]
+    texts: Count | None = None
+    verdict: list[str] = Field(default=[])
 
 
 class ValidationSummary(Strict):

@@ -25,7 +25,7 @@ SMALL = ["--tokens", "2048", "--length", "256"]
 def only_error(result, code: int = 1) -> str:
     """The run failed with this code, in one `Error:` line and at most one `Hint:` line; returns both."""
     assert result.returncode == code, result.stderr
-    lines = result.stderr.strip().splitlines()
+    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("[")]  # nor a log of stages
     assert lines[0].startswith("Error: "), result.stderr
     assert len(lines) <= 2, result.stderr
     assert all(line.startswith("Hint: ") for line in lines[1:]), result.stderr

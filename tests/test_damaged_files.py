@@ -64,6 +64,11 @@ def test_text_that_is_no_json_of_ours(inside, folder, text):
 
 
 GONE = object()
+ARM = {"perplexity_increase": 0.1, "attention_kl": None, "output_error": 0.1}
+MEASURED = {
+    "text": "x", "tokens": 9, "perplexity": 2.0, "format": "sglang", "sink": 0, "recent": 0, "arms": {"a": ARM}
+}  # fmt: skip
+KEPT = {"key": {"clip": 1.0}, "value": {"clip": 1.0}, "by_side": {}, "trimmed": 0.1}
 # A path in the manifest -> what is there instead.
 WRONG: dict[str, tuple] = {
     "model": (None, [], "x"), "model.id": (None, 3, ["x"]), "model.config_sha256": ("x", 1, GONE), "model.revision": (3, GONE),
@@ -75,9 +80,13 @@ WRONG: dict[str, tuple] = {
     "calibration.note": (3,), "identity": ([], None, {"weights": {"a": [1]}}), "versions": (None, {}, {"rotationzoo": 1}),
     "run": (None, [], {}), "run.seconds": ("x", None),
     "metrics": (None, [], {}), "metrics.orthogonality_error": ("0", None, {}),
-    "metrics.validation": ([], {}, {"on_gpu": "yes"}), "metrics.evaluation": (3, {}, {"arms": []}),
+    "metrics.validation": ([], {}, {"on_gpu": "yes"}), "metrics.evaluation": (
+        3, {}, {"arms": []}, {**MEASURED, "verdict": "x"}, {**MEASURED, "texts": -1},
+        {**MEASURED, "arms": {"a": {**ARM, "standard_error": 3}}},
+    ),
     "files": (None, [], {}, {"rotations.safetensors": 3}), "files.rotations.safetensors": ({}, None, GONE),
-    "imported": (None, {}, {"calibration": []}), "search": (None, {}, {"model": {"key": {"clip": "x"}}}),
+    "imported": (None, {}, {"calibration": []}),
+    "search": (None, {}, {"model": {"key": {"clip": "x"}}}, {"model": {**KEPT, "kept": "all"}, "layers": {}}),
 }  # fmt: skip
 
 
