@@ -10,8 +10,6 @@ from scipy.special import stdtr
 from rotationzoo.tally import paired_difference
 
 LEVEL = 0.05  # chance of calling any difference clear where there is none, over all comparisons of a window
-
-
 _LARGEST = 700.0  # nats whose exponential is still a number
 
 

@@ -169,7 +169,7 @@ def build(runner, row: dict) -> None:
     runner.run(script, MODEL=row["model"], REVISION=row["revision"], NAME=row["name"])
 
 
-def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner):
+def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner, monkeypatch):
     change_weights(runner, "someone/model")
     runner.hf.create("someone/zoo")  # by hand: a trusted publisher cannot make one
     first = plan(runner)
@@ -183,6 +183,7 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner):
     assert "zoo_index.json" not in runner.hf.files("someone/zoo"), "a pull request, and no commit"
     assert not runner.ms.repositories, "nobody has merged it yet"
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     api = huggingface_hub.HfApi(endpoint=runner.hf.endpoint, token=runner.hf.token)
     api.merge_pull_request("someone/zoo", 1)
     shutil.rmtree(runner.folder / "out")

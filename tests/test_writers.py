@@ -234,13 +234,13 @@ def test_readers_find_the_artifact_while_it_is_replaced(folder):
 
 
 @pytest.mark.hostile("crash")
-@pytest.mark.parametrize("what", ["evaluate", "validate", "report", "export", "calibrate"])
+@pytest.mark.parametrize("what", ["evaluate", "report", "export", "calibrate"])
 def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch, caplog, what):
     monkeypatch.setattr(folders, "WAIT", 0.3)
     export_to = inside.folder / "export"
     new = inside.folder / "new"
     words = {
-        "evaluate": (made.parent / "tiny", folder, "--save"), "validate": (folder, "--device", "cpu"), "report": (folder,),
+        "evaluate": (made.parent / "tiny", folder, "--save"), "report": (folder,),
         "export": (folder, "--to", "mlx", "-o", export_to), "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
     }[what]  # fmt: skip
     place = {"export": export_to, "calibrate": inside.folder / "new.checkpoint.safetensors"}.get(what, folder)
