@@ -15,6 +15,7 @@ import pytest
 from conftest import DATA, save_tiny
 from safetensors.torch import load_file, save_file
 
+import rotationzoo
 from rotationzoo import recipe as recipes
 from rotationzoo.calibrate import calibrate
 from rotationzoo.plan import Job
@@ -398,3 +399,22 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(i
     assert wrong.returncode == 1
     assert "Problem: made for other weights than those of" in wrong.stdout
     assert "the weights" not in wrong.stdout.splitlines()[-1], "which differ"
+
+
+def test_a_package_that_is_not_installed_knows_its_version(command):
+    """Run from a path, where Python's metadata has nothing of it: found out before the first pass, not after the last."""
+    program = (
+        "from importlib import metadata; real = metadata.Distribution.from_name\n"
+        "def find(name):\n"
+        "    if name == 'rotationzoo': raise metadata.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "metadata.Distribution.from_name = find\n"
+        "from rotationzoo.cli import app; app()"
+    )
+    words = ["calibrate", "demo", "--recipe", "hadamard", "--output", "made", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=command.folder, env=command.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    versions = json.loads((command.folder / "made" / "manifest.json").read_text())["versions"]
+    assert versions["rotationzoo"] == rotationzoo.__version__

@@ -7,7 +7,7 @@ import architectures
 import pytest
 import torch
 
-from rotationzoo import int2
+from rotationzoo import int2, tables
 from rotationzoo import sample as sampling
 from rotationzoo import search as searching
 from rotationzoo import trim as trimming
@@ -510,3 +510,16 @@ def test_too_little_text_to_choose_on(tmp_path):
     recipe = PRESETS["best"].model_copy(update={"data": Data(tokens=1024, length=256)})
     with pytest.raises(RotationZooError, match="no held-out row is longer than 320 tokens"):
         calibrate(Job("demo", recipe, tmp_path / "out", device="cpu"))
+
+
+@pytest.mark.parametrize("kept", ["own", "keys", "values", "both"])
+def test_what_a_search_discarded_is_not_shown_as_chosen(kept, capsys):
+    """A table of what was chosen holds the sides that are served, and no table at all where none is."""
+    sides = {side: {"candidate": [f"basis of {side}s"], "chosen": [0.5]} for side in ("key", "value")}
+    model = {"kept": kept, "by_side": {"own": 0.2, "both": 0.1}, "trimmed": 0.1}
+    model |= {side: {"clip": 0.9} for side in ("key", "value")}
+    tables._search_table({"layers": {"0": sides}, "model": model})
+    shown = capsys.readouterr().out
+    assert ("basis of keys" in shown) == (kept in ("keys", "both"))
+    assert ("basis of values" in shown) == (kept in ("values", "both"))
+    assert ("chosen on text" in shown) == (kept != "own")
