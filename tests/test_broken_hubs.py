@@ -203,7 +203,7 @@ def test_where_nobody_answers_it_says_whom_it_waits_for(zoo, pointed, words, mon
 
 @pytest.mark.hostile("hub")
 def test_a_newcomer_without_a_network_waits_less_than_ten_seconds(command):
-    """From the word that somebody is waited for, which itself comes after a second and a half, to the end of the process."""
+    """From the word that somebody is waited for, which itself comes after a second and a half, to the error."""
     with black_hole() as endpoint:
         environment = command.environment | {"HF_ENDPOINT": endpoint}
         process = subprocess.Popen(
@@ -215,9 +215,11 @@ def test_a_newcomer_without_a_network_waits_less_than_ten_seconds(command):
         )
         waiting = process.stderr.readline()
         started = time.monotonic()
-        rest = process.stderr.read()
+        rest = process.stderr.readline()
+        took = time.monotonic() - started
+        rest += process.stderr.read()
         assert process.wait() == 1
-        assert time.monotonic() - started < 8.5
+        assert took < 8.5
     assert waiting.startswith("Waiting for 127.0.0.1")
     assert "rotationzoo/zoo on Hugging Face cannot be reached" in rest
     assert "--index bundled" in rest

@@ -95,13 +95,6 @@ def test_a_full_disk_leaves_the_artifact_as_it_was(folder, monkeypatch):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_calibrate_ends_with_the_command_that_comes_next(inside):
-    words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", "--output", "a folder"]
-    first = inside(*words)
-    assert first.stderr.splitlines()[-1] == "Next: rotationzoo evaluate demo 'a folder'"
-    assert "Next:" not in inside(*words, "--json").stderr + inside(*words, "--quiet").stderr
-
-
 def test_the_command_line(inside):
     assert inside("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256").returncode == 0
     shown = inside("validate", "rotations/demo-oscar", "--json", "--device", "cpu")
