@@ -29,6 +29,10 @@ SLOWEST = 32 << 10  # bytes a second, below which a file is given up
 NETWORK = "check the network, then run the same command again"
 
 
+class BrokenAnswer(Exception):
+    """A connection that ended before its answer did, where the client would have repeated the call by itself."""
+
+
 def within(seconds: float, call: Callable[[], T], what: str) -> T:
     """The result of a call, or `TimeoutError` when it takes longer; the call is then left to itself.
 
@@ -114,18 +118,27 @@ _asked: list[str] = []
 """Endpoints that are being asked, for every thread: the client uploads in threads of its own."""
 
 
+_repeated: list[bool] = []
+"""Whether those who ask repeat a call themselves."""
+
+
 @contextmanager
-def asking_huggingface(endpoint: str | None = None) -> Iterator[None]:
-    """Inside the block the token is sent to this endpoint alone, wherever an answer points; None for the usual one."""
+def asking_huggingface(endpoint: str | None = None, repeated: bool = False) -> Iterator[None]:
+    """Inside the block the token is sent to this endpoint alone, wherever an answer points; None for the usual one.
+
+    `repeated`: the caller repeats what fails, and the client, which would for 23 seconds each time, does not.
+    """
     import huggingface_hub
 
     limit_huggingface()
     address = endpoint or huggingface_hub.constants.ENDPOINT
     _asked.append(address)
+    _repeated.append(repeated)
     try:
         yield
     finally:
         _asked.remove(address)
+        _repeated.remove(repeated)
 
 
 def limit_huggingface() -> None:
@@ -148,6 +161,7 @@ def _limited(base: Any) -> Any:
 
     from huggingface_hub import constants
     from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import hf_raise_for_status
 
     from rotationzoo import tokens
 
@@ -188,6 +202,10 @@ def _limited(base: Any) -> Any:
                     raise  # it may have been carried out
                 # Of all that the client knows, this it does not repeat, and looks into its cache.
                 raise OfflineModeIsEnabled(f"{host}: {error}") from error
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
+                if any(_repeated):
+                    raise BrokenAnswer(f"{host}: {type(error).__name__}") from error
+                raise
 
         @staticmethod
         def prepare(request: Any) -> None:
@@ -210,5 +228,8 @@ def _limited(base: Any) -> Any:
                 limit = SMALL
             if limit is not None:
                 response.stream = Body(response.stream, limit, what)
+            if any(_repeated) and (response.status_code in (408, 429) or response.status_code >= 500):
+                response.read()
+                hf_raise_for_status(response)
 
     return Limited

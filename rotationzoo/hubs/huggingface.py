@@ -131,7 +131,7 @@ class HuggingFace(Hub):
         from huggingface_hub import errors as hf
 
         try:
-            with network.asking_huggingface(self.api.endpoint):
+            with network.asking_huggingface(self.api.endpoint, repeated=True):
                 yield
         except RotationZooError:
             raise
@@ -164,8 +164,8 @@ def _sentence(error: Exception, where: str, revision: str | None, token: str | N
         return HubError(f"{where} refused access", hint=login)
     if status is not None:
         return HubError(f"{where} answered {status}", hint=NETWORK)
-    if type(error).__module__.split(".")[0] in TRANSPORTS:
-        return HubError(f"{where} broke off its answer ({type(error).__name__})", hint=NETWORK)
+    if isinstance(error, network.BrokenAnswer) or type(error).__module__.split(".")[0] in TRANSPORTS:
+        return HubError(f"{where} broke off its answer ({type(error.__cause__ or error).__name__})", hint=NETWORK)
     if isinstance(error, OSError):
         return HubError(f"{where} cannot be used: {error.strerror or first_sentence(error)}", hint=NETWORK)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError | KeyError | TypeError | AttributeError):
@@ -177,6 +177,8 @@ def _passing(error: Exception) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status in (408, 429) or status >= 500
+    if isinstance(error, network.BrokenAnswer):
+        return True
     # Where no connection can be made, or nothing more comes, it has been waited for long enough.
     lasts = type(error).__name__.startswith(("Connect", "ReadTimeout"))
     return type(error).__module__.split(".")[0] in TRANSPORTS and not lasts
