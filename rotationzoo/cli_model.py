@@ -127,7 +127,9 @@ def evaluate(
     length: Annotated[int, typer.Option(min=2, help="Tokens a text.")] = 2048,
     seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
     windows: Annotated[str | None, typer.Option(help="Sink/recent tokens kept exact, several with commas.")] = None,
-    format: Annotated[Literal["sglang", "vllm", "mlx"], typer.Option(help="The engine's 2-bit format.")] = "sglang",
+    format: Annotated[
+        Literal["sglang", "sglang-bisected", "vllm", "mlx"], typer.Option(help="The engine's 2-bit format.")
+    ] = "sglang",
     layers: Annotated[str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")] = None,
     keys_only: Annotated[bool, typer.Option("--keys-only", help="Leave the values exact.")] = False,
     values_only: Annotated[bool, typer.Option("--values-only", help="Leave the keys exact.")] = False,

@@ -55,8 +55,8 @@ class Evaluation:
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     """The report, as `evaluate --json` prints it. Raises `RotationZooError` for what does not fit together, before any weight
     is fetched wherever the config can tell."""
-    if job.format not in int2.FORMATS:
-        raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {', '.join(int2.FORMATS)}")
+    if job.format not in int2.SIMULATED:
+        raise UsageError(f"there is no format {job.format!r}", hint=f"give one of {', '.join(int2.SIMULATED)}")
     if job.prefill_layout and job.prefill_chunk is None:
         raise UsageError("--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048")
     models.memory_limits(job.device_map, job.max_memory)
@@ -230,7 +230,7 @@ def _check(job: Evaluation, geometry: Geometry, artifacts: list[Artifact]) -> No
 def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
-    form = int2.FORMATS[job.format]
+    form = int2.SIMULATED[job.format]
     layout = job.prefill_layout or "server"
     return [Cache(form, sink, recent, job.prefill_chunk, layout) for sink, recent in windows]
 

@@ -5,7 +5,7 @@ operation rounded on its own (no fused multiply-add), so that another implementa
 store such rows differ in details; `FORMATS` names them. docs/codec.md has the formulas side by side and a worked row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from rotationzoo.errors import RotationZooError
 
 LARGEST = 1e18
 """Rows must be finite and of at most this magnitude."""
+_BISECTED = 64  # channels from which on SGLang's kernels bisect
 SMALLEST_RANGE = 1e-8
 """A group's range counts as at least this."""
 _HALF_MAX, _HALF_TINY = 65504.0, 2.0**-24  # the largest and the smallest positive float16
@@ -35,6 +36,8 @@ class Format:
     """Byte i holds the codes of channels i, i + D/4, i + D/2 and i + 3D/4, or of 4i to 4i + 3; lowest bits first."""
     rounded_with: Literal["stored", "computed"] = "stored"
     """Whether codes are rounded with the scale and offset as they are stored, or as they were computed in float32 before."""
+    bisected: bool = False
+    """Whether the threshold is the one that SGLang's bisecting kernels take, as `bisected_threshold` has it."""
 
 
 FORMATS = {
@@ -43,6 +46,9 @@ FORMATS = {
     "mlx": Format("group", False, torch.float16, "zero", "consecutive", "computed"),
 }
 SGLANG = FORMATS["sglang"]
+SIMULATED = FORMATS | {"sglang-bisected": replace(SGLANG, bisected=True)}
+"""The formats that a model can be evaluated with. SGLang sorts a row while it prefills, and bisects where it stores the tokens
+that leave the exact window; which of them a server's answer depends on more is decided by how long it decodes."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,29 @@ def clip_threshold(rows: torch.Tensor, ratio: float | torch.Tensor, interpolated
     return threshold
 
 
+def bisected_threshold(rows: torch.Tensor, ratio: float | torch.Tensor) -> torch.Tensor:
+    """The magnitude `[...]` at which SGLang's `gpu_flush_int2.py` clamps each row `[..., D]` of 64 channels and more: the upper
+    end of the range from 0 to the row's maximum after log2(D) halvings at its middle, each of which keeps the half in which at
+    most `D - floor(c D)` magnitudes are above. Shorter rows are sorted, and a ratio of 1 clamps nothing."""
+    dim = rows.shape[-1]
+    if dim < _BISECTED:
+        return clip_threshold(rows, ratio)
+    entry, _ = (t.to(rows.device).expand(rows.shape[:-1]) for t in clip_position(ratio, dim))
+    magnitudes = rows.abs()
+    high = magnitudes.amax(-1)
+    low = torch.zeros_like(high)
+    largest = high
+    for _ in range(dim.bit_length() - 1):
+        middle = (low + high) * 0.5
+        too_many = (magnitudes > middle.unsqueeze(-1)).sum(-1) > dim - entry
+        low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
+    return torch.where(entry == dim - 1, largest, high)
+
+
 def group_threshold(groups: torch.Tensor, clip: float | torch.Tensor, format: Format) -> torch.Tensor:
     """Where groups `[..., D / group, group]` are clamped, `[..., D / group or 1, 1]`; `clip` as in `quantize`."""
+    if format.bisected:
+        return bisected_threshold(groups.flatten(-2), clip)[..., None, None]
     if format.clip_scope == "row":
         return clip_threshold(groups.flatten(-2), clip, format.interpolated)[..., None, None]
     ratio = clip.unsqueeze(-1) if isinstance(clip, torch.Tensor) else clip

@@ -12,7 +12,6 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from loading import DEVICE, load
@@ -24,22 +23,7 @@ from rotationzoo.evaluate import Evaluation, evaluate
 from rotationzoo.plan import Job
 from rotationzoo.recipe import PRESETS, Data
 
-SORTED = int2.clip_threshold
-
-
-def bisected(rows: torch.Tensor, ratio: float | torch.Tensor, interpolated: bool = False) -> torch.Tensor:
-    """The threshold `[...]` of rows `[..., D]`: the upper end after log2(D) halvings of the range in which at most
-    `D - floor(c D)` magnitudes are above; where the rank is that of the largest, no clip."""
-    dim = rows.shape[-1]
-    entry, _ = (t.to(rows.device).expand(rows.shape[:-1]) for t in int2.clip_position(ratio, dim, interpolated))
-    magnitudes = rows.abs()
-    high = magnitudes.amax(-1)
-    low = torch.zeros_like(high)
-    for _ in range(dim.bit_length() - 1):
-        middle = (low + high) * 0.5
-        too_many = (magnitudes > middle.unsqueeze(-1)).sum(-1) > dim - entry
-        low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
-    return high
+BISECTED = int2.SIMULATED["sglang-bisected"]
 
 
 def main() -> None:
@@ -52,11 +36,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         there = calibrate(Job(args.model, PRESETS["oscar"].model_copy(update={"data": data}), Path(work) / "artifact"))
         report = {"model": args.model, **codes(args.model, there.rotations(), data)}
-        job = Evaluation(args.model, [there.folder], data, queries=0)
-        for name, rule in (("sorted", SORTED), ("bisected", bisected)):
-            with patch.object(int2, "clip_threshold", rule):
-                arms = evaluate(job)["arms"]
-            report[f"perplexity increase, {name}"] = {arm: arms[arm]["perplexity_increase"] for arm in arms}
+        for format in ("sglang", "sglang-bisected"):
+            job = Evaluation(args.model, [there.folder], data, queries=0, format=format)
+            arms = evaluate(job)["arms"]
+            report[f"perplexity increase, {format}"] = {arm: arms[arm]["perplexity_increase"] for arm in arms}
     print(json.dumps(report, indent=2))
 
 
@@ -77,9 +60,8 @@ def codes(model: str, rotations: dict[str, torch.Tensor], data: Data) -> dict[st
     for side, ratio in (("key", PRESETS["oscar"].key_clip), ("value", PRESETS["oscar"].value_clip)):
         stored = torch.cat(rows[side])
         ours = int2.quantize(stored, ratio)
-        with patch.object(int2, "clip_threshold", bisected):
-            theirs = int2.quantize(stored, ratio)
-        relative = bisected(stored, ratio) / SORTED(stored, ratio)
+        theirs = int2.quantize(stored, ratio, format=BISECTED)
+        relative = int2.bisected_threshold(stored, ratio) / int2.clip_threshold(stored, ratio)
         errors = [(int2.dequantize(q) - stored).square().mean().item() for q in (ours, theirs)]
         found[f"{side}s at {ratio:g}"] = {
             "rows": len(stored),

@@ -264,3 +264,30 @@ def test_the_worked_row_of_the_documentation():
     assert int2.pack(quantized.codes, "strided").tolist() == [0x7B, 0xA1]
     assert int2.pack(quantized.codes, "consecutive").tolist() == [0x27, 0x9B]
     assert int2.dequantize(quantized).tolist() == pytest.approx([1.2, -0.4, 0.4, -1.2, 1.2, 0.4, -0.4, 0.4])
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("ratio", [0.9, 0.96, 1.0])
+def test_a_bisected_threshold_step_by_step(dim, ratio):
+    """The kernel's own loop, a row at a time; at a ratio of 1 nothing is clamped."""
+    rows = torch.randn(20, dim, generator=torch.Generator().manual_seed(0)) ** 3
+    entry = min(int(ratio * dim + 1e-6), dim - 1)
+    for row, threshold in zip(rows.abs(), int2.bisected_threshold(rows, ratio), strict=True):
+        low, high = torch.tensor(0.0), row.max()
+        for _ in range(int(math.log2(dim))):
+            middle = (low + high) * 0.5
+            if (row > middle).sum() > dim - entry:
+                low = middle
+            else:
+                high = middle
+        assert threshold == (row.max() if ratio == 1 else high)
+
+
+def test_a_format_that_bisects_clamps_elsewhere_than_one_that_sorts():
+    rows = torch.randn(100, 128, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (int2.quantize(rows, 0.96, format=int2.SIMULATED[name]) for name in ("sglang", "sglang-bisected"))
+    assert 0 < (ours.codes != theirs.codes).double().mean() < 0.1
+    short = rows[:, :32]
+    assert torch.equal(int2.bisected_threshold(short, 0.9), int2.clip_threshold(short, 0.9)), (
+        "rows of fewer than 64 channels are sorted"
+    )

@@ -43,6 +43,8 @@ def quantize(
     `[H, N, D]` float32 receives the products. Raises `RotationZooError` for rows that are not finite or above 1e18, and for
     shapes and types that the kernel does not take.
     """
+    if format.bisected:
+        raise RotationZooError("the CUDA reference sorts: it has no bisected threshold", hint="use int2.quantize")
     heads, count, dim = rows.shape
     group = group_size or dim
     channels = group if format.clip_scope == "group" else dim
