@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_tiny
+from damage import SMALL, refused, small_artifact
 from safetensors.torch import load_file, save, save_file
-from test_planted_files import refused
 
 from rotationzoo import files, index, strict
 from rotationzoo import manifest as manifests
@@ -17,17 +16,14 @@ from rotationzoo.artifact import Artifact
 from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import RotationZooError
 from rotationzoo.plan import Job
-from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.verify import verify
 
-RECIPE = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16})
 READERS = (("inspect",), ("verify",), ("report",), ("export", "--to", "sglang"), ("push", "me/zoo", "--dry-run"))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    return calibrate(Job(str(save_tiny(folder / "tiny")), RECIPE, folder / "out", device="cpu")).folder
+    return small_artifact(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
@@ -312,7 +308,7 @@ def test_a_checkpoint_that_is_damaged(made, tmp_path, change):
         if stage == "calibrating" and done == 2:
             raise KeyboardInterrupt
 
-    job = Job(str(made.parent / "tiny"), RECIPE, tmp_path / "out", batch=1, device="cpu")
+    job = Job(str(made.parent / "tiny"), SMALL, tmp_path / "out", batch=1, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         calibrate(job, stop)
     from safetensors import safe_open

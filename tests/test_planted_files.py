@@ -9,25 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import save_tiny
+from damage import refused, small_artifact
 
 from rotationzoo import artifact as artifacts
 from rotationzoo import card, files, index
 from rotationzoo.absorb import absorb
 from rotationzoo.artifact import Artifact
-from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import RotationZooError
-from rotationzoo.plan import Job
 from rotationzoo.publish import prepare
-from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.verify import verify
-
-RECIPE = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16})
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    return calibrate(Job(str(save_tiny(folder / "tiny")), RECIPE, folder / "out", device="cpu")).folder
+    return small_artifact(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
@@ -47,15 +42,6 @@ def docs(tmp_path) -> SimpleNamespace:
         file=place / "thesis.tex",
         whole=lambda: [path.read_text() for path in place.iterdir()] == ["years of work"],
     )
-
-
-def refused(result) -> str:
-    """One sentence and no traceback."""
-    assert result.returncode in (1, 2), (result.stdout, result.stderr)
-    lines = result.stderr.splitlines()
-    assert [line[:7] for line in lines if line.startswith("Error: ")] == ["Error: "], result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr
 
 
 def edit(folder: Path, **changes) -> None:

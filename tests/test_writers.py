@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import save_tiny
+from damage import small_artifact
 
 from rotationzoo import artifact as artifacts
 from rotationzoo import card, files, folders
@@ -21,17 +21,14 @@ from rotationzoo.calibrate import calibrate
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.export import export
 from rotationzoo.plan import Job
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import PRESETS
 from rotationzoo.serving import Request
 from rotationzoo.verify import Verification, verify
-
-RECIPE = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16})
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    return calibrate(Job(str(save_tiny(folder / "tiny")), RECIPE, folder / "out", device="cpu")).folder
+    return small_artifact(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
