@@ -1,5 +1,5 @@
 """`python -m rotationzoo` is `rotationzoo`."""
 
-from rotationzoo.cli import app
+from rotationzoo.cli.app import app
 
 app(prog_name="rotationzoo")

@@ -32,17 +32,20 @@ class ModelUnavailable(RotationZooError):
 
 
 class Unsound(RotationZooError):
-    """Numbers that no artifact may hold: not finite, not orthogonal, or not from the statistics beside them."""
+    """Numbers that no artifact may hold: not finite, not orthogonal, or not from the statistics
+    beside them."""
 
 
 class HubError(RotationZooError):
     """What a hub or the network between refused.
 
-    `missing`: the hub says that what was asked for does not exist. `hidden`: it says no more to somebody without a token
-    than that it is missing or private.
+    `missing`: the hub says that what was asked for does not exist. `hidden`: it says no more to
+    somebody without a token than that it is missing or private.
     """
 
-    def __init__(self, message: str, hint: str | None = None, missing: bool = False, hidden: bool = False):
+    def __init__(
+        self, message: str, hint: str | None = None, missing: bool = False, hidden: bool = False
+    ):
         super().__init__(message, hint)
         self.missing, self.hidden = missing, hidden
 
@@ -64,14 +67,20 @@ class Interrupted(RotationZooError):
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first line of another library's message, with the next where it only introduces it; its type where it is empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    """The first line of another library's message, with the next where it only introduces it; its
+    type where it is empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
 
 
 @contextmanager
-def as_unavailable(what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback") -> Iterator[None]:
-    """Whatever a library raises inside the block, as one `ModelUnavailable`: `what`, and the first line of its message."""
+def as_unavailable(
+    what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback"
+) -> Iterator[None]:
+    """Whatever a library raises inside the block, as one `ModelUnavailable`: `what`, and the first
+    line of its message."""
     try:
         yield
     except RotationZooError:

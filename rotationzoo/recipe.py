@@ -1,4 +1,5 @@
-"""The recipe: every choice that decides which rotation comes out, in one frozen object that is hashed and stored."""
+"""The recipe: every choice that decides which rotation comes out, in one frozen object that is
+hashed and stored."""
 
 import difflib
 import hashlib
@@ -10,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.rotation import COMPOSITIONS, GIVEN, needs_statistics
+from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 
 SELF = "self"  # text that the model writes itself, as `Data.source`
 FILES = (".jsonl", ".txt", ".parquet")  # of text; anything else is a data set's id
@@ -26,21 +27,21 @@ class Data(_Frozen):
     """The calibration text and how it becomes token rows."""
 
     source: str = "bundled"
-    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, a data set id on the hub, or `self`: the model's own
-    text, which goes on from `prompts`."""
+    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, a data set id on the hub, or `self`: the
+    model's own text, which goes on from `prompts`."""
     prompts: str = "bundled"
     """Of `self`: where the prompts are, as `source`. Chats end where it is the model's turn."""
     prompt_tokens: Annotated[int, Field(gt=0)] = 256
-    """Of `self`: so many first tokens of each `length` of a text are given. Chats are given whole, but for those that are
-    longer than this and than half a row, which are left out."""
+    """Of `self`: so many first tokens of each `length` of a text are given. Chats are given whole,
+    but for those that are longer than this and than half a row, which are left out."""
     subset: str | None = None
     """The data set's configuration."""
     split: str = "train"
     column: str | None = None
     """Column of the text or of the chat messages; None takes `text`, or else `messages`."""
     packing: Literal["packed", "mixed", "document"] = "packed"
-    """`packed`: rows of exactly `length` tokens, documents joined; `mixed`: every second of them cut into halves; `document`: a
-    row is one document's first tokens."""
+    """`packed`: rows of exactly `length` tokens, documents joined; `mixed`: every second of them
+    cut into halves; `document`: a row is one document's first tokens."""
     tokens: Annotated[int, Field(gt=0)] = 32768
     length: Annotated[int, Field(gt=1)] = 2048
     """Tokens a row."""
@@ -52,7 +53,11 @@ class Data(_Frozen):
         """Of the rows that `packed` and `mixed` text is cut into where there is enough of it."""
         half, lengths = self.length // 2, []
         for number in range(self.tokens // self.length):
-            lengths += [half, self.length - half] if self.packing == "mixed" and number % 2 else [self.length]
+            lengths += (
+                [half, self.length - half]
+                if self.packing == "mixed" and number % 2
+                else [self.length]
+            )
         return lengths
 
     @property
@@ -66,7 +71,9 @@ class Data(_Frozen):
         if value == SELF:
             raise ValueError("a model needs something to go on from")
         if value != "bundled" and others.data.get("source") != SELF:
-            raise ValueError("is for text that the model writes itself: --data self, or data.source = self")
+            raise ValueError(
+                "is for text that the model writes itself: --data self, or data.source = self"
+            )
         return value
 
 
@@ -97,24 +104,30 @@ class Recipe(_Frozen):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "oscar"
     """Part of the default output folder."""
     model: str | None = None
-    """The model a released configuration is meant for; `calibrate` says so when used with another."""
+    """The model a released configuration is meant for; `calibrate` says so when used with
+    another."""
     key_statistic: Literal["query", "key"] = "query"
-    """`query`: second moment of the queries that read the keys, `C_Q`; `key`: of the keys themselves."""
+    """`query`: second moment of the queries that read the keys, `C_Q`; `key`: of the keys
+    themselves."""
     value_statistic: Literal["output", "key_energy", "value"] = "output"
-    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`; `key_energy`: the published code's stand-in,
-    values weighted by `k C_Q k^T` (two passes); `value`: of the values themselves."""
+    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`; `key_energy`: the
+    published code's stand-in, values weighted by `k C_Q k^T` (two passes); `value`: of the values
+    themselves."""
     pooling: Literal["head", "layer"] = "head"
     """One rotation per KV head, or one per layer from the mean of its heads' moments."""
     composition: str = "r_h_pbr"
     center_keys: bool = False
-    """Subtract each KV head's mean key before it is rotated and stored: a softmax ignores what all keys share."""
+    """Subtract each KV head's mean key before it is rotated and stored: a softmax ignores what all
+    keys share."""
     center_values: bool = False
-    """Subtract each KV head's mean value too; whoever reads them adds it to the output, times the attention that tokens got."""
+    """Subtract each KV head's mean value too; whoever reads them adds it to the output, times the
+    attention that tokens got."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row, never quantized, out of the key and value sums."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
     value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
-    """Clip ratios: the entry of the sorted magnitudes of a rotated row at which it is clamped; 1 is off."""
+    """Clip ratios: the entry of the sorted magnitudes of a rotated row at which it is clamped; 1 is
+    off."""
     group_size: Annotated[int | None, Field(gt=0)] = None
     """Channels that share a scale; None is the whole head."""
     sink: Annotated[int, Field(ge=0)] = 64
@@ -130,14 +143,18 @@ class Recipe(_Frozen):
     @classmethod
     def _known_composition(cls, value: str) -> str:
         if value not in (*COMPOSITIONS, GIVEN):
-            raise ValueError(f"must be one of {', '.join(COMPOSITIONS)}{_nearest(value, COMPOSITIONS)}")
+            raise ValueError(
+                f"must be one of {', '.join(COMPOSITIONS)}{_nearest(value, COMPOSITIONS)}"
+            )
         return value
 
     @field_validator("search")
     @classmethod
     def _searched_by_head(cls, value: Search | None, others: ValidationInfo) -> Search | None:
         if value is not None and others.data.get("pooling") == "layer":
-            raise ValueError("a search chooses for every head, which pooling = layer does not leave it")
+            raise ValueError(
+                "a search chooses for every head, which pooling = layer does not leave it"
+            )
         return value
 
     @property
@@ -146,8 +163,8 @@ class Recipe(_Frozen):
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
-        """The recipe as JSON, with the names of local files and folders in place of their paths. What is in them is told by
-        the fingerprints beside it."""
+        """The recipe as JSON, with the names of local files and folders in place of their paths.
+        What is in them is told by the fingerprints beside it."""
         return without_paths(self.model_dump())
 
     @property
@@ -172,11 +189,15 @@ class Recipe(_Frozen):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
-_MUCH = Data(tokens=262144, length=4096, packing="mixed")  # what is chosen on rows of one length is worse on others
+_MUCH = Data(
+    tokens=262144, length=4096, packing="mixed"
+)  # what is chosen on rows of one length is worse on others
 
 PRESETS = {
     "oscar": Recipe(),
-    "oscar-v1": Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
+    "oscar-v1": Recipe(
+        name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False
+    ),
     "best": Recipe(name="best", center_keys=True, key_clip=0.9, search=Search(), data=_MUCH),
     "best-uncentered": Recipe(name="best-uncentered", key_clip=0.9, search=Search(), data=_MUCH),
     "hadamard": Recipe(name="hadamard", composition="hadamard"),
@@ -186,7 +207,8 @@ PRESETS = {
 
 
 def load(recipe: str) -> Recipe:
-    """A preset by name, or a YAML file. A file may start from a preset with `extends: oscar` and change some of it.
+    """A preset by name, or a YAML file. A file may start from a preset with `extends: oscar` and
+    change some of it.
 
     Raises `RotationZooError` naming the file, the key and what is wrong with it.
     """
@@ -201,9 +223,13 @@ def load(recipe: str) -> Recipe:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RotationZooError(f"{path} is not readable YAML: {str(error).splitlines()[0]}") from error
+        raise RotationZooError(
+            f"{path} is not readable YAML: {str(error).splitlines()[0]}"
+        ) from error
     if not isinstance(content, dict):
-        raise RotationZooError(f"{path} is no recipe: it holds no keys", hint="see configs/ for examples")
+        raise RotationZooError(
+            f"{path} is no recipe: it holds no keys", hint="see configs/ for examples"
+        )
     return from_dict(content, str(path))
 
 
@@ -212,7 +238,9 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     content = {str(key): value for key, value in content.items()}
     base = str(content.pop("extends", "oscar"))
     if base not in PRESETS:
-        raise RotationZooError(f"{origin} extends an unknown recipe {base!r}{_nearest(base, PRESETS)}")
+        raise RotationZooError(
+            f"{origin} extends an unknown recipe {base!r}{_nearest(base, PRESETS)}"
+        )
     preset = PRESETS[base].model_dump()
     data = content.pop("data", None) or {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -220,30 +248,35 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     try:
         return Recipe(**{**preset, **content, "data": {**preset["data"], **data}})
     except ValidationError as error:
-        raise RotationZooError(f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key") from error
+        raise RotationZooError(
+            f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key"
+        ) from error
 
 
 def digest(content: dict[str, Any]) -> str:
-    """sha256 of a recipe's content, also of one that an earlier rotationzoo wrote with fewer keys."""
+    """sha256 of a recipe's content, also of one that an earlier rotationzoo wrote with fewer
+    keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def without_paths(content: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's content as `Recipe.published` has it, also of one that an earlier rotationzoo wrote with its paths."""
+    """A recipe's content as `Recipe.published` has it, also of one that an earlier rotationzoo
+    wrote with its paths."""
     named = {key: name_of(value) for key, value in content["data"].items() if key in _PLACES}
     model = content.get("model")
     return {**content, "model": model and name_of(model), "data": {**content["data"], **named}}
 
 
 def name_of(place: str) -> str:
-    """What may be published of a place: of a path of this machine its last part, of a hub id or a URL all."""
+    """What may be published of a place: of a path of this machine its last part, of a hub id or a
+    URL all."""
     local = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
     return Path(place).name if local and "://" not in place else place
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with the `data` settings that are not None put in; flags come this way. A data-free recipe has no other use
-    for `seed` than its own. Raises `UsageError`."""
+    """The recipe with the `data` settings that are not None put in; flags come this way. A
+    data-free recipe has no other use for `seed` than its own. Raises `UsageError`."""
     changes = {key: value for key, value in data.items() if value is not None}
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:
@@ -259,7 +292,9 @@ def _first_problem(error: ValidationError) -> str:
     key = str(problem["loc"][-1])
     if problem["type"] == "extra_forbidden":
         parts: dict[Any, type[_Frozen]] = {"data": Data, "search": Search}
-        return f"unknown key {key!r}{_nearest(key, parts.get(problem['loc'][0], Recipe).model_fields)}"
+        return (
+            f"unknown key {key!r}{_nearest(key, parts.get(problem['loc'][0], Recipe).model_fields)}"
+        )
     return f"{key} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ').lower()}"
 
 

@@ -1,9 +1,10 @@
-"""What capturing and summing costs: time of a calibration over time of the plain forward passes on the same rows.
+"""What capturing and summing costs: time of a calibration over time of the plain forward passes on
+the same rows.
 
     python scripts/benchmark_calibrate.py MODEL [--data FILE] [--tokens 16384] [--length 2048] [--batch 4] [--repeats 3]
 
-Both run without the language-model head, in turn, in one process; the ratio of the medians counts. `key_energy` is the
-recipe `oscar-v1`, which takes two passes.
+Both run without the language-model head, in turn, in one process; the ratio of the medians counts.
+`key_energy` is the recipe `oscar-v1`, which takes two passes.
 """
 
 import argparse
@@ -12,13 +13,15 @@ from collections.abc import Callable
 import torch
 from loading import DEVICE, compare, load
 
-from rotationzoo.capture import decoder
-from rotationzoo.collect import collect
+from rotationzoo.calibration.collect import collect
+from rotationzoo.model.capture import decoder
 from rotationzoo.recipe import PRESETS, Data
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--data", default="bundled")
     parser.add_argument("--tokens", type=int, default=16384)
@@ -41,7 +44,9 @@ def main() -> None:
         "key_energy": lambda: collect(model, geometry, batches, PRESETS["oscar-v1"]),
     }
     threads = torch.get_num_threads()
-    print(f"{loaded.text.tokens} tokens, rows of {args.length}, batch {args.batch}, {DEVICE}, {threads} threads")
+    print(
+        f"{loaded.text.tokens} tokens, rows of {args.length}, batch {args.batch}, {DEVICE}, {threads} threads"
+    )
     compare(jobs, args.repeats, "the forward passes")
 
 

@@ -1,8 +1,10 @@
-"""What simulating a 2-bit cache costs: time of one arm over time of the exact model on the same rows.
+"""What simulating a 2-bit cache costs: time of one arm over time of the exact model on the same
+rows.
 
     python scripts/benchmark_evaluate.py MODEL [--data FILE] [--tokens 8192] [--length 2048] [--repeats 3]
 
-Both compute the losses of the tokens past the windows; an arm also compares the attention block's output with the exact one.
+Both compute the losses of the tokens past the windows; an arm also compares the attention block's
+output with the exact one.
 """
 
 import argparse
@@ -11,14 +13,16 @@ from collections.abc import Callable
 import torch
 from loading import DEVICE, compare, load
 
-from rotationzoo.evaluate import attention_modules, losses
-from rotationzoo.fit import fit
+from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.calibration.fit import fit
+from rotationzoo.evaluation.job import attention_modules, losses
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.simulate import Arm, Cache, Simulation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--data", default="bundled")
     parser.add_argument("--tokens", type=int, default=8192)
@@ -47,7 +51,9 @@ def main() -> None:
         "one arm": lambda: simulated(None),
         "with KL": lambda: simulated(torch.arange(start, args.length, (args.length - start) // 32)),
     }
-    print(f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, {torch.get_num_threads()} threads")
+    print(
+        f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, {torch.get_num_threads()} threads"
+    )
     with torch.no_grad():
         compare(jobs, args.repeats, "the exact model")
 

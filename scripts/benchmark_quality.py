@@ -1,4 +1,5 @@
-"""What each ingredient of the recipe `best` is worth: calibrate arms on one text, evaluate them on another, paired over texts.
+"""What each ingredient of the recipe `best` is worth: calibrate arms on one text, evaluate them on
+another, paired over texts.
 
     python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER [--arms "A;B"] [--settings S,T]
 
@@ -21,11 +22,11 @@ from typing import Any
 
 import torch
 
-from rotationzoo.calibrate import calibrate
-from rotationzoo.evaluate import Evaluation, evaluate
-from rotationzoo.plan import Job
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.recipe import PRESETS, SELF, Data, Recipe, Search
-from rotationzoo.tally import paired_difference
 
 BEST, UNCENTERED = PRESETS["best"], PRESETS["best-uncentered"]
 OSCAR = PRESETS["oscar"].model_copy(update={"data": BEST.data})
@@ -44,8 +45,12 @@ ARMS: dict[str, Recipe] = {
     "best, values centred": BEST.model_copy(update={"center_values": True}),
     "best, one start": BEST.model_copy(update={"search": Search(starts=1)}),
     "best, 4 texts to choose on": BEST.model_copy(update={"search": Search(texts=4)}),
-    "best, 65536 tokens": BEST.model_copy(update={"data": BEST.data.model_copy(update={"tokens": 65536})}),
-    "best, rows of 2048": BEST.model_copy(update={"data": Data(tokens=BEST.data.tokens, length=2048)}),
+    "best, 65536 tokens": BEST.model_copy(
+        update={"data": BEST.data.model_copy(update={"tokens": 65536})}
+    ),
+    "best, rows of 2048": BEST.model_copy(
+        update={"data": Data(tokens=BEST.data.tokens, length=2048)}
+    ),
     "best, self": BEST.model_copy(update={"data": BEST.data.model_copy(update={"source": SELF})}),
 }
 SETTINGS: dict[str, tuple[int, int, int | None]] = {
@@ -58,7 +63,9 @@ Arms = dict[str, dict[str, Any]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--data", required=True)
@@ -75,9 +82,11 @@ def main() -> int:
         path = options.output / f"{Path(model).name}.json"
         found[model] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for setting in options.settings.split(","):
-            there = found[model].setdefault(setting, {})
-            if missing := [name for name in arms if name not in there]:
-                there |= measure(model, missing, setting, options) | there  # data-free arms take the clip ratios of the first
+            artifact = found[model].setdefault(setting, {})
+            if missing := [name for name in arms if name not in artifact]:
+                artifact |= (
+                    measure(model, missing, setting, options) | artifact
+                )  # data-free arms take the clip ratios of the first
                 path.write_text(json.dumps(found[model], indent=2) + "\n", encoding="utf-8")
             show(f"{model}, {setting}", found[model][setting])
     if len(found) > 1:
@@ -87,33 +96,54 @@ def main() -> int:
 
 
 def measure(model: str, arms: list[str], setting: str, options: argparse.Namespace) -> Arms:
-    """Calibrate what is not there, and evaluate it: each arm's measures and the losses of its texts, and the exact model's."""
+    """Calibrate what is not there, and evaluate it: each arm's measures and the losses of its
+    texts, and the exact model's."""
     folders = []
     for name in arms:
         data = ARMS[name].data
-        asked = {key: value for key in ("tokens", "length") if (value := getattr(options, key)) is not None}
-        data = data.model_copy(update={"prompts" if data.source == SELF else "source": options.calibration} | asked)
+        asked = {
+            key: value
+            for key in ("tokens", "length")
+            if (value := getattr(options, key)) is not None
+        }
+        data = data.model_copy(
+            update={"prompts" if data.source == SELF else "source": options.calibration} | asked
+        )
         folder = options.output / Path(model).name / re.sub(r"[^\w-]+", "-", name)
-        started, there = time.monotonic(), folder.exists()
-        job = Job(model, ARMS[name].model_copy(update={"data": data}), folder, dtype="float32", batch=options.batch)
+        started, artifact = time.monotonic(), folder.exists()
+        job = Job(
+            model,
+            ARMS[name].model_copy(update={"data": data}),
+            folder,
+            dtype="float32",
+            batch=options.batch,
+        )
         folders.append(calibrate(job).folder)
-        if not there:
+        if not artifact:
             print(f"{model}, {name}: {time.monotonic() - started:.0f} s", flush=True)
     texts, length, chunk = SETTINGS[setting]
     data = Data(source=options.data, tokens=texts * length, length=length)
-    report = evaluate(Evaluation(model, folders, data, dtype="float32", batch=4, prefill_chunk=chunk))
+    report = evaluate(
+        Evaluation(model, folders, data, dtype="float32", batch=4, prefill_chunk=chunk)
+    )
     measures = ("perplexity_increase", "attention_kl", "output_error", "text_losses")
     kept = {
         name: {key: arm[key] for key in measures}
-        for name, arm in zip([*arms, "none", "hadamard", "random"], report["arms"].values(), strict=True)
+        for name, arm in zip(
+            [*arms, "none", "hadamard", "random"], report["arms"].values(), strict=True
+        )
     }
     return kept | {"exact": {"text_losses": report["exact"]["text_losses"]}}
 
 
 def show(title: str, arms: Arms) -> None:
-    """A row an arm, beside `oscar-v1`, and the correlation over arms of what single layers show with what the model loses."""
+    """A row an arm, beside `oscar-v1`, and the correlation over arms of what single layers show
+    with what the model loses."""
     print(f"\n{title}")
-    base, compared = arms.get("oscar-v1"), {name: arm for name, arm in arms.items() if name != "exact"}
+    base, compared = (
+        arms.get("oscar-v1"),
+        {name: arm for name, arm in arms.items() if name != "exact"},
+    )
     for name, arm in compared.items():
         _, error = difference(arm, arms["exact"])
         line = f"{name:30s} {arm['perplexity_increase']:+9.2%} ±{error:.2%}  KL {arm['attention_kl']:.4f}"
@@ -122,26 +152,45 @@ def show(title: str, arms: Arms) -> None:
             line += f"  of oscar-v1: {ratios[0]:.3f}, {ratios[1]:.3f}  {verdict(*difference(arm, base))}"
         print(line)
     measures = {"attention KL": "attention_kl", "block error": "output_error"}
-    found = ", ".join(f"{name} {correlation(compared, measure):.2f}" for name, measure in measures.items())
-    print(f"correlation over arms with the increase of perplexity, of logarithms: {found}", flush=True)
+    found = ", ".join(
+        f"{name} {correlation(compared, measure):.2f}" for name, measure in measures.items()
+    )
+    print(
+        f"correlation over arms with the increase of perplexity, of logarithms: {found}", flush=True
+    )
 
 
 def show_together(setting: str, models: list[Arms]) -> None:
-    """Ratios of the means over models; errors are of the choice of texts, which are the same for all models."""
-    print(f"\n{len(models)} models, {setting}: of oscar-v1's; and log perplexity beside {', '.join(BASES)}")
-    for name in [name for name in models[0] if name != "exact" and all(name in arms for arms in models)]:
+    """Ratios of the means over models; errors are of the choice of texts, which are the same for
+    all models."""
+    print(
+        f"\n{len(models)} models, {setting}: of oscar-v1's; and log perplexity beside {', '.join(BASES)}"
+    )
+    for name in [
+        name for name in models[0] if name != "exact" and all(name in arms for arms in models)
+    ]:
         increase, error = ratio(models, name, "oscar-v1")
-        kl = sum(arms[name]["attention_kl"] for arms in models) / sum(arms["oscar-v1"]["attention_kl"] for arms in models)
+        kl = sum(arms[name]["attention_kl"] for arms in models) / sum(
+            arms["oscar-v1"]["attention_kl"] for arms in models
+        )
         beside = []
         for base in BASES:
-            by_text = torch.stack([losses(arms[name]) - losses(arms[base]) for arms in models]).mean(0)
+            by_text = torch.stack(
+                [losses(arms[name]) - losses(arms[base]) for arms in models]
+            ).mean(0)
             beside.append(f"{by_text.mean():+.2%} ±{by_text.std() / len(by_text) ** 0.5:.2%}")
-        print(f"{name:30s} {increase:.3f} ±{error:.3f}, KL {kl:.3f}; {', '.join(beside)}", flush=True)
+        print(
+            f"{name:30s} {increase:.3f} ±{error:.3f}, KL {kl:.3f}; {', '.join(beside)}", flush=True
+        )
 
 
 def ratio(models: list[Arms], name: str, base: str, draws: int = 2000) -> tuple[float, float]:
-    """Of the mean perplexity increases of two arms, and its standard error by bootstrap over texts."""
-    over, under = (torch.stack([losses(arms[arm]) - losses(arms["exact"]) for arms in models]) for arm in (name, base))
+    """Of the mean perplexity increases of two arms, and its standard error by bootstrap over
+    texts."""
+    over, under = (
+        torch.stack([losses(arms[arm]) - losses(arms["exact"]) for arms in models])
+        for arm in (name, base)
+    )
 
     def of(texts: torch.Tensor) -> torch.Tensor:
         return over[:, texts].mean(-1).expm1().sum(0) / under[:, texts].mean(-1).expm1().sum(0)
@@ -157,14 +206,19 @@ def losses(arm: dict[str, Any]) -> torch.Tensor:
 
 def difference(arm: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
     """Of log perplexity, paired over texts of one length, with its standard error."""
-    mean, error = paired_difference(arm["text_losses"], base["text_losses"], [1] * len(arm["text_losses"]))
+    mean, error = paired_difference(
+        arm["text_losses"], base["text_losses"], [1] * len(arm["text_losses"])
+    )
     return mean, math.nan if error is None else error
 
 
 def correlation(arms: Arms, measure: str) -> float:
-    """Pearson's, over arms, of the logarithms of a measure of single layers and of the increase of perplexity."""
+    """Pearson's, over arms, of the logarithms of a measure of single layers and of the increase of
+    perplexity."""
     pairs = [(arm[measure], arm["perplexity_increase"]) for arm in arms.values()]
-    ours, loss = zip(*((math.log(a), math.log(b)) for a, b in pairs if a > 0 and b > 0), strict=True)
+    ours, loss = zip(
+        *((math.log(a), math.log(b)) for a, b in pairs if a > 0 and b > 0), strict=True
+    )
     return statistics.correlation(ours, loss)
 
 

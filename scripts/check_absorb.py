@@ -2,11 +2,12 @@
 
     python scripts/check_absorb.py MODEL ARTIFACT [--data FILE] [--tokens 4096] [--length 2048]
 
-Absorbs into a float32 and a bfloat16 copy of the weights and prints JSON. `float32`: how far the logits move. `bfloat16`: how
-far they are from those of the float32 model, relative in RMS, with weights rounded and arithmetic in float32, and with both
-in bfloat16; absorbed weights beside plain ones, which a checkpoint in bfloat16 does not round at all. `perplexity`: with the
-2-bit cache of the artifact, and of the absorbed model with the same key rotation and no value rotation, whose codec sees
-the same rows; and, to show that it would be seen, with values that are rotated twice.
+Absorbs into a float32 and a bfloat16 copy of the weights and prints JSON. `float32`: how far the
+logits move. `bfloat16`: how far they are from those of the float32 model, relative in RMS, with
+weights rounded and arithmetic in float32, and with both in bfloat16; absorbed weights beside plain
+ones, which a checkpoint in bfloat16 does not round at all. `perplexity`: with the 2-bit cache of
+the artifact, and of the absorbed model with the same key rotation and no value rotation, whose
+codec sees the same rows; and, to show that it would be seen, with values that are rotated twice.
 """
 
 import argparse
@@ -21,13 +22,15 @@ import torch
 import transformers
 from loading import DEVICE, Loaded, load
 
-from rotationzoo import corpus, models
-from rotationzoo.absorb import absorb
-from rotationzoo.artifact import Artifact
-from rotationzoo.evaluate import losses
-from rotationzoo.recipe import Data, Recipe
-from rotationzoo.simulate import Arm, Cache, Simulation
-from rotationzoo.source import config_hash, fetch, find, weights_fingerprint
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.engines.absorb import absorb
+from rotationzoo.evaluation.job import losses
+from rotationzoo.model import loading
+from rotationzoo.model.source import config_hash, fetch, find, weights_fingerprint
+from rotationzoo.recipe import Data
+from rotationzoo.rotations import Rotation
+from rotationzoo.text import documents
 
 RELATIVE, ABSOLUTE, PERPLEXITY = 2e-6, 1e-4, 1e-3
 
@@ -37,18 +40,25 @@ def variant(model: str, artifact: Artifact, dtype: torch.dtype, folder: Path) ->
     source = find(model)
     fetch(source)
     plain = folder / "plain"
-    models.load(source, models.load_config(source), "cpu", dtype).save_pretrained(plain)
-    models.load_tokenizer(source).save_pretrained(plain)
+    loading.load(source, loading.load_config(source), "cpu", dtype).save_pretrained(plain)
+    loading.load_tokenizer(source).save_pretrained(plain)
     copy = find(str(plain))
-    made_for = {"config_sha256": config_hash(copy), "weights_fingerprint": weights_fingerprint(copy), "revision": None}
-    manifest = artifact.manifest | {"model": artifact.manifest["model"] | made_for}
+    made_for = {
+        "config_sha256": config_hash(copy),
+        "weights_fingerprint": weights_fingerprint(copy),
+        "revision": None,
+    }
+    manifest = artifact.content | {"model": artifact.content["model"] | made_for}
     return plain, absorb(replace(artifact, manifest=manifest), str(plain), folder / "absorbed")
 
 
 @torch.no_grad()
 def logits(loaded: Loaded) -> torch.Tensor:
     """Of every row, `[B, T, vocabulary]` float32 on the CPU."""
-    rows = [loaded.model(input_ids=ids, use_cache=False).logits.float().cpu() for ids in loaded.batches(1)]
+    rows = [
+        loaded.model(input_ids=ids, use_cache=False).logits.float().cpu()
+        for ids in loaded.batches(1)
+    ]
     return torch.cat(rows)
 
 
@@ -73,22 +83,29 @@ def perplexity(loaded: Loaded, cache: Cache, arm: Arm | None) -> float:
 
 def keys_only(arm: Arm) -> Arm:
     """The arm of a model whose values are rotated already."""
-    same = {
-        name: torch.eye(tensor.shape[-1]).expand_as(tensor).contiguous() if name.endswith("value.rotation") else tensor
-        for name, tensor in arm.tensors.items()
-    }
-    return replace(arm, name="absorbed", tensors=same)
+
+    def unrotated(layer: int, side: str, rotation: Rotation) -> Rotation:
+        if side == "key":
+            return rotation
+        return replace(
+            rotation, matrix=torch.eye(rotation.dim).expand_as(rotation.matrix).contiguous()
+        )
+
+    return replace(arm, name="absorbed", rotations=arm.rotations.replace(unrotated))
 
 
 def check(model: str, artifact: Artifact, data: Data) -> dict[str, dict[str, float]]:
-    recipe = Recipe.model_validate(artifact.manifest["recipe"])
+    recipe = artifact.recipe
     cache = Cache(sink=recipe.sink, recent=recipe.recent)
-    arm = Arm("artifact", artifact.rotations(), recipe.group_size)
+    arm = Arm("artifact", artifact.rotations, recipe.group_size)
     with tempfile.TemporaryDirectory() as work:
         plain, absorbed = variant(model, artifact, torch.float32, Path(work) / "float32")
         loaded = load(str(plain), torch.float32, data)
         exact = logits(loaded)
-        perplexities = {"exact": perplexity(loaded, cache, None), "artifact": perplexity(loaded, cache, arm)}
+        perplexities = {
+            "exact": perplexity(loaded, cache, None),
+            "artifact": perplexity(loaded, cache, arm),
+        }
         loaded = load(str(absorbed), torch.float32, data)
         difference = (logits(loaded) - exact).abs().max().item()
         perplexities |= {
@@ -107,24 +124,38 @@ def check(model: str, artifact: Artifact, data: Data) -> dict[str, dict[str, flo
     return {
         "float32": {"relative": difference / exact.abs().max().item(), "absolute": difference},
         "bfloat16": rounded,
-        "perplexity": perplexities | {"relative_difference": perplexities["absorbed"] / perplexities["artifact"] - 1},
+        "perplexity": perplexities
+        | {"relative_difference": perplexities["absorbed"] / perplexities["artifact"] - 1},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--data", default=str(corpus.HELD_OUT))
+    parser.add_argument("--data", default=str(documents.HELD_OUT))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--length", type=int, default=2048)
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    found = check(args.model, Artifact.open(args.artifact), Data(source=args.data, tokens=args.tokens, length=args.length))
-    print(json.dumps({"model": args.model, "artifact": str(args.artifact), "device": DEVICE, **found}, indent=2))
+    found = check(
+        args.model,
+        Artifact.open(args.artifact),
+        Data(source=args.data, tokens=args.tokens, length=args.length),
+    )
+    print(
+        json.dumps(
+            {"model": args.model, "artifact": str(args.artifact), "device": DEVICE, **found},
+            indent=2,
+        )
+    )
     moved, lost = found["float32"], abs(found["perplexity"]["relative_difference"])
     if not (moved["relative"] <= RELATIVE and moved["absolute"] <= ABSOLUTE and lost <= PERPLEXITY):
-        sys.exit(f"more than {RELATIVE:.0e} of the logits, {ABSOLUTE:.0e}, or {PERPLEXITY:.1%} of the perplexity")
+        sys.exit(
+            f"more than {RELATIVE:.0e} of the logits, {ABSOLUTE:.0e}, or {PERPLEXITY:.1%} of the perplexity"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Import a published pair of rotations and hold everything that can be recomputed against the files.
+"""Import a published pair of rotations and hold everything that can be recomputed against the
+files.
 
     python scripts/check_import.py FOLDER
 
-FOLDER holds a pair of version 1 as OSCAR's makers publish it. Prints JSON: the contrast of RoPE pairs in the recovered
-statistics (.01 to .54 for the keys of published pairs, about 1 for values), how far rotations composed anew from them are
-from the files (eigenvectors' signs taken from the files), and whether an export to version 1 has the same tensors, keys and
-types.
+FOLDER holds a pair of version 1 as OSCAR's makers publish it. Prints JSON: the contrast of RoPE
+pairs in the recovered statistics (.01 to .54 for the keys of published pairs, about 1 for values),
+how far rotations composed anew from them are from the files (eigenvectors' signs taken from the
+files), and whether an export to version 1 has the same tensors, keys and types.
 """
 
 import argparse
@@ -16,36 +17,48 @@ from pathlib import Path
 
 import torch
 
-from rotationzoo import foreign, rotation
-from rotationzoo.export import export
-from rotationzoo.importing import Import, import_
-from rotationzoo.moments import tensor_name
-from rotationzoo.recipe import Recipe
-from rotationzoo.rope import pair_contrast
-from rotationzoo.serving import Request
-from rotationzoo.verify import verify
+from rotationzoo.checks.verify import verify
+from rotationzoo.engines import recognise
+from rotationzoo.engines.export import export
+from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.payload import Request
+from rotationzoo.engines.rope_signature import pair_contrast
+from rotationzoo.linalg import compositions
 
 CLOSE = 1e-5
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as work:
-        there = import_(Import([folder], Path(work) / "imported"))
-        recipe = Recipe.model_validate(there.manifest["recipe"])
-        rotations, statistics = there.rotations(), there.statistics() or {}
-        report = {"recipe": recipe.name, "notes": there.manifest["imported"]["notes"], "problems": verify(there).problems}
+        artifact = import_(Import([folder], Path(work) / "imported"))
+        recipe = artifact.recipe
+        rotations, statistics = artifact.rotations, artifact.statistics or {}
+        report = {
+            "recipe": recipe.name,
+            "notes": artifact.content["imported"]["notes"],
+            "problems": verify(artifact).problems,
+        }
         for side, kind in (("key", recipe.key_statistic), ("value", recipe.value_statistic)):
-            layers = [int(name.split(".")[1]) for name in rotations if name.endswith(f".{side}.rotation")]
-            moments = [statistics[tensor_name(layer, kind)] for layer in layers]
-            matrices = [rotations[f"layers.{layer}.{side}.rotation"] for layer in layers]
-            errors = [recomposed_error(m, r, recipe.composition) for m, r in zip(moments, matrices, strict=True)]
+            layers = list(rotations)
+            moments = [statistics[layer][kind].second_moment for layer in layers]
+            matrices = [rotations[layer][side].matrix for layer in layers]
+            errors = [
+                recomposed_error(m, r, recipe.composition)
+                for m, r in zip(moments, matrices, strict=True)
+            ]
             contrast = pair_contrast(torch.cat(moments))
-            report[side] = {"layers": len(layers), "rope_contrast": contrast, "recomposed_max_difference": max(errors)}
-        done = export(there, Request("sglang", Path(work) / "again"))
-        originals = {side.path.name: side.path for side in foreign.gather([folder])}
+            report[side] = {
+                "layers": len(layers),
+                "rope_contrast": contrast,
+                "recomposed_max_difference": max(errors),
+            }
+        done = export(artifact, Request("sglang", Path(work) / "again"))
+        originals = {side.path.name: side.path for side in recognise.gather([folder])}
         report["exported_equal"] = all(  # keys, then values, whatever the files are called
             same(load(done.path / name), load(originals[original]))
             for name, original in zip(sorted(done.files), sorted(originals), strict=True)
@@ -56,12 +69,13 @@ def main() -> int:
 
 
 def recomposed_error(moment: torch.Tensor, matrix: torch.Tensor, composition: str) -> float:
-    """Largest difference between a file's rotation and the one composed from its recovered statistic."""
+    """Largest difference between a file's rotation and the one composed from its recovered
+    statistic."""
     dim = matrix.shape[-1]
-    given = rotation.recover_basis(matrix, composition, dim)
-    _, basis = rotation.eigenbasis(moment)
+    given = compositions.recover_basis(matrix, composition, dim)
+    _, basis = compositions.eigenbasis(moment)
     aligned = basis * (basis * given).sum(-2, keepdim=True).sign()
-    return (rotation.compose(aligned, composition, dim) - matrix).abs().max().item()
+    return (compositions.compose(aligned, composition, dim) - matrix).abs().max().item()
 
 
 def load(path: Path) -> dict:
@@ -73,8 +87,14 @@ def same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict) and isinstance(other, dict):
-        return [(type(k), k) for k in one] == [(type(k), k) for k in other] and all(same(one[k], other[k]) for k in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
+        return [(type(k), k) for k in one] == [(type(k), k) for k in other] and all(
+            same(one[k], other[k]) for k in one
+        )
+    return (
+        torch.equal(one, other)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        else one == other
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Validate the CUDA codec on synthetic artifacts of every head dimension and group size, and time it.
+"""Validate the CUDA codec on synthetic artifacts of every head dimension and group size, and time
+it.
 
     python scripts/check_int2.py [--dims 64,128] [--rows 1024] [--speed-only]
 
-Needs an NVIDIA GPU and the packages of `rotationzoo[cuda]`. Ends with the share of a device copy's bandwidth, measured in
-the same run, at head dimension 128 and 4 million rows, for every format and type.
+Needs an NVIDIA GPU and the packages of `rotationzoo[cuda]`. Ends with the share of a device copy's
+bandwidth, measured in the same run, at head dimension 128 and 4 million rows, for every format and
+type.
 """
 
 import argparse
@@ -11,13 +13,14 @@ import itertools
 import tempfile
 from pathlib import Path
 
-from rotationzoo import artifact, card, int2, kernels
-from rotationzoo.artifact import Artifact
-from rotationzoo.fit import fit
-from rotationzoo.geometry import Layer, geometry_json
-from rotationzoo.kernels.throughput import measure
+from rotationzoo.artifact import card, store
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.fit import fit
+from rotationzoo.checks.kernel import validate
+from rotationzoo.codec import cuda, int2
+from rotationzoo.codec.throughput import measure
+from rotationzoo.model.geometry import Layer, geometry_json
 from rotationzoo.recipe import PRESETS
-from rotationzoo.validate import validate
 
 DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 GROUPS = (32, 64, 128)
@@ -28,7 +31,13 @@ def synthetic(folder: Path, dim: int, group: int) -> Artifact:
     geometry = [Layer(0, 0, 4, 2, dim, dim)]
     recipe = PRESETS["random"].model_copy(update={"group_size": group})
     manifest = {
-        "model": {"id": "synthetic", "revision": None, "architecture": "", "config_sha256": "", "weights_fingerprint": None},
+        "model": {
+            "id": "synthetic",
+            "revision": None,
+            "architecture": "",
+            "config_sha256": "",
+            "weights_fingerprint": None,
+        },
         "geometry": geometry_json(geometry),
         "recipe": recipe.model_dump(),
         "recipe_sha256": recipe.hash,
@@ -38,11 +47,13 @@ def synthetic(folder: Path, dim: int, group: int) -> Artifact:
         "run": {},
         "metrics": {"orthogonality_error": 0.0},
     }
-    return artifact.write(folder, fit(None, recipe, geometry), None, manifest, card.render)
+    return store.write(folder, fit(None, recipe, geometry), None, manifest, card.render)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dims", default=",".join(map(str, DIMS)))
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--speed-only", action="store_true")
@@ -51,7 +62,9 @@ def main() -> None:
     for dim in [] if args.speed_only else map(int, args.dims.split(",")):
         for group in sorted({dim, *(g for g in GROUPS if dim % g == 0)}):
             with tempfile.TemporaryDirectory() as folder:
-                found = validate(synthetic(Path(folder) / "artifact", dim, group), rows=args.rows, speed=False)
+                found = validate(
+                    synthetic(Path(folder) / "artifact", dim, group), rows=args.rows, speed=False
+                )
             total += found["elements"]
             print(
                 f"D {dim:3d}, group {group:3d}: {found['elements']:,} elements equal, "
@@ -59,12 +72,17 @@ def main() -> None:
                 flush=True,
             )
     print(f"{total:,} elements: codes, scales, offsets and dequantized values equal bit by bit")
-    for dtype, (name, form) in itertools.product(kernels.TYPES, int2.FORMATS.items()):
+    for dtype, (name, form) in itertools.product(cuda.TYPES, int2.FORMATS.items()):
         for clip in (0.96, 0.92):
             found = measure(128, clip=clip, format=form, dtype=dtype)
             copy = found["copy_bytes_per_second"]
-            rates = ", ".join(f"{what} {rate / copy:.3f}" for what, rate in found["throughput"].items())
-            print(f"{name} {str(dtype)[6:]} clip {clip}: copy {copy / 1e12:.2f} TB/s; {rates}", flush=True)
+            rates = ", ".join(
+                f"{what} {rate / copy:.3f}" for what, rate in found["throughput"].items()
+            )
+            print(
+                f"{name} {str(dtype)[6:]} clip {clip}: copy {copy / 1e12:.2f} TB/s; {rates}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""How far apart are a model's own rotations and those of others, as `verify --run` sees them: many pairs of small models.
+"""How far apart are a model's own rotations and those of others, as `verify --run` sees them: many
+pairs of small models.
 
     scripts/check_probe.py
 
-Own: rotations of the demo model, of random models and of copies with channel outliers, each calibrated on texts of four
-kinds. Related: copies with noise in their weights or rescaled channels. Foreign: other random weights, layers in reverse
-order, heads swapped. Prints the range of the lower of the two agreements for each kind of pair.
+Own: rotations of the demo model, of random models and of copies with channel outliers, each
+calibrated on texts of four kinds. Related: copies with noise in their weights or rescaled channels.
+RotationFile: other random weights, layers in reverse order, heads swapped. Prints the range of the lower
+of the two agreements for each kind of pair.
 """
 
 import copy
@@ -15,14 +17,16 @@ import torch
 import transformers
 from loading import load
 
-from rotationzoo import corpus, models, recipe
-from rotationzoo.collect import collect
-from rotationzoo.fit import target_moment
-from rotationzoo.geometry import cached_layers, geometry_of
-from rotationzoo.probe import TEXT, shares
+from rotationzoo import recipe
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import target_moment
+from rotationzoo.checks.membership import TEXT, shares
+from rotationzoo.linalg.compositions import eigenbasis
+from rotationzoo.model import loading
+from rotationzoo.model.geometry import cached_layers, geometry_of
+from rotationzoo.model.source import find
 from rotationzoo.recipe import Data
-from rotationzoo.rotation import eigenbasis
-from rotationzoo.source import find
+from rotationzoo.text import documents
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {
@@ -40,7 +44,9 @@ def rescaled(model: Model, sigma: float, seed: int) -> Model:
     for layer in model.model.layers:
         attention = layer.self_attn
         dim = attention.head_dim
-        keys = torch.exp(sigma * torch.randn(dim // 2, generator=generator)).repeat(2)  # RoPE pairs i and i + D/2
+        keys = torch.exp(sigma * torch.randn(dim // 2, generator=generator)).repeat(
+            2
+        )  # RoPE pairs i and i + D/2
         attention.q_norm.weight.data /= keys
         attention.k_norm.weight.data *= keys
         heads = attention.k_proj.out_features // dim
@@ -55,7 +61,9 @@ def noised(model: Model, size: float, seed: int) -> Model:
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            parameter.data += size * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+            parameter.data += (
+                size * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+            )
     return model
 
 
@@ -78,17 +86,33 @@ def rearranged(model: Model, order: Callable[[list], list]) -> Model:
 
 
 def families(demo: Model) -> dict[str, dict[str, dict[str, Model]]]:
-    """Shape -> family -> models: within a family they are related, between families they are foreign."""
+    """Shape -> family -> models: within a family they are related, between families they are
+    foreign."""
     related = {f"noise {size}": noised(demo, size, 1) for size in (0.02, 0.1, 0.3, 1.0)}
     related |= {f"channels {sigma}": rescaled(demo, sigma, 1) for sigma in (0.2, 0.4, 0.8, 1.5)}
-    shapes = {"64, trained": {"demo": {"": demo, **related}, "reversed": {"": rearranged(demo, lambda s: s[::-1])}}}
-    shapes["64, trained"] |= {f"random {seed}": {"": random_model(demo.config, seed)} for seed in range(4)}
+    shapes = {
+        "64, trained": {
+            "demo": {"": demo, **related},
+            "reversed": {"": rearranged(demo, lambda s: s[::-1])},
+        }
+    }
+    shapes["64, trained"] |= {
+        f"random {seed}": {"": random_model(demo.config, seed)} for seed in range(4)
+    }
     for name, changes in SHAPES.items():
         config = transformers.Qwen3Config(
-            vocab_size=2048, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, eos_token_id=0, **changes
+            vocab_size=2048,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_key_value_heads=2,
+            eos_token_id=0,
+            **changes,
         )
         models_ = {f"random {seed}": {"": random_model(config, seed)} for seed in range(6)}
-        shapes[name] = models_ | {f"outliers {seed}": {"": rescaled(random_model(config, seed), 1.0, seed)} for seed in (7, 8)}
+        shapes[name] = models_ | {
+            f"outliers {seed}": {"": rescaled(random_model(config, seed), 1.0, seed)}
+            for seed in (7, 8)
+        }
     return shapes
 
 
@@ -97,11 +121,16 @@ def texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, list[tor
     sources = {
         "the same": TEXT,
         "code, 2,048 tokens": Data(tokens=2048, length=256, seed=5),
-        "code, 8,192 tokens": Data(source=str(corpus.HELD_OUT), tokens=8192, length=2048),
+        "code, 8,192 tokens": Data(source=str(documents.HELD_OUT), tokens=8192, length=2048),
         "prose, 2,048 tokens": Data(source=str(prose), tokens=2048, length=512),
     }
-    rows = {name: corpus.read(data, tokenizer).batches(1) for name, data in sources.items()}
-    return rows | {"random ids": [torch.randint(0, 2048, (1, 1024), generator=torch.Generator().manual_seed(1))] * 4}
+    rows = {name: documents.read(data, tokenizer).batches(1) for name, data in sources.items()}
+    return rows | {
+        "random ids": [
+            torch.randint(0, 2048, (1, 1024), generator=torch.Generator().manual_seed(1))
+        ]
+        * 4
+    }
 
 
 def moments_of(model: Model, batches: list[torch.Tensor]) -> Moments:
@@ -110,11 +139,14 @@ def moments_of(model: Model, batches: list[torch.Tensor]) -> Moments:
         settings = recipe.PRESETS["oscar"]
         statistics = collect(model, geometry, batches, settings)
     sides = [(layer.index, side) for layer in cached_layers(geometry) for side in ("key", "value")]
-    return {(layer, side): target_moment(statistics, settings, layer, side) for layer, side in sides}
+    return {
+        (layer, side): target_moment(statistics, settings, layer, side) for layer, side in sides
+    }
 
 
 def lowest(made_of: Moments, measured: Moments) -> float:
-    """The agreement that decides, of rotations made of some moments with what a model was measured to compute."""
+    """The agreement that decides, of rotations made of some moments with what a model was measured
+    to compute."""
     found: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
     for (layer, side), moment in measured.items():
         found[side].append(shares(eigenbasis(made_of[layer, side])[1], moment))
@@ -124,21 +156,32 @@ def lowest(made_of: Moments, measured: Moments) -> float:
 def main() -> None:
     transformers.logging.set_verbosity_error()
     demo = load("demo", torch.float32, Data(tokens=2048, length=1024)).model.cpu()
-    rows = texts(models.load_tokenizer(find("demo")))
+    rows = texts(loading.load_tokenizer(find("demo")))
     print("| head dimension | pairs | number | agreement |\n|---|---|---|---|")
     for shape, members in families(demo).items():
         found: dict[str, list[float]] = {}
         probed = {
-            (family, name): moments_of(model, rows["the same"]) for family, m in members.items() for name, model in m.items()
+            (family, name): moments_of(model, rows["the same"])
+            for family, m in members.items()
+            for name, model in m.items()
         }
         for family, related in members.items():
             for text in list(rows)[1:]:
                 made_of = moments_of(related[""], rows[text])
                 for (other, name), measured in probed.items():
-                    kind = "foreign" if other != family else f"related: {name}" if name else f"own: {text}"
+                    kind = (
+                        "foreign"
+                        if other != family
+                        else f"related: {name}"
+                        if name
+                        else f"own: {text}"
+                    )
                     found.setdefault(kind, []).append(lowest(made_of, measured))
         for kind, values in sorted(found.items()):
-            print(f"| {shape} | {kind} | {len(values)} | {min(values):.2f} to {max(values):.2f} |", flush=True)
+            print(
+                f"| {shape} | {kind} | {len(values)} | {min(values):.2f} to {max(values):.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python scripts/check_statistics.py MODEL [--data FILE] [--tokens 8192] [--dtype float64]
 
-For every layer the reference takes the hidden states that enter attention, applies the layer's own projections, norms and
-RoPE, builds the T x T softmax (with window, soft cap and sinks) and forms Q^T Q and V^T S^T S V from it. It knows the
-module names of Llama, Mistral, Qwen2, Qwen3, Gemma 2 and gpt-oss; the capture under test knows none.
+For every layer the reference takes the hidden states that enter attention, applies the layer's own
+projections, norms and RoPE, builds the T x T softmax (with window, soft cap and sinks) and forms
+Q^T Q and V^T S^T S V from it. It knows the module names of Llama, Mistral, Qwen2, Qwen3, Gemma 2
+and gpt-oss; the capture under test knows none.
 """
 
 import argparse
@@ -15,19 +16,22 @@ import torch
 from loading import DEVICE, load
 from transformers import PreTrainedModel
 
-from rotationzoo.capture import decoder
-from rotationzoo.collect import collect
-from rotationzoo.geometry import geometry_of
-from rotationzoo.moments import to_tensors
+from rotationzoo.artifact.layout import statistics_tensors
+from rotationzoo.calibration.collect import collect
+from rotationzoo.linalg.moments import average
+from rotationzoo.model.capture import decoder
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
 
 Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Post-RoPE queries `[B, H_q, T, D]`, keys and values `[B, H_kv, T, D]`, softmax `[B, H_q, T, T]`, all float64."""
+"""Post-RoPE queries `[B, H_q, T, D]`, keys and values `[B, H_kv, T, D]`, softmax `[B, H_q, T, T]`,
+all float64."""
 
 
 @torch.no_grad()
 def attention_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, Attended]:
-    """What each layer's attention reads and weighs for one batch `[B, T]`, from its weights alone."""
+    """What each layer's attention reads and weighs for one batch `[B, T]`, from its weights
+    alone."""
     inputs: dict[int, tuple[torch.Tensor, Any]] = {}
     hooks = [
         layer.self_attn.register_forward_pre_hook(
@@ -47,7 +51,9 @@ def attention_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, Attende
     return {index: _attend(module, *inputs[index]) for index, module in modules.items()}
 
 
-def _attend(attention: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> Attended:
+def _attend(
+    attention: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+) -> Attended:
     split = (*hidden.shape[:2], -1, attention.head_dim)
     query = attention.q_proj(hidden).view(split)
     key = attention.k_proj(hidden).view(split)
@@ -62,7 +68,9 @@ def _attend(attention: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torc
     position = torch.arange(hidden.shape[1])
     distance = position[:, None] - position
     hidden_from = distance < 0
-    if window := getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)):
+    if window := getattr(
+        attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+    ):
         hidden_from = hidden_from | (distance >= window)
     scores = scores.masked_fill(hidden_from.to(scores.device), float("-inf"))
     if (sinks := getattr(attention, "sinks", None)) is not None:
@@ -79,8 +87,11 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def direct_statistics(model: PreTrainedModel, batches: list[torch.Tensor], sink: int) -> dict[str, torch.Tensor]:
-    """`C_Q`, `C_S` and the key and value moments per layer and KV head, under the names of the artifact's statistics."""
+def direct_statistics(
+    model: PreTrainedModel, batches: list[torch.Tensor], sink: int
+) -> dict[str, torch.Tensor]:
+    """`C_Q`, `C_S` and the key and value moments per layer and KV head, under the names of the
+    artifact's statistics."""
     sums: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -99,19 +110,30 @@ def direct_statistics(model: PreTrainedModel, batches: list[torch.Tensor], sink:
                 add(f"layers.{layer}.query.second_moment", (q.mT @ q).sum(1), rows)
                 weights = (s.mT @ s).sum(1)  # sum over the group of S^T S, [H_kv, T, T]
                 add(f"layers.{layer}.output.second_moment", v.mT @ weights @ v, rows)
-                add(f"layers.{layer}.key.second_moment", k[:, sink:].mT @ k[:, sink:], k.shape[1] - sink)
-                add(f"layers.{layer}.value.second_moment", v[:, sink:].mT @ v[:, sink:], k.shape[1] - sink)
+                add(
+                    f"layers.{layer}.key.second_moment",
+                    k[:, sink:].mT @ k[:, sink:],
+                    k.shape[1] - sink,
+                )
+                add(
+                    f"layers.{layer}.value.second_moment",
+                    v[:, sink:].mT @ v[:, sink:],
+                    k.shape[1] - sink,
+                )
                 add(f"layers.{layer}.key.mean", k[:, sink:].sum(1), k.shape[1] - sink)
                 add(f"layers.{layer}.value.mean", v[:, sink:].sum(1), k.shape[1] - sink)
     return {name: (total / counts[name]).cpu() for name, total in sums.items()}
 
 
-def largest_difference(model: PreTrainedModel, batches: list[torch.Tensor], sink: int) -> dict[str, float]:
-    """Kind of statistic -> the largest relative difference (Frobenius norm) over layers and heads."""
+def largest_difference(
+    model: PreTrainedModel, batches: list[torch.Tensor], sink: int
+) -> dict[str, float]:
+    """Kind of statistic -> the largest relative difference (Frobenius norm) over layers and
+    heads."""
     direct = direct_statistics(model, batches, sink)
     with torch.no_grad():
         geometry = geometry_of(model, batches[0])
-    captured = to_tensors(collect(model, geometry, batches, Recipe(sink=sink)))
+    captured = statistics_tensors(average(collect(model, geometry, batches, Recipe(sink=sink))))
     worst: dict[str, float] = {}
     for name, expected in direct.items():
         kind = name.split(".", 2)[2]
@@ -122,7 +144,9 @@ def largest_difference(model: PreTrainedModel, batches: list[torch.Tensor], sink
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--data", default="bundled")
     parser.add_argument("--tokens", type=int, default=8192)
@@ -131,7 +155,9 @@ def main() -> None:
     args = parser.parse_args()
     data = Data(source=args.data, tokens=args.tokens, length=args.length)
     loaded = load(args.model, getattr(torch, args.dtype), data)
-    print(f"{loaded.text.tokens} tokens, {args.dtype}, {DEVICE}, {loaded.model.config._attn_implementation}")
+    print(
+        f"{loaded.text.tokens} tokens, {args.dtype}, {DEVICE}, {loaded.model.config._attn_implementation}"
+    )
     errors = largest_difference(loaded.model, loaded.batches(1), sink=64)
     for kind, error in errors.items():
         print(f"{kind:22s} {error:.1e}")

@@ -27,8 +27,21 @@ def table(items: Iterable[pytest.Item]) -> str:
     """Markdown. Raises `KeyError` for a kind that has no words here."""
     marks = [mark for item in items if (mark := item.get_closest_marker("hostile"))]
     counts = Counter(mark.args[0] for mark in marks)
-    rows = [f"| {kind} | {KINDS[kind]} | {counts[kind]} |" for kind in sorted(counts, key=list(KINDS).index)]
-    return "\n".join(["| kind | what | inputs |", "|---|---|---|", *rows, f"| | all | {sum(counts.values())} |"]) + "\n"
+    rows = [
+        f"| {kind} | {KINDS[kind]} | {counts[kind]} |"
+        for kind in sorted(counts, key=list(KINDS).index)
+    ]
+    return (
+        "\n".join(
+            [
+                "| kind | what | inputs |",
+                "|---|---|---|",
+                *rows,
+                f"| | all | {sum(counts.values())} |",
+            ]
+        )
+        + "\n"
+    )
 
 
 class _Collected:

@@ -1,4 +1,5 @@
-"""What the scripts share: a model on the best device there is, its geometry, rows of text, and timing side by side."""
+"""What the scripts share: a model on the best device there is, its geometry, rows of text, and
+timing side by side."""
 
 import statistics
 import time
@@ -8,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import corpus, models
-from rotationzoo.corpus import Corpus
-from rotationzoo.geometry import Geometry, geometry_of
+from rotationzoo.model import loading
+from rotationzoo.model.geometry import Geometry, geometry_of
+from rotationzoo.model.source import fetch, find
 from rotationzoo.recipe import Data
-from rotationzoo.source import fetch, find
+from rotationzoo.text import documents
+from rotationzoo.text.documents import Corpus
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,8 +33,8 @@ class Loaded:
 def load(model: str, dtype: torch.dtype, data: Data) -> Loaded:
     source = find(model)
     fetch(source)
-    loaded = models.load(source, models.load_config(source), DEVICE, dtype)
-    text = corpus.read(data, models.load_tokenizer(source))
+    loaded = loading.load(source, loading.load_config(source), DEVICE, dtype)
+    text = documents.read(data, loading.load_tokenizer(source))
     with torch.no_grad():
         geometry = geometry_of(loaded, text.rows[0][None, :32].to(DEVICE))
     return Loaded(loaded, geometry, text)

@@ -1,4 +1,5 @@
-"""What the workflows install, with the sha256 of every file: .github/requirements.txt, made anew from pyproject.toml.
+"""What the workflows install, with the sha256 of every file: .github/requirements.txt, made anew
+from pyproject.toml.
 
 python scripts/lock_requirements.py
 """
@@ -17,8 +18,9 @@ PLATFORM = ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp31
 PLATFORM += [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28)]
 PLATFORM += ["--platform=manylinux2014_x86_64", "--platform=linux_x86_64"]
 HEADER = """\
-# Made by scripts/lock_requirements.py for CPython 3.12 on Linux x86-64, which is what the workflows run on.
-# torch is PyPI's, built for CUDA, with CUDA's libraries: one lock for the runner with a GPU and for those without.
+# Made by scripts/lock_requirements.py for CPython 3.12 on Linux x86-64, which is what the workflows
+# run on. torch is PyPI's, built for CUDA, with CUDA's libraries: one lock for the runner with a GPU
+# and for those without.
 """
 
 
@@ -28,10 +30,28 @@ def main() -> None:
     wanted = [*project["dependencies"], *extra, "setuptools>=77"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--isolated", "--dry-run", "--ignore-installed", "--quiet"]
-        command += ["--index-url", "https://pypi.org/simple", "--only-binary", ":all:", "--report", str(report)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--isolated",
+            "--dry-run",
+            "--ignore-installed",
+            "--quiet",
+        ]
+        command += [
+            "--index-url",
+            "https://pypi.org/simple",
+            "--only-binary",
+            ":all:",
+            "--report",
+            str(report),
+        ]
         command += ["--target", folder, *PLATFORM, *wanted]
-        settings = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        settings = {
+            name: value for name, value in os.environ.items() if not name.startswith("PIP_")
+        }
         subprocess.run(command, check=True, env={**settings, "PIP_CONFIG_FILE": os.devnull})
         chosen = json.loads(report.read_text(encoding="utf-8"))["install"]
     lines = []

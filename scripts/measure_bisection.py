@@ -1,11 +1,13 @@
-"""What SGLang's bisection for the clip threshold changes, against the sorted entry that `sglang` defines.
+"""What SGLang's bisection for the clip threshold changes, against the sorted entry that `sglang`
+defines.
 
     python scripts/measure_bisection.py MODEL [--tokens 8192] [--length 1024]
 
-The server sorts when it prefills. When it stores tokens that leave the exact window (`gpu_flush_int2.py`), and in its fused
-kernel, it bisects between 0 and the row's maximum instead, log2(D) times, and takes the upper end (for D of 64 and more).
-Prints, for rotated keys and values of MODEL: the threshold in units of the sorted one, the share of codes that differ and the
-mean squared error of both; then the perplexity with either rule for all rows.
+The server sorts when it prefills. When it stores tokens that leave the exact window
+(`gpu_flush_int2.py`), and in its fused kernel, it bisects between 0 and the row's maximum instead,
+log2(D) times, and takes the upper end (for D of 64 and more). Prints, for rotated keys and values
+of MODEL: the threshold in units of the sorted one, the share of codes that differ and the mean
+squared error of both; then the perplexity with either rule for all rows.
 """
 
 import argparse
@@ -16,41 +18,58 @@ from pathlib import Path
 import torch
 from loading import DEVICE, load
 
-from rotationzoo import int2
-from rotationzoo.calibrate import calibrate
-from rotationzoo.capture import capture, decoder
-from rotationzoo.evaluate import Evaluation, evaluate
-from rotationzoo.plan import Job
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.codec import int2
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.model.capture import capture, decoder
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.rotations import Rotations
 
 BISECTED = int2.SIMULATED["sglang-bisected"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--length", type=int, default=1024)
     args = parser.parse_args()
     data = Data(tokens=args.tokens, length=args.length)
     with tempfile.TemporaryDirectory() as work:
-        there = calibrate(Job(args.model, PRESETS["oscar"].model_copy(update={"data": data}), Path(work) / "artifact"))
-        report = {"model": args.model, **codes(args.model, there.rotations(), data)}
+        artifact = calibrate(
+            Job(
+                args.model,
+                PRESETS["oscar"].model_copy(update={"data": data}),
+                Path(work) / "artifact",
+            )
+        )
+        report = {"model": args.model, **codes(args.model, artifact.rotations, data)}
         for format in ("sglang", "sglang-bisected"):
-            job = Evaluation(args.model, [there.folder], data, queries=0, format=format)
+            job = Evaluation(args.model, [artifact.folder], data, queries=0, format=format)
             arms = evaluate(job)["arms"]
-            report[f"perplexity increase, {format}"] = {arm: arms[arm]["perplexity_increase"] for arm in arms}
+            report[f"perplexity increase, {format}"] = {
+                arm: arms[arm]["perplexity_increase"] for arm in arms
+            }
     print(json.dumps(report, indent=2))
 
 
 @torch.no_grad()
-def codes(model: str, rotations: dict[str, torch.Tensor], data: Data) -> dict[str, dict[str, float]]:
+def codes(model: str, rotations: Rotations, data: Data) -> dict[str, dict[str, float]]:
     loaded = load(model, torch.float32, data)
     rows: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
 
-    def observe(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+    def observe(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
         for side, tensor in (("key", key), ("value", value)):
-            matrix = rotations[f"layers.{layer}.{side}.rotation"].to(tensor.device)
+            matrix = rotations[layer][side].matrix.to(tensor.device)
             rows[side].append((tensor.float() @ matrix).flatten(0, 2).cpu())
 
     with capture(loaded.model, observe):

@@ -2,12 +2,13 @@
 
     python scripts/train_demo_model.py OUTPUT_DIR [STDLIB_DIR]
 
-The text is the source of the CPython standard library (PSF licence), by default of the Python that runs this script. Whole
-files are set aside for
-`calibration.jsonl` and `evaluation.jsonl` before training, so the model has seen neither. The model is a Qwen3 with 4 query
-heads on 2 KV heads, head_dim 64, 4 layers, trained in bfloat16 autocast and stored in bfloat16.
+The text is the source of the CPython standard library (PSF licence), by default of the Python that
+runs this script. Whole files are set aside for `calibration.jsonl` and `evaluation.jsonl` before
+training, so the model has seen neither. The model is a Qwen3 with 4 query heads on 2 KV heads,
+head_dim 64, 4 layers, trained in bfloat16 autocast and stored in bfloat16.
 
-The run that made the shipped files (one H200, 157 s, Python 3.11.7's library of 10.3 M training tokens):
+The run that made the shipped files (one H200, 157 s, Python 3.11.7's library of 10.3 M training
+tokens):
 
     loss on evaluation.jsonl                      1.895 nats a token
     loss of a unigram model on the same text      6.395 nats a token
@@ -34,13 +35,24 @@ HELD_OUT_BYTES = 320_000  # for each of the two held-out texts
 
 
 def documents(root: Path, seed: int) -> tuple[list[str], list[str], list[str]]:
-    """The standard library's files as (training, calibration, evaluation) texts, disjoint by file."""
-    files = [p for p in sorted(root.rglob("*.py")) if not {"site-packages", "dist-packages"} & set(p.relative_to(root).parts)]
-    texts = {str(p.relative_to(root)): p.read_text(encoding="utf-8", errors="ignore") for p in files}
+    """The standard library's files as (training, calibration, evaluation) texts, disjoint by
+    file."""
+    files = [
+        p
+        for p in sorted(root.rglob("*.py"))
+        if not {"site-packages", "dist-packages"} & set(p.relative_to(root).parts)
+    ]
+    texts = {
+        str(p.relative_to(root)): p.read_text(encoding="utf-8", errors="ignore") for p in files
+    }
     texts = {name: text for name, text in texts.items() if text.strip()}
     # Held-out files are ordinary modules: code tables and generated data would make a poor judge.
     dull = ("encodings", "pydoc_data", "test", "tests", "lib2to3", "idlelib")
-    ordinary = [n for n, t in texts.items() if 4_000 < len(t) < 40_000 and not set(Path(n).parts) & set(dull)]
+    ordinary = [
+        n
+        for n, t in texts.items()
+        if 4_000 < len(t) < 40_000 and not set(Path(n).parts) & set(dull)
+    ]
     random.Random(seed).shuffle(ordinary)
     held: list[list[str]] = [[], []]
     for part in held:
@@ -54,10 +66,14 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=VOCABULARY,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", model_max_length=LENGTH)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", model_max_length=LENGTH
+    )
 
 
 def tokens_of(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
@@ -84,7 +100,9 @@ def main(output: Path, root: Path) -> None:
     train_texts, calibration, evaluation = documents(root, SEED)
     tokenizer = train_tokenizer(train_texts)
     train, held_out = tokens_of(train_texts, tokenizer), tokens_of(evaluation, tokenizer)
-    unseen = tokens_of(calibration, tokenizer)  # shows over-fitting; the number of steps was chosen on it
+    unseen = tokens_of(
+        calibration, tokenizer
+    )  # shows over-fitting; the number of steps was chosen on it
     print(f"{train.numel():,} training tokens, {held_out.numel():,} held-out tokens", flush=True)
 
     config = Qwen3Config(
@@ -96,8 +114,13 @@ def main(output: Path, root: Path) -> None:
     model = Qwen3ForCausalLM(config).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=device == "cuda")
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=device == "cuda"
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min(step / WARM_UP, 0.5 * (1 + math.cos(math.pi * step / STEPS)) + 0.01),
@@ -116,7 +139,10 @@ def main(output: Path, root: Path) -> None:
         optimizer.zero_grad(set_to_none=True)
         if step % 250 == 249:
             unseen_loss = held_out_loss(model, unseen, device)
-            print(f"step {step + 1} loss {loss.item():.4f}, unseen {unseen_loss:.4f}, {time.time() - start:.0f} s", flush=True)
+            print(
+                f"step {step + 1} loss {loss.item():.4f}, unseen {unseen_loss:.4f}, {time.time() - start:.0f} s",
+                flush=True,
+            )
 
     model = model.to(torch.bfloat16).eval()
     model.save_pretrained(output / "model")
@@ -125,9 +151,13 @@ def main(output: Path, root: Path) -> None:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (output / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     print(f"parameters            {sum(p.numel() for p in model.parameters()):,}")
-    print(f"held-out loss         {held_out_loss(model.float(), held_out, device):.4f} nats a token")
+    print(
+        f"held-out loss         {held_out_loss(model.float(), held_out, device):.4f} nats a token"
+    )
     print(f"unigram held-out loss {unigram_loss(train, held_out):.4f} nats a token")
-    print(f"Python {sys.version.split()[0]}, {STEPS} steps of {BATCH} x {LENGTH} tokens, {time.time() - start:.0f} s")
+    print(
+        f"Python {sys.version.split()[0]}, {STEPS} steps of {BATCH} x {LENGTH} tokens, {time.time() - start:.0f} s"
+    )
 
 
 if __name__ == "__main__":

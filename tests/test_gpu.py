@@ -7,14 +7,14 @@ import torch
 import transformers
 from check_statistics import largest_difference
 
-from rotationzoo import int2, kernels
-from rotationzoo.calibrate import calibrate
-from rotationzoo.evaluate import Evaluation, evaluate
-from rotationzoo.plan import Job
-from rotationzoo.probe import probe
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.membership import check_membership
+from rotationzoo.checks.verify import verify
+from rotationzoo.codec import cuda, int2
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search
-from rotationzoo.source import DEMO
-from rotationzoo.verify import verify
 
 DEVICES = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")]
@@ -31,7 +31,9 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def test_statistics_equal_a_direct_computation():
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, device_map="cuda")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, device_map="cuda"
+    )
     ids = torch.randint(2048, (2, 256), generator=torch.Generator().manual_seed(0)).cuda()
     errors = largest_difference(model, [ids], sink=64)
     assert max(errors.values()) < 1e-5, errors
@@ -39,10 +41,12 @@ def test_statistics_equal_a_direct_computation():
 
 def test_two_runs_write_the_same_bytes_and_agree_with_the_cpu(tmp_path):
     one, two = run(tmp_path, "one"), run(tmp_path, "two")
-    assert one.manifest["run"]["dtype"] == "bfloat16"
+    assert one.content["run"]["dtype"] == "bfloat16"
     assert one.identity == two.identity
-    on_gpu, on_cpu = (run(tmp_path, device, device=device, dtype="float32") for device in ("cuda", "cpu"))
-    assert difference(on_cpu.statistics(), on_gpu.statistics()) < 1e-5
+    on_gpu, on_cpu = (
+        run(tmp_path, device, device=device, dtype="float32") for device in ("cuda", "cpu")
+    )
+    assert difference(on_cpu.statistics_tensors(), on_gpu.statistics_tensors()) < 1e-5
     assert verify(on_gpu, "demo").ok
 
 
@@ -50,7 +54,9 @@ def test_weights_in_main_memory_or_on_disk(tmp_path):
     """The GPU may hold one layer, main memory two: the rest stays on disk."""
     whole = run(tmp_path, "whole", dtype="float32")
     spread = run(tmp_path, "spread", dtype="float32", device_map="auto", max_memory="0=3MB,cpu=3MB")
-    assert difference(whole.statistics(), spread.statistics()) < 1e-6  # float32 kernels differ; measured 3e-7
+    assert (
+        difference(whole.statistics_tensors(), spread.statistics_tensors()) < 1e-6
+    )  # float32 kernels differ; measured 3e-7
 
 
 TWO = dict(device_map="auto", max_memory="0=5MB,1=1GB")
@@ -62,25 +68,35 @@ two_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
 def test_an_evaluation_over_two_devices_is_that_of_one(tmp_path, chunk):
     """Under sdpa no layer of the demo model is handed a mask: each device needs one of its own."""
     artifact = run(tmp_path, "made", dtype="float32").folder
-    job = Evaluation("demo", [artifact], Data(tokens=2048, length=512), dtype="float32", prefill_chunk=chunk)
+    job = Evaluation(
+        "demo", [artifact], Data(tokens=2048, length=512), dtype="float32", prefill_chunk=chunk
+    )
     one, two = evaluate(job), evaluate(replace(job, **TWO))
     assert two["exact"]["perplexity"] == pytest.approx(one["exact"]["perplexity"], rel=1e-6)
     for name, arm in one["arms"].items():
         for measure in ("perplexity", "attention_kl", "output_error"):
-            assert two["arms"][name][measure] == pytest.approx(arm[measure], rel=1e-4), (name, measure)
+            assert two["arms"][name][measure] == pytest.approx(arm[measure], rel=1e-4), (
+                name,
+                measure,
+            )
 
 
 @two_devices
 def test_a_search_over_two_devices_is_that_of_one(tmp_path):
     recipe = PRESETS["best"].model_copy(
-        update={"data": Data(tokens=8192, length=1024), "search": Search(steps=5, starts=1, queries=16)}
+        update={
+            "data": Data(tokens=8192, length=1024),
+            "search": Search(steps=5, starts=1, queries=16),
+        }
     )
     job = Job("demo", recipe, tmp_path / "one", dtype="float32")
     one, two = calibrate(job), calibrate(replace(job, output=tmp_path / "two", **TWO))
-    ours, theirs = (made.manifest["search"] for made in (one, two))
+    ours, theirs = (made.content["search"] for made in (one, two))
     for layer, sides in ours["layers"].items():
         for side in ("key", "value"):
-            assert theirs["layers"][layer][side]["closed"] == pytest.approx(sides[side]["closed"], rel=1e-3)
+            assert theirs["layers"][layer][side]["closed"] == pytest.approx(
+                sides[side]["closed"], rel=1e-3
+            )
     assert theirs["model"]["kept"] == ours["model"]["kept"]
     assert theirs["model"]["by_side"] == pytest.approx(ours["model"]["by_side"], rel=1e-2)
 
@@ -88,22 +104,25 @@ def test_a_search_over_two_devices_is_that_of_one(tmp_path):
 @two_devices
 def test_rotations_are_found_in_a_model_over_two_devices(tmp_path):
     made = run(tmp_path, "made", dtype="float32")
-    one, two = probe(made, "demo"), probe(made, "demo", **TWO)
+    one, two = check_membership(made, "demo"), check_membership(made, "demo", **TWO)
     assert (two.key, two.value) == pytest.approx((one.key, one.value), rel=1e-4)
 
 
 @two_devices
 def test_a_kernel_runs_on_the_device_of_its_rows():
-    """Compiled for one, a kernel is not what another is handed; and the other need not be the current one."""
+    """Compiled for one, a kernel is not what another is handed; and the other need not be the
+    current one."""
     rows = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
     expected = int2.round_trip(rows, 0.9)
     for device in ("cuda:0", "cuda:1"):
-        packed = kernels.quantize(rows.to(device), 0.9)
-        assert torch.equal(kernels.dequantize(packed).cpu(), expected), device
+        packed = cuda.quantize(rows.to(device), 0.9)
+        assert torch.equal(cuda.dequantize(packed).cpu(), expected), device
 
 
 @two_devices
 def test_layers_on_two_devices(tmp_path):
     whole = run(tmp_path, "whole", dtype="float32")
     spread = run(tmp_path, "spread", dtype="float32", **TWO)
-    assert difference(whole.statistics(), spread.statistics()) < 1e-12  # the same kernels on the same numbers
+    assert (
+        difference(whole.statistics_tensors(), spread.statistics_tensors()) < 1e-12
+    )  # the same kernels on the same numbers

@@ -27,7 +27,11 @@ def test_defaults_are_the_documented_ones():
     )
     assert oscar.group(128) == 128
     published = load("oscar-v1")
-    assert (published.pooling, published.value_statistic, published.exclude_sink) == ("layer", "key_energy", False)
+    assert (published.pooling, published.value_statistic, published.exclude_sink) == (
+        "layer",
+        "key_energy",
+        False,
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -12,7 +12,7 @@ PAGE = TESTS.parent / "docs" / "security.md"
 def test_the_page_has_the_number_of_hostile_inputs_by_kind(request):
     """Of the whole suite, which must have been collected: `make test` does that."""
     items, options = request.session.items, request.config.option
-    missing = set(TESTS.glob("test_*.py")) - {item.path for item in items}
+    missing = set(TESTS.rglob("test_*.py")) - {item.path for item in items}
     if missing or options.keyword or options.deselect or getattr(options, "lf", False):
         pytest.skip("only some of the tests were collected")
     assert table(items) in PAGE.read_text(), "paste what scripts/count_hostile.py prints"

@@ -1,0 +1,130 @@
+"""An artifact -> two pictures for its card: the spectra of its statistics, and the error by
+layer."""
+
+import io
+from typing import Any
+
+import torch
+
+from rotationzoo.artifact import card, store
+from rotationzoo.artifact.manifest import EvaluationReport
+from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model.geometry import cached_layers
+from rotationzoo.storage import strict_json
+from rotationzoo.storage.files import regular_file
+
+SPECTRA, ERROR_BY_LAYER = "spectra.png", "error_by_layer.png"
+_LONG = 24  # characters of a name of which four do not fit beside each other
+_TICKS = 8  # layers named beside the colours
+
+
+def report(artifact: Artifact) -> Artifact:
+    """Add the pictures to the artifact; that of the error only if it was evaluated with `--save`.
+
+    Raises `RotationZooError` without matplotlib.
+    """
+    pictures = {SPECTRA: _spectra(artifact)}
+    if EVALUATION in artifact.manifest.files:
+        path = regular_file(artifact.folder, EVALUATION)
+        strict_json.validate(EvaluationReport, evaluation := strict_json.read(path), str(path))
+        pictures[ERROR_BY_LAYER] = _error_by_layer(evaluation)
+    return store.add(artifact, pictures, {}, card.render)
+
+
+_STATISTICS = {
+    "query": "queries that read the keys", "key": "keys", "output": "attention outputs", "value": "values",
+    "key_energy": "values, weighted by key energy",
+}  # fmt: skip
+
+
+def _spectra(artifact: Artifact) -> bytes:
+    """Eigenvalues of every layer, mean over heads, as shares of their sum, largest first."""
+    figure, axes = _figure(2)
+    recipe, rotations = artifact.recipe, artifact.rotations
+    layers = [layer.index for layer in cached_layers(artifact.geometry)]
+    colours = _colours(layers)
+    for axis, side in zip(axes, ("key", "value"), strict=True):
+        for layer in layers:
+            stored = rotations[layer][side].eigenvalues
+            if stored is None:  # of imported files
+                continue
+            eigenvalues = stored.double().clamp(min=1e-30)
+            shares = (eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0).flip(0)
+            axis.plot(
+                torch.arange(1, len(shares) + 1), shares, color=colours.to_rgba(layer), linewidth=1
+            )
+        statistic = _STATISTICS[recipe.key_statistic if side == "key" else recipe.value_statistic]
+        axis.set_title(f"{side}s: second moment of the {statistic}", fontsize=10)
+        axis.set(xlabel="direction", ylabel="share", xscale="log", yscale="log")
+    figure.colorbar(colours, ax=axes, label="layer", ticks=_ticks(layers))
+    return _png(figure)
+
+
+def _error_by_layer(evaluation: dict[str, Any]) -> bytes:
+    """Error of the attention block and attention KL of every layer, for each arm."""
+    figure, axes = _figure(2)
+    arms = evaluation["windows"][0]["arms"]
+    measures = {"output_error": "error of the attention block", "attention_kl": "attention KL"}
+    for axis, (measure, title) in zip(axes, measures.items(), strict=True):
+        for name, arm in arms.items():
+            measured = {
+                row["layer"]: row[measure] for row in arm["by_layer"] if row[measure] is not None
+            }
+            own = name == evaluation["own_arm"]
+            style = {"label": name, "marker": "o" if own else ".", "linewidth": 2 if own else 1}
+            axis.plot(list(measured), list(measured.values()), **style)
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel="layer", yscale="log")
+        axis.xaxis.set_major_locator(_whole_numbers())
+    lines = axes[0].get_lines()
+    figure.legend(
+        lines,
+        list(arms),
+        loc="outside lower center",
+        ncols=2 if max(map(len, arms)) > _LONG else 4,
+        fontsize=8,
+    )
+    return _png(figure)
+
+
+def _figure(columns: int) -> Any:
+    """A figure and its axes, side by side."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RotationZooError(
+            "pictures need matplotlib", hint="install it with: pip install 'rotationzoo[report]'"
+        ) from error
+    figure = Figure(
+        figsize=(5 * columns, 4), layout="constrained"
+    )  # no pyplot: no display, no global state
+    return figure, figure.subplots(1, columns)
+
+
+def _colours(layers: list[int]) -> Any:
+    """Layer -> colour, dark to light."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    return ScalarMappable(Normalize(min(layers), max(max(layers), min(layers) + 1)), cmap="viridis")
+
+
+def _ticks(layers: list[int]) -> list[int]:
+    """Some of the layers, first and last included."""
+    step = -(-len(layers) // _TICKS)
+    return sorted({*layers[::step], layers[-1]})
+
+
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
+
+
+def _png(figure: Any) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(
+        out, format="png", dpi=120, metadata={"Software": None}
+    )  # the same picture is the same bytes
+    return out.getvalue()

@@ -1,0 +1,146 @@
+"""The header of a GGUF file, walked before anything of it is believed: every count and size must
+fit in the file.
+
+The gguf package reads what a header asks for, and makes one object of every element of its lists.
+The layout is `magic, version, tensors, fields; fields: name, type, value; tensors: name,
+dimensions, type, offset`, as ggml's docs/gguf.md has it; strings and lists begin with their length.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rotationzoo.errors import RotationZooError
+
+_SCALARS = {
+    0: 1,
+    1: 1,
+    2: 2,
+    3: 2,
+    4: 4,
+    5: 4,
+    6: 4,
+    7: 1,
+    10: 8,
+    11: 8,
+    12: 8,
+}  # type of a field -> bytes
+_STRING, _ARRAY, _UINT32 = 8, 9, 4
+_MOST_ELEMENTS = (
+    1 << 22
+)  # of all lists together: the largest vocabularies have 1.3 million with their merges
+_MOST_DIMENSIONS, _LONGEST_NAME = 4, 1 << 16  # ggml's own, and the specification's for keys
+
+
+def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
+    """Raise `RotationZooError` unless `path` is a GGUF file that holds all that its header says.
+
+    `sizes` is type of a tensor -> elements and bytes of a block of it.
+    """
+    try:
+        with path.open("rb") as file:
+            _Walk(file, path.stat().st_size, sizes).all()
+    except OSError as error:
+        raise RotationZooError(
+            f"{path} cannot be read: {error.strerror}", hint="check the path"
+        ) from error
+    except (ValueError, struct.error) as error:
+        raise RotationZooError(
+            f"{path} is no GGUF file: {error}", hint="give a file that llama.cpp loads"
+        ) from error
+
+
+@dataclass
+class _Walk:
+    file: BinaryIO
+    size: int
+    sizes: dict[int, tuple[int, int]]
+    order: str = "<"
+    elements: int = 0
+    alignment: int = 32
+    ends: list[int] = field(default_factory=list)
+
+    def all(self) -> None:
+        if self._bytes(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self._number("I")
+        if version & 0xFFFF == 0:  # written by a machine of the other byte order
+            self.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
+        if version not in (2, 3):
+            raise ValueError(f"its version is {version}, and 2 and 3 are read")
+        tensors, fields = self._number("Q"), self._number("Q")
+        for _ in range(self._fitting(fields, 13)):
+            name = self._string(_LONGEST_NAME)
+            kind = self._number("I")
+            if name == b"general.alignment" and kind == _UINT32:
+                self.alignment = self._number("I")
+            else:
+                self._skip_value(kind)
+        for _ in range(self._fitting(tensors, 32)):
+            self._tensor()
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise ValueError(f"its alignment is {self.alignment}, and no power of two")
+        start = -(-self.file.tell() // self.alignment) * self.alignment
+        if self.ends and start + max(self.ends) > self.size:
+            raise ValueError(
+                f"its tensors end at byte {start + max(self.ends):,}, and it has {self.size:,}: it was cut off"
+            )
+
+    def _tensor(self) -> None:
+        self._string(_LONGEST_NAME)
+        dimensions = self._number("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"a tensor of it has {dimensions:,} dimensions")
+        elements = 1
+        for _ in range(dimensions):
+            elements *= self._number("Q")
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in self.sizes:
+            raise ValueError(f"a tensor of it is of type {kind}, which is not known here")
+        block, bytes_ = self.sizes[kind]
+        self.ends.append(offset + -(-elements // block) * bytes_)
+
+    def _skip_value(self, kind: int) -> None:
+        if kind == _STRING:
+            self._string(self.size)
+        elif kind in _SCALARS:
+            self._bytes(_SCALARS[kind])
+        elif kind == _ARRAY:
+            inner, count = self._number("I"), self._number("Q")
+            self.elements += self._fitting(count, _SCALARS.get(inner, 8))
+            if self.elements > _MOST_ELEMENTS:
+                raise ValueError(f"its lists have more than {_MOST_ELEMENTS:,} elements")
+            if inner == _STRING:
+                for _ in range(count):
+                    self._string(self.size)
+            elif inner in _SCALARS:
+                self._skip(count * _SCALARS[inner])
+            else:
+                raise ValueError(f"a list of it is of type {inner}, which is not known here")
+        else:
+            raise ValueError(f"a field of it is of type {kind}, which is not known here")
+
+    def _fitting(self, count: int, least: int) -> int:
+        """The count, of things of at least so many bytes, if the rest of the file can hold them."""
+        if count * least > self.size - self.file.tell():
+            raise ValueError(f"it asks for {count:,} elements, and has {self.size:,} bytes")
+        return count
+
+    def _string(self, longest: int) -> bytes:
+        length = self._number("Q")
+        if length > longest:
+            raise ValueError(f"it asks for a text of {length:,} bytes")
+        return self._bytes(self._fitting(length, 1))
+
+    def _number(self, kind: str) -> Any:
+        return struct.unpack(self.order + kind, self._bytes(struct.calcsize(kind)))[0]
+
+    def _skip(self, count: int) -> None:
+        self.file.seek(self._fitting(count, 1), 1)
+
+    def _bytes(self, count: int) -> bytes:
+        data = self.file.read(count)
+        if len(data) != count:
+            raise ValueError("it ends in its header: it was cut off")
+        return data

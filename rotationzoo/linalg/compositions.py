@@ -1,0 +1,128 @@
+"""From a second moment to a rotation: eigenbasis, Hadamard matrix, bit-reversal permutation.
+
+Row vectors throughout: a key `k` is stored as `k R` and its query reads it as `q R`, so every
+rotation is orthogonal and scores are unchanged. The composition names list the factors left to
+right and are those of OSCAR's published code.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from rotationzoo.linalg.hadamard import bit_reversal, hadamard
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+
+
+def identity(dim: int) -> torch.Tensor:
+    return torch.eye(dim, dtype=torch.float64)
+
+
+def permutation(dim: int) -> torch.Tensor:
+    """`P` `[D, D]`: column `br(i)` of `X P` is the column of `X` that belongs to the i-th largest
+    eigenvalue.
+
+    Eigenvalues are ascending, so that column is always `D - 1 - i`: P is the same matrix for every
+    model and layer.
+    """
+    columns = torch.empty(dim, dtype=torch.long)
+    columns[bit_reversal(dim)] = torch.arange(dim).flip(0)
+    return identity(dim)[:, columns]
+
+
+def block_hadamard(dim: int, group: int) -> torch.Tensor:
+    """Block-diagonal Hadamard `[D, D]`: each quantization group of `group` channels is mixed on its
+    own."""
+    return torch.kron(identity(dim // group), hadamard(group))
+
+
+# name -> (left, right) with R = left U right, U the eigenbasis; `group` is the quantization group
+# size.
+_AROUND_EIGENBASIS: dict[str, Callable[[int, int], Factors]] = {
+    "plain": lambda dim, group: (identity(dim), identity(dim)),
+    "br": lambda dim, group: (identity(dim), permutation(dim)),
+    "br_h128": lambda dim, group: (identity(dim), permutation(dim) @ hadamard(dim)),
+    "r_h": lambda dim, group: (identity(dim), hadamard(dim)),
+    "h_r_pbr": lambda dim, group: (hadamard(dim), permutation(dim)),
+    "h_pbr_r": lambda dim, group: (hadamard(dim) @ permutation(dim), identity(dim)),
+    "r_h_pbr": lambda dim, group: (identity(dim), hadamard(dim) @ permutation(dim)),
+    # Eigenvectors in descending order, as published files per KV head and a fork of llama.cpp's
+    # calibrator have them.
+    "rdesc_h": lambda dim, group: (identity(dim), identity(dim).flip(0) @ hadamard(dim)),
+    "rdesc_h_br": lambda dim, group: (
+        identity(dim),
+        identity(dim).flip(0) @ hadamard(dim)[:, bit_reversal(dim)],
+    ),
+    # Permuting before a block-diagonal Hadamard is what sends strong directions to different
+    # groups.
+    "r_pbr_hblock": lambda dim, group: (
+        identity(dim),
+        permutation(dim) @ block_hadamard(dim, group),
+    ),
+}
+_DATA_FREE: dict[str, Callable[[int], torch.Tensor]] = {
+    "identity": identity,
+    "hadamard": hadamard,
+    "pbr": permutation,
+    "h_pbr": lambda dim: hadamard(dim) @ permutation(dim),
+}
+COMPOSITIONS = (*_AROUND_EIGENBASIS, *_DATA_FREE, "random")
+GIVEN = "given"
+"""Matrices taken as somebody else made them: nothing is known of their factors."""
+
+
+def needs_statistics(composition: str) -> bool:
+    """Whether the composition contains an eigenbasis."""
+    return composition in _AROUND_EIGENBASIS
+
+
+DATA_FREE = tuple(name for name in COMPOSITIONS if not needs_statistics(name))
+
+
+def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ascending eigenvalues `[..., D]` and eigenvectors as columns `[..., D, D]` of a symmetric
+    float64 moment.
+
+    The largest-magnitude entry of each eigenvector is positive, so that one machine writes the same
+    bytes twice.
+    """
+    moment = moment.double().cpu()
+    eigenvalues, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return eigenvalues, vectors * largest.sign()
+
+
+def compose(basis: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:
+    """`R = left U right` for eigenbases U `[..., D, D]`, float64."""
+    left, right = _factors(basis.shape[-1], composition, group_size)
+    return left @ basis @ right
+
+
+def recover_basis(rotation: torch.Tensor, composition: str, group_size: int) -> torch.Tensor:
+    """The eigenbasis inside a composed rotation `[..., D, D]`: `U = left^T R right^T`, exact up to
+    rounding."""
+    left, right = _factors(rotation.shape[-1], composition, group_size)
+    return left.mT @ rotation.double() @ right.mT
+
+
+def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:
+    """A rotation `[D, D]` that needs no statistics; `seed` matters to `random` alone, which is Haar
+    distributed (Mezzadri 2007: QR of a Gaussian matrix with the signs of R's diagonal moved into
+    Q)."""
+    if composition != "random":
+        return _DATA_FREE[composition](dim)
+    gaussian = torch.randn(
+        dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    q, r = torch.linalg.qr(gaussian)
+    return q * r.diagonal().sign()
+
+
+def orthogonality_error(rotation: torch.Tensor) -> float:
+    """`max |R R^T - I|` over all matrices `[..., D, D]`, computed in float64."""
+    rotation = rotation.double()
+    return (rotation @ rotation.mT - identity(rotation.shape[-1])).abs().max().item()
+
+
+def _factors(dim: int, composition: str, group_size: int) -> Factors:
+    return _AROUND_EIGENBASIS[composition](dim, group_size)

@@ -1,0 +1,137 @@
+"""Hadamard matrices of every order that Paley x Sylvester reaches, and the bit-reversal
+permutation.
+
+Everything is float64 and deterministic: a rotation built from these is the same on every machine.
+"""
+
+from functools import cache
+from itertools import product
+
+import torch
+from scipy.linalg import hadamard as sylvester
+
+from rotationzoo.errors import RotationZooError
+
+
+@cache
+def hadamard(order: int) -> torch.Tensor:
+    """Normalised Hadamard matrix `[order, order]`, float64, entries +-1/sqrt(order).
+
+    Powers of two are in natural (Sylvester) order and symmetric. Any other order is a Kronecker
+    product of the largest Sylvester matrix for which a Paley matrix of the remaining factor exists
+    (Paley 1933, constructions I and II). Callers share one tensor: do not write to it.
+
+    Raises `RotationZooError` for an order that has no such factorisation (no odd order above 1 has
+    any Hadamard matrix).
+    """
+    if order < 1:
+        raise RotationZooError(f"a Hadamard matrix needs a positive order, got {order}")
+    for power in reversed(range(order.bit_length())):
+        factor, rest = divmod(order, 1 << power)
+        if rest == 0 and (core := _paley(factor)) is not None:
+            signs = torch.kron(torch.from_numpy(sylvester(1 << power)).double(), core)
+            return signs / order**0.5
+    raise RotationZooError(
+        f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}",
+        hint="use a recipe without a Hadamard factor: composition: plain",
+    )
+
+
+def _paley(order: int) -> torch.Tensor | None:
+    """The +-1 Paley matrix of this order, or None: construction I needs order - 1 = 3 (mod 4) to be
+    a prime power, II needs order / 2 - 1 = 1 (mod 4) to be one."""
+    if order == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    q = order - 1
+    if q % 4 == 3 and (field := _prime_power(q)):
+        conference = _bordered(_jacobsthal(*field), corner=-1)
+        return torch.eye(order, dtype=torch.float64) + conference
+    q = order // 2 - 1
+    if order % 4 == 0 and q % 4 == 1 and (field := _prime_power(q)):
+        conference = _bordered(_jacobsthal(*field), corner=1)
+        plus = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+        minus = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        return torch.kron(conference, plus) + torch.kron(
+            torch.eye(q + 1, dtype=torch.float64), minus
+        )
+    return None
+
+
+def _bordered(jacobsthal: torch.Tensor, corner: int) -> torch.Tensor:
+    """The conference matrix: a zero corner, a row of ones and a column of +-ones around a
+    Jacobsthal matrix."""
+    conference = torch.nn.functional.pad(jacobsthal, (1, 0, 1, 0))
+    conference[0, 1:] = 1
+    conference[1:, 0] = corner
+    return conference
+
+
+def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
+    """`chi(a - b)` for all elements a, b of GF(prime^degree): +1 for a square, -1 for a non-square,
+    0 for zero."""
+    elements = list(product(range(prime), repeat=degree))
+    modulus = _irreducible(prime, degree)
+    squares = {_multiply(a, a, prime, modulus) for a in elements[1:]}
+    chi = {a: 1.0 if a in squares else -1.0 for a in elements[1:]} | {elements[0]: 0.0}
+    difference = (
+        tuple((x - y) % prime for x, y in zip(a, b, strict=True))
+        for a in elements
+        for b in elements
+    )
+    return torch.tensor([chi[d] for d in difference], dtype=torch.float64).view(len(elements), -1)
+
+
+def _multiply(
+    a: tuple[int, ...], b: tuple[int, ...], prime: int, modulus: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Product of two polynomials over GF(prime), lowest degree first, modulo the monic x^n +
+    modulus."""
+    degree = len(modulus)
+    full = [0] * (2 * degree - 1)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            full[i + j] += x * y
+    for top in reversed(range(degree, len(full))):
+        for j, m in enumerate(modulus):
+            full[top - degree + j] -= full[top] * m
+    return tuple(x % prime for x in full[:degree])
+
+
+def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
+    """Low coefficients of the first monic polynomial over GF(prime) modulo which no product of
+    non-zero elements is zero.
+
+    Trying every product is enough for fields smaller than a head dimension.
+    """
+    zero, *units = product(range(prime), repeat=degree)
+    if degree == 1:
+        return zero
+    for modulus in product(range(prime), repeat=degree):
+        if all(_multiply(a, b, prime, modulus) != zero for a in units for b in units):
+            return modulus
+    raise AssertionError("a field of every prime power order exists")
+
+
+def _prime_power(q: int) -> tuple[int, int] | None:
+    """`(p, n)` with p prime and q = p^n, or None."""
+    prime = next((d for d in range(2, q + 1) if q % d == 0), None)
+    if prime is None:
+        return None
+    degree = 0
+    while q % prime == 0:
+        q, degree = q // prime, degree + 1
+    return (prime, degree) if q == 1 else None
+
+
+def bit_reversal(order: int) -> torch.Tensor:
+    """Permutation `[order]`, int64: entry i is where the i-th most important direction goes.
+
+    For a power of two it is the reversal of i's bits. Otherwise order = odd * 2^k: i is read as a
+    digit below the odd factor and k bits, and the digits are reversed: `i = d + odd * b` goes to `d
+    * 2^k + reversed(b)`. Either way the first order / G entries land in distinct groups of G, for
+    every power of two G that divides the order.
+    """
+    bits = (order & -order).bit_length() - 1
+    odd = order >> bits
+    reverse = [int(f"{b:0{bits}b}"[::-1], 2) if bits else 0 for b in range(1 << bits)]
+    return torch.tensor([(i % odd << bits) + reverse[i // odd] for i in range(order)])

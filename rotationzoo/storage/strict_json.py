@@ -1,0 +1,124 @@
+"""JSON that others wrote: read within limits, and held against a model, so that nothing behind
+meets another type."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.storage import files
+
+LIMIT = 16 << 20  # bytes; an entry of an index has 400, an evaluation of the demo model 24,000
+DEPTH = 32
+_HINT = "fetch or make it again"
+T = TypeVar("T")
+
+
+class Strict(BaseModel):
+    """A table whose types are as JSON has them: no text for a number, and no number that is not
+    finite. Keys that are not known are let through, for they are of a later version."""
+
+    model_config = ConfigDict(
+        extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
+    """The content of JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for what is none,
+    and for what no reader agrees on: a key twice, NaN, numbers beyond float64, nesting beyond 32
+    levels, halves of characters."""
+    try:
+        content = json.loads(
+            text,
+            object_pairs_hook=_table,
+            parse_constant=_no_number,
+            parse_float=_finite,
+            parse_int=_integer,
+        )
+        _check(content)
+    except (ValueError, RecursionError) as error:
+        reason = (
+            "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
+        )
+        raise RotationZooError(
+            f"{origin} is damaged: no JSON that can be read: {reason}", hint=hint
+        ) from error
+    return content
+
+
+def read(path: Path, hint: str = _HINT) -> Any:
+    """The content of a JSON file. Raises `RotationZooError` as `parse` does, and for what is no
+    regular file of at most 16 MiB."""
+    return parse(files.read(path, LIMIT), str(path), hint)
+
+
+def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
+    """The content as a pydantic model. Raises `RotationZooError` that says where in `origin` what
+    is wrong."""
+    try:
+        return TypeAdapter(kind).validate_python(content, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part)[:80] for part in problem["loc"]) or "the whole"
+        what = problem["msg"].removeprefix("Value error, ")
+        raise RotationZooError(f"{origin} is damaged: {where}: {what}", hint=hint) from error
+
+
+def text(content: Any) -> bytes:
+    """A table as the JSON that `parse` reads. Raises `RotationZooError` for a number that is not
+    finite."""
+    try:
+        return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
+    except ValueError as error:
+        raise RotationZooError(f"what was found cannot be written: {_first_line(error)}") from error
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} is there twice")
+    return table
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no number")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"{digits[:80]} is beyond float64")
+    return number
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 19:
+        raise ValueError(f"{digits[:20]}... is beyond 64 bits")
+    return int(digits)
+
+
+def _check(content: Any) -> None:
+    """Raise `ValueError` for nesting beyond `DEPTH` and for text that is no Unicode, level by
+    level."""
+    level = [content]
+    for _ in range(DEPTH):
+        inner: list[Any] = []
+        for node in level:
+            if isinstance(node, str):
+                node.encode()
+            elif isinstance(node, dict):
+                inner += [*node.keys(), *node.values()]
+            elif isinstance(node, list):
+                inner += node
+        level = inner
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]

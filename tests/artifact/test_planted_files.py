@@ -1,0 +1,434 @@
+"""Folders of strangers: links, pipes and names that lead out of them, and files that lie about
+themselves."""
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.damage import refused, small_artifact
+from support.models import save_tiny
+
+from rotationzoo.artifact import card
+from rotationzoo.artifact import store as artifacts
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.engines.absorb import absorb
+from rotationzoo.errors import RotationZooError
+from rotationzoo.storage import files
+from rotationzoo.zoo import index
+from rotationzoo.zoo.push import prepare
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return small_artifact(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    """An artifact to do things to."""
+    return Path(shutil.copytree(made, tmp_path / "planted"))
+
+
+@pytest.fixture
+def docs(tmp_path) -> SimpleNamespace:
+    """What a link leads to, and must be as it was."""
+    place = tmp_path / "docs"
+    place.mkdir()
+    (place / "thesis.tex").write_text("years of work")
+    return SimpleNamespace(
+        folder=place,
+        file=place / "thesis.tex",
+        whole=lambda: [path.read_text() for path in place.iterdir()] == ["years of work"],
+    )
+
+
+def edit(folder: Path, **changes) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# ---- planted links
+
+
+@pytest.mark.parametrize(
+    ("place", "to_file"),
+    [
+        pytest.param("rotations/.demo-hadamard.partial", False, marks=pytest.mark.hostile("link")),
+        pytest.param("rotations/.demo-hadamard.old", False, marks=pytest.mark.hostile("link")),
+        pytest.param("rotations/.demo-hadamard.partial", True, marks=pytest.mark.hostile("link")),
+    ],
+)
+def test_calibrate_follows_no_link_beside_its_output(inside, docs, place, to_file):
+    link = inside.folder / place
+    link.parent.mkdir()
+    link.symlink_to(docs.file if to_file else docs.folder)
+    result = inside("calibrate", "demo", "--recipe", "hadamard")
+    assert result.returncode == 0, result.stderr
+    assert docs.whole()
+    assert verify(Artifact.open(inside.folder / "rotations/demo-hadamard")).ok
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("rotations/demo-hadamard", marks=pytest.mark.hostile("link")),
+        pytest.param("rotations/.demo-hadamard.lock", marks=pytest.mark.hostile("link")),
+        pytest.param(
+            "rotations/.demo-hadamard.checkpoint.safetensors.lock",
+            marks=pytest.mark.hostile("link"),
+        ),
+        pytest.param(
+            "rotations/demo-hadamard.checkpoint.safetensors", marks=pytest.mark.hostile("link")
+        ),
+    ],
+)
+def test_a_link_in_the_place_of_an_output_or_a_lock_is_refused(inside, docs, name):
+    (docs.folder / "empty").mkdir()
+    link = inside.folder / name
+    link.parent.mkdir()
+    link.symlink_to(docs.file if "." in name else docs.folder / "empty")
+    assert "symbolic link" in refused(inside("calibrate", "demo", "--recipe", "hadamard"))
+    (docs.folder / "empty").rmdir()
+    assert docs.whole()
+
+
+def test_a_link_that_the_user_names_is_followed(inside, tmp_path):
+    """As somebody does whose disk is small; so are links in the folders above."""
+    (tmp_path / "disk").mkdir()
+    (inside.folder / "there").symlink_to(tmp_path / "disk" / "mine")
+    (inside.folder / "rotations").symlink_to(tmp_path / "disk")
+    assert inside("calibrate", "demo", "--recipe", "hadamard", "-o", "there").returncode == 0
+    assert inside("calibrate", "demo", "--recipe", "hadamard").returncode == 0
+    assert {path.name for path in (tmp_path / "disk").iterdir()} == {"mine", "demo-hadamard"}
+    assert (inside.folder / "there").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.hostile("link"))
+        for name in (
+            ".README.md.partial",
+            ".probe.partial",
+            ".manifest.json.partial",
+            "README.md",
+            "spectra.png",
+        )
+    ],
+)
+def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(docs.file)
+    artifact = Artifact.open(folder)
+    artifact.check_writable()
+    artifacts.add(artifact, {"spectra.png": b"a picture"}, {}, card.render)
+    assert docs.whole()
+    assert verify(Artifact.open(folder)).ok
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.hostile("link"))
+        for name in (
+            "out/k_rotation_perhead.pt",
+            ".out.partial",
+            ".out.old",
+            "out/.oscar_0.pending.json",
+        )
+    ],
+)
+def test_an_export_writes_through_no_link(inside, folder, docs, name):
+    words = ("export", folder, "--to", "sglang", "-o", "out")
+    assert inside(*words).returncode == 0
+    (inside.folder / name).unlink(missing_ok=True)
+    (inside.folder / name).symlink_to(docs.folder if name.startswith(".out") else docs.file)
+    assert inside(*words).returncode == 0
+    assert docs.whole()
+    assert not (inside.folder / "out/k_rotation_perhead.pt").is_symlink()
+
+
+@pytest.mark.hostile("link")
+def test_an_index_is_written_through_no_link(tmp_path, docs):
+    (tmp_path / "zoo_index.json.partial").symlink_to(docs.file)
+    files.replace(tmp_path / "zoo_index.json", b"{}")
+    assert docs.whole()
+    assert (tmp_path / "zoo_index.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.hostile("link"))
+        for name in ("rotations.safetensors", "statistics.safetensors", "manifest.json")
+    ],
+)
+def test_what_is_a_link_is_neither_verified_nor_published(inside, folder, tmp_path, name):
+    """Even to the very bytes: what it leads to may be other ones a moment later."""
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    assert f"{name} " in inside("verify", folder).stdout + refused(inside("verify", folder))
+    assert "symbolic link" in refused(inside("push", folder, "me/zoo", "--dry-run"))
+
+
+@pytest.mark.hostile("link")
+def test_a_card_that_is_published_is_made_anew(folder, tmp_path):
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("a private key")
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to(secret)
+    upload = prepare(Artifact.open(folder), "me/zoo")
+    sent = [
+        content if isinstance(content, bytes) else content.read_bytes()
+        for content in upload.files.values()
+    ]
+    assert not any(b"private" in content for content in sent)
+    assert upload.files["README.md"].startswith(b"---\nlibrary_name: rotationzoo")
+
+
+# ---- names that lead elsewhere
+
+OUTSIDE = (
+    "../x",
+    "/etc/passwd",
+    "a/../../x",
+    "a\\b",
+    "a//b",
+    "",
+    ".",
+    "..",
+    ".git",
+    "a/.ssh/b",
+    "a\nb",
+    "x" * 300,
+    "a\0b",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.hostile("path")) for name in OUTSIDE]
+)
+def test_no_name_leads_out_of_its_folder(tmp_path, name):
+    with pytest.raises(RotationZooError, match="is no path inside a folder"):
+        files.child(tmp_path, name)
+    assert files.child(tmp_path, "Qwen__Qwen3-8B/oscar-0123/k_rotation.pt").is_relative_to(tmp_path)
+
+
+@pytest.mark.hostile("path")
+def test_a_folder_inside_that_is_a_link_leads_nowhere(tmp_path, docs):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "sub").symlink_to(docs.folder)
+    with pytest.raises(RotationZooError, match="leads out of its folder"):
+        files.child(tmp_path / "folder", "sub/thesis.tex")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.hostile("path")) for name in OUTSIDE]
+)
+@pytest.mark.parametrize("where", ["recipe", "revision", "path", "file", "model"])
+def test_an_index_that_leads_elsewhere_is_refused(where, name):
+    copy = {"hub": "huggingface", "repo": "a/b", "path": "c", "revision": "0" * 40}
+    entry = {"model": "demo", "recipe": "oscar", "copies": [copy], "files": {}}
+    names = {"rotations.safetensors": {"size": 1, "sha256": "0" * 64}}
+    if where == "file":
+        names[name] = {"size": 1, "sha256": "0" * 64}
+    elif where in ("revision", "path"):
+        copy[where] = name
+    else:
+        entry[where] = name
+    content = json.dumps({"schema": 1, "entries": [{**entry, "files": names}]})
+    with pytest.raises(RotationZooError, match=r"an index is damaged: entries\.0"):
+        index.parse(content, "an index")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.hostile("path"))
+        for n in ("../../secret", "/etc/hostname", ".git")
+    ],
+)
+def test_a_manifest_names_files_of_its_own_folder_alone(inside, folder, name):
+    secret = folder.parent.parent / "secret"
+    secret.write_text("")
+    known = json.loads((folder / "manifest.json").read_text())["files"]
+    edit(folder, files=known | {name: {"size": 0, "sha256": files.digest(b"")}})
+    assert "is damaged: files." in refused(inside("verify", folder))
+    (folder / ".git").mkdir()
+    assert "is damaged: files." in refused(
+        inside("calibrate", "demo", "--recipe", "hadamard", "-o", folder, "--restart")
+    )
+    assert (folder / ".git").is_dir()
+
+
+@pytest.mark.hostile("path")
+def test_restart_replaces_no_file_that_is_no_part_of_an_artifact(inside, folder):
+    """Whatever the manifest says, which somebody else may have written."""
+    (folder / "thesis.tex").write_text("years of work")
+    known = json.loads((folder / "manifest.json").read_text())["files"]
+    edit(
+        folder,
+        files=known | {"thesis.tex": {"size": 13, "sha256": files.sha256(folder / "thesis.tex")}},
+    )
+    says = refused(inside("calibrate", "demo", "--recipe", "hadamard", "-o", folder, "--restart"))
+    assert "also holds thesis.tex, which is no part of an artifact" in says
+    assert (folder / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.hostile("path")
+def test_an_export_keeps_what_it_did_not_write(inside, folder):
+    words = ("export", folder, "--to", "vllm", "--pooled", "--windows", "0/0", "-o", "out")
+    assert inside(*words).returncode == 0
+    out = inside.folder / "out"
+    (out / "notes").mkdir()
+    (out / "notes" / "a.txt").write_text("mine")
+    (out / "main.py").write_text("mine too")
+    record = json.loads((out / "export.json").read_text())
+    record["files"] |= {"main.py": "0" * 64, "notes": "0" * 64, "../x": "0" * 64}
+    (out / "export.json").write_text(json.dumps(record))
+    assert inside(*words).returncode == 0
+    assert (out / "notes" / "a.txt").read_text() + (out / "main.py").read_text() == "minemine too"
+
+
+# ---- what is no file
+
+
+def special(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path is at most 107 bytes long
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+        os.chdir(here)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "loop":
+        path.symlink_to(path.name)
+
+
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.hostile("link"))
+    for kind in ("pipe", "socket", "folder", "device", "loop")
+]
+COMMANDS = {
+    "verify": (), "inspect": (), "report": (), "export": ("--to", "sglang"), "push": ("me/zoo", "--dry-run"),
+    "validate": ("--device", "cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "rotations.safetensors", "statistics.safetensors"]
+)
+def test_nothing_waits_for_a_pipe_or_reads_a_device(inside, folder, name, kind):
+    special(folder / name, kind)
+    for word, more in COMMANDS.items():
+        if name == "statistics.safetensors" and word in ("inspect", "report"):
+            continue  # they read none
+        assert refused(inside(word, folder, *more))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_of_an_evaluation_that_is_no_file(inside, folder, kind):
+    known = json.loads((folder / "manifest.json").read_text())["files"]
+    edit(folder, files=known | {"evaluation.json": {"size": 2, "sha256": files.digest(b"{}")}})
+    special(folder / "evaluation.json", kind)
+    assert "evaluation.json" in refused(inside("report", folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_and_an_index_that_are_no_files(inside, made, kind):
+    (inside.folder / "rotations").mkdir()
+    special(inside.folder / "rotations" / "demo-hadamard.checkpoint.safetensors", kind)
+    assert "checkpoint" in refused(inside("calibrate", "demo", "--recipe", "hadamard"))
+    special(inside.folder / "zoo_index.json", kind)
+    named = "/dev/zero" if kind == "device" else "zoo_index.json"
+    assert named in refused(inside("list", "--index", "zoo_index.json"))
+
+
+@pytest.mark.hostile("link")
+def test_a_folder_full_of_other_things_is_no_artifact(inside):
+    place = inside.folder / "junk"
+    place.mkdir()
+    for number in range(200):
+        (place / f"{number}.bin").write_bytes(os.urandom(100))
+    os.mkfifo(place / "pipe")
+    assert "is no artifact" in refused(inside("verify", place))
+    assert "is no artifact" in refused(
+        inside("calibrate", "demo", "--recipe", "hadamard", "-o", place, "--restart")
+    )
+    assert len(list(place.iterdir())) == 201
+
+
+# ---- folders of models
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return save_tiny(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.hostile("link"))
+        for n in ("README.md", "generation_config.json")
+    ],
+)
+def test_a_pipe_in_a_models_folder_is_not_waited_for(inside, model, name):
+    special(model / name, "pipe")
+    result = inside("calibrate", model, "--recipe", "hadamard")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        pytest.param(shards, marks=pytest.mark.hostile("path"))
+        for shards in (
+            {"a": "../secret.safetensors"},
+            {"a": "/etc/hostname"},
+            {"a": {"b": 1}},
+            {"a": None},
+            [],
+            "x",
+            3,
+        )
+    ],
+)
+def test_an_index_of_shards_names_files_of_its_folder(inside, model, shards):
+    (model.parent / "secret.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    refused(inside("calibrate", model, "--tokens", "1024", "--length", "256"))
+    assert not (inside.folder / "rotations").exists()
+
+
+@pytest.mark.hostile("link")
+def test_a_model_is_copied_without_what_its_links_lead_to(made, docs, tmp_path):
+    model = Path(shutil.copytree(made.parent / "tiny", tmp_path / "model"))
+    (model / "notes.txt").symlink_to(docs.file)
+    with pytest.raises(RotationZooError, match=r"notes\.txt leads out of its folder"):
+        absorb(Artifact.open(made), str(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+    cache = tmp_path / "models--a--b"  # as the hub's client keeps models
+    (cache / "snapshots").mkdir(parents=True)
+    (model / "notes.txt").unlink()
+    model.rename(cache / "blobs")
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir()
+    for path in (cache / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    copied = absorb(Artifact.open(made), str(snapshot), tmp_path / "out")
+    assert not [path for path in copied.iterdir() if path.is_symlink()]

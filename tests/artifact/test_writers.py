@@ -1,0 +1,357 @@
+"""Writers that are killed at any step, or that meet: nothing is lost, and nobody finds half of one
+and half of another."""
+
+import fcntl
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.damage import small_artifact
+
+from rotationzoo.artifact import card
+from rotationzoo.artifact import store as artifacts
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.soundness import Verification
+from rotationzoo.checks.verify import verify
+from rotationzoo.engines.export import export
+from rotationzoo.engines.payload import Request
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.recipe import PRESETS
+from rotationzoo.storage import files, folders
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return small_artifact(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "out"))
+
+
+def another(made: Path, folder: Path, name: str) -> Path:
+    """Another artifact of the same model."""
+    changed = PRESETS[name].model_copy(update={"sink": 0, "recent": 0, "pooling": "layer"})
+    return calibrate(Job(str(made.parent / "tiny"), changed, folder, device="cpu")).folder
+
+
+# ---- kills
+
+# Every call by which a writer changes what is on the disk.
+STEPS = (
+    (os, "open"), (os, "link"), (os, "unlink"), (os, "mkdir"), (os, "rmdir"), (os, "rename"), (os, "replace"), (os, "chmod"),
+)  # fmt: skip
+
+
+def killed_at(number: int, work) -> bool:
+    """Do the work in a process that is gone, without a word, at the given call; whether the work
+    was done before that."""
+    if (child := os.fork()) == 0:
+        calls = 0
+
+        def dying(call):
+            def counted(*args, **options):
+                nonlocal calls
+                calls += 1
+                if calls == number:
+                    os._exit(9)
+                return call(*args, **options)
+
+            return counted
+
+        for module, name in STEPS:
+            setattr(module, name, dying(getattr(module, name)))
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 9), "the work failed before it was killed"
+    return code == 0
+
+
+def at_every_step(work, check) -> int:
+    """How many steps there are; `check` is asked after a kill at each of them."""
+    for number in range(1, 500):
+        done = killed_at(number, work)
+        check(done)
+        if done:
+            return number - 1
+    raise AssertionError("no end")
+
+
+@pytest.mark.hostile("crash")
+def test_an_artifact_is_sound_after_a_kill_at_any_step_of_adding(folder):
+    def add() -> None:
+        artifacts.add(Artifact.open(folder), {"spectra.png": b"picture"}, {"seen": 1}, card.render)
+
+    def check(done: bool) -> None:
+        artifact = Artifact.open(folder)
+        assert verify(artifact).problems == []
+        assert ("seen" in artifact.content["metrics"]) == (
+            "spectra.png" in artifact.content["files"]
+        )
+
+    assert at_every_step(add, check) > 10
+
+
+@pytest.mark.hostile("crash")
+def test_an_artifact_is_the_old_or_the_new_after_a_kill_at_any_step_of_replacing(
+    made, folder, tmp_path
+):
+    other = Artifact.open(another(made, tmp_path / "other", "hadamard"))
+    old, manifest = (
+        Artifact.open(folder).identity,
+        {k: v for k, v in other.content.items() if k not in ("schema", "files")},
+    )
+
+    def replace() -> None:
+        artifacts.write(folder, other.rotations, None, manifest, card.render)
+
+    def check(done: bool) -> None:
+        artifact = Artifact.open(folder)
+        assert verify(artifact).problems == []
+        assert artifact.identity in (old, other.identity)
+        assert {path.name for path in folder.iterdir()} == {
+            *artifact.content["files"],
+            "manifest.json",
+            "README.md",
+        }
+
+    assert at_every_step(replace, check) > 10
+
+
+@pytest.mark.hostile("crash")
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "mlx"])
+def test_keys_and_values_are_of_one_export_after_a_kill_at_any_step(
+    made, tmp_path, monkeypatch, engine
+):
+    """An engine that finds new keys beside old values serves garbage, and none of them can tell."""
+    monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
+    target = tmp_path / "export"
+    request = Request(engine, target)
+    first, other = (
+        Artifact.open(another(made, tmp_path / name, name)) for name in ("hadamard", "random")
+    )
+    wanted = [set(export(artifact, request).files.items()) for artifact in (other, first)]
+    assert not {pair for pair in wanted[0] & wanted[1] if not pair[0].endswith(".json")}
+    # Not in a forked process, where LAPACK waits for threads that are not there.
+    monkeypatch.setattr(
+        "rotationzoo.engines.export.verify", lambda artifact: Verification([], None, [])
+    )
+
+    def replace() -> None:
+        export(other, request)
+
+    def check(done: bool) -> None:
+        folders.recover(target)
+        held = {
+            (path.name, files.sha256(path))
+            for path in target.iterdir()
+            if path.name != "export.json"
+        }
+        assert held in wanted
+        if held == wanted[0] and not done:
+            export(first, request)
+
+    assert at_every_step(replace, check) > 10
+
+
+@pytest.mark.hostile("crash")
+def test_what_was_set_aside_is_put_back_by_whoever_reads(inside, folder):
+    folder.rename(folder.with_name(".out.old"))
+    for words in (("inspect", folder), ("verify", folder)):
+        assert inside(*words).returncode == 0
+    assert {path.name for path in folder.parent.iterdir()} == {"out", "work"}
+
+
+# ---- writers that meet
+
+
+def add_one(folder: str, name: str, metric: str, ready, go) -> None:
+    artifact = Artifact.open(Path(folder))
+    ready.release()
+    go.wait(60)
+    artifacts.add(artifact, {name: name.encode()}, {metric: {"a": 1}}, card.render)
+
+
+@pytest.mark.hostile("crash")
+def test_what_two_add_at_once_is_all_there(folder):
+    """Each opened the artifact before the other had added anything: as `evaluate --save` beside
+    `report`."""
+    context = multiprocessing.get_context("fork")
+    ready, go = context.Semaphore(0), context.Event()
+    added = {"spectra.png": "one", "error_by_layer.png": "two", "int2.cu": "three"}
+    writers = [
+        context.Process(target=add_one, args=(str(folder), *pair, ready, go))
+        for pair in added.items()
+    ]
+    for writer in writers:
+        writer.start()
+    for _ in writers:
+        assert ready.acquire(timeout=60)
+    go.set()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    artifact = Artifact.open(folder)
+    assert verify(artifact).problems == []
+    assert set(added) <= artifact.content["files"].keys()
+    assert set(added.values()) <= artifact.content["metrics"].keys()
+
+
+@pytest.mark.hostile("crash")
+def test_nothing_is_added_to_other_rotations(made, folder):
+    artifact = Artifact.open(folder)
+    shutil.rmtree(folder)
+    another(made, folder, "hadamard")
+    with pytest.raises(RotationZooError, match="holds other rotations by now"):
+        artifacts.add(artifact, {"spectra.png": b""}, {}, card.render)
+    with pytest.raises(RotationZooError, match="was replaced while it was read"):
+        artifact.rotation_tensors()
+
+
+@pytest.mark.hostile("crash")
+def test_first_runs_at_once_both_end_with_the_artifact(command):
+    words = [sys.executable, "-m", "rotationzoo", "calibrate", "demo", "--recipe", "hadamard", "-q"]
+    running = [
+        subprocess.Popen(
+            words, cwd=command.folder, env=command.environment, stdout=-1, stderr=-1, text=True
+        )
+        for _ in range(2)
+    ]
+    ends = [(*one.communicate(timeout=240), one.returncode) for one in running]
+    assert [code for *_, code in ends] == [0, 0], ends
+    assert verify(Artifact.open(command.folder / "rotations/demo-hadamard")).ok
+    assert [path.name for path in (command.folder / "rotations").iterdir()] == ["demo-hadamard"]
+
+
+@pytest.mark.hostile("crash")
+def test_readers_find_the_artifact_while_it_is_replaced(folder):
+    """By rename it is gone for a moment, in which a reader waits for the lock."""
+    stop, problems = threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                Artifact.open(folder).rotation_tensors()
+            except RotationZooError as error:
+                problems.append(str(error))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for number in range(30):
+        artifacts.add(Artifact.open(folder), {"spectra.png": bytes(number)}, {}, card.render)
+    stop.set()
+    reader.join()
+    assert problems == []
+
+
+# ---- locks
+
+
+@pytest.mark.hostile("crash")
+@pytest.mark.parametrize("what", ["evaluate", "report", "export", "calibrate"])
+def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch, caplog, what):
+    monkeypatch.setattr(folders, "WAIT", 0.3)
+    export_to = inside.folder / "export"
+    new = inside.folder / "new"
+    words = {
+        "evaluate": (made.parent / "tiny", folder, "--save"), "report": (folder,),
+        "export": (folder, "--to", "mlx", "-o", export_to), "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
+    }[what]  # fmt: skip
+    place = {"export": export_to, "calibrate": inside.folder / "new.checkpoint.safetensors"}.get(
+        what, folder
+    )
+    lock = place.with_name(f".{place.name}.lock")
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        result = inside(what, *words)
+        assert result.returncode == 1
+        assert "gave up after 0.3 s" in result.stderr
+        assert "Waiting up to 0.3 s for another process" in caplog.text + result.stderr
+    lock.unlink()
+
+
+def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path):
+    """A killed process leaves the file and no lock; who let it go removes it; who came in between
+    has the file of nobody."""
+    lock = tmp_path / "lock"
+    lock.write_text("of a killed process")
+    order = []
+
+    def hold(name: str) -> None:
+        with folders.held(lock, "writing"):
+            order.append(f"{name} in")
+            time.sleep(0.02)
+            order.append(f"{name} out")
+
+    threads = [threading.Thread(target=hold, args=(str(number),)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not lock.exists()
+    assert all(order[i].replace("in", "out") == order[i + 1] for i in range(0, 16, 2)), (
+        "one at a time"
+    )
+
+
+def test_the_folder_that_one_is_in_is_not_replaced(folder, monkeypatch):
+    """The shell would be left in a folder that is gone."""
+    monkeypatch.chdir(folder)
+    for path in (folder, folder.parent):
+        with pytest.raises(UsageError, match="holds the current folder"):
+            folders.check_name(path)
+    with pytest.raises(UsageError, match="holds the current folder"):
+        Artifact.open(Path(".")).check_writable()
+
+
+def test_what_else_is_in_a_folder_stays(folder):
+    (folder / "notes" / "deep").mkdir(parents=True)
+    (folder / "notes" / "deep" / "a.txt").write_text("mine")
+    (folder / "link").symlink_to("notes")
+    (folder / "notes").chmod(0o700)
+    folder.chmod(0o750)
+    rotations = (folder / "rotations.safetensors").stat()
+    artifacts.add(Artifact.open(folder), {"spectra.png": b""}, {}, card.render)
+    assert (folder / "notes" / "deep" / "a.txt").read_text() == "mine"
+    assert os.readlink(folder / "link") == "notes"
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "notes")] == [0o750, 0o700]
+    assert os.path.samestat((folder / "rotations.safetensors").stat(), rotations), "not copied"
+
+
+@pytest.mark.parametrize("what", ["the folder", "the folder above"])
+def test_somebody_who_may_not_write_changes_nothing(made, what):
+    """In a process of a user who is not root: read-only folders are no obstacle to root."""
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to other users
+        os.chmod(place, 0o777 if what == "the folder" else 0o755)
+        folder = Path(shutil.copytree(made, Path(place) / "out"))
+        os.chmod(folder, 0o555 if what == "the folder" else 0o777)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        if (child := os.fork()) == 0:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            try:
+                Artifact.open(folder).check_writable()
+            except RotationZooError as error:
+                os._exit(7 if "Permission denied" in str(error) else 8)
+            except BaseException:
+                os._exit(9)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -1,0 +1,174 @@
+"""The captured statistics against a direct computation from the layers' own weights."""
+
+import dataclasses
+
+import pytest
+import torch
+from check_statistics import largest_difference
+from support import architectures
+
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import fit, target_moment
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.linalg.compositions import permutation
+from rotationzoo.linalg.hadamard import hadamard
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import PRESETS, Recipe
+
+BATCHES = list(torch.randint(3, 59, (2, 3, 32), generator=torch.Generator().manual_seed(2)))
+SDPA, OWN_FLOAT32_SOFTMAX = (
+    1e-9,
+    1e-6,
+)  # measured 4e-16 and 2e-8; eager attention computes its softmax in float32
+FLOAT32 = 1e-5  # measured 7e-8
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "tolerance"),
+    [
+        pytest.param("qwen3", dict(num_key_value_heads=4), SDPA, id="MHA"),
+        pytest.param("qwen3", dict(num_key_value_heads=2), SDPA, id="GQA"),
+        pytest.param("qwen3", dict(num_key_value_heads=1), SDPA, id="MQA"),
+        pytest.param("mistral", dict(), SDPA, id="window"),
+        pytest.param("gemma2", dict(), OWN_FLOAT32_SOFTMAX, id="soft cap"),
+    ],
+)
+def test_float64(name, changes, tolerance):
+    model = architectures.build(name, **changes).double()
+    errors = largest_difference(model, BATCHES, sink=4)
+    assert len(errors) == 6
+    assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt_oss"])
+def test_float32(name):
+    errors = largest_difference(architectures.build(name), BATCHES, sink=4)
+    assert max(errors.values()) < FLOAT32, errors
+
+
+def test_the_direct_computation_notices_a_wrong_window():
+    model = architectures.build("mistral")
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 5
+    assert largest_difference(model, BATCHES, sink=4)["output.second_moment"] > 0.01
+
+
+def test_layers_that_share_a_cache_count_for_its_owner():
+    model = architectures.build("gemma4")
+    geometry = geometry_of(model)
+    assert [layer.owner for layer in geometry] == [0, 1, 0, 1]
+    statistics = collect(model, geometry, BATCHES, Recipe(sink=4))
+    assert set(statistics) == {0, 1}
+    tokens = sum(batch.numel() for batch in BATCHES)
+    for kinds in statistics.values():
+        assert (
+            kinds["query"].weight.tolist() == [2 * 2 * tokens] * 2
+        )  # two layers, two query heads a KV head
+        assert kinds["key"].weight.tolist() == [tokens * 28 / 32] * 2
+
+
+def test_two_head_dims_and_unequal_keys_and_values():
+    for name, shapes in {
+        "gemma4": {(2, 16, 16), (2, 32, 32)},
+        "mimo_v2_flash": {(4, 16, 16), (2, 16, 16)},
+    }.items():
+        model = architectures.build(name)
+        geometry = geometry_of(model)
+        rotations = fit(collect(model, geometry, BATCHES, Recipe(sink=4)), Recipe(), geometry)
+        assert {tuple(sides.key.matrix.shape) for sides in rotations.values()} == shapes
+    assert rotations[0].value.matrix.shape == (4, 12, 12)
+
+
+def test_not_finite_activations_name_the_layer():
+    model = architectures.build("qwen3")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[3] = float("nan")
+    with pytest.raises(RotationZooError, match="layer 2 has value activations that are not finite"):
+        collect(model, geometry_of(model), BATCHES, Recipe(sink=4))
+
+
+def test_a_layer_that_the_hooks_miss_is_an_error():
+    model = architectures.build("qwen3")
+    geometry = geometry_of(model)
+    phantom = dataclasses.replace(geometry[0], index=9, owner=9)
+    with pytest.raises(UnsupportedModel, match="saw 0 query rows of layer 9 instead of 384"):
+        collect(model, [*geometry, phantom], BATCHES, Recipe(sink=4))
+    with pytest.raises(UnsupportedModel, match="layer 3 calls attention although"):
+        collect(model, geometry[:3], BATCHES, Recipe(sink=4))
+
+
+def test_rows_within_the_sink_are_refused():
+    model = architectures.build("qwen3")
+    with pytest.raises(RotationZooError, match="sink"):
+        collect(model, geometry_of(model), BATCHES, Recipe(sink=32))
+
+
+# ---- the published recipe, from its formulas (V1 files: pooled over KV heads, value weights from key energy)
+
+
+def published(queries, keys, values):
+    """Moments of one layer as the published code forms them; `[T, H, D]` each, float64."""
+    kv_heads = keys.shape[1]
+    group = queries.shape[1] // kv_heads
+    sigma_k, sigma_v = 0, 0
+    for head in range(kv_heads):
+        q = queries[:, head * group : (head + 1) * group].reshape(-1, queries.shape[-1])
+        k, v = keys[:, head], values[:, head]
+        energy = torch.einsum("td,de,te->t", k, q.T @ q / len(q), k)
+        weights = energy / energy.sum() * len(k)
+        sigma_k = sigma_k + q.T @ q / len(q) / kv_heads
+        sigma_v = sigma_v + torch.einsum("td,t,te->de", v, weights, v) / len(k) / kv_heads
+    return sigma_k, sigma_v
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_oscar_v1_reproduces_the_published_formulas(kv_heads):
+    from rotationzoo.model.capture import capture
+
+    model = architectures.build("qwen3", num_key_value_heads=kv_heads).double()
+    rows = {layer: ([], [], []) for layer in range(4)}
+
+    def keep(layer, query, key, value, output):
+        for tensor, kept in zip((query, key, value), rows[layer], strict=True):
+            kept.extend(tensor.transpose(1, 2))
+
+    with capture(model, keep), torch.no_grad():
+        for batch in BATCHES:
+            model.model(input_ids=batch, use_cache=False)
+
+    recipe, geometry = PRESETS["oscar-v1"], geometry_of(model)
+    statistics = collect(model, geometry, BATCHES, recipe)
+    rotations = fit(statistics, recipe, geometry)
+    for layer, (queries, keys, values) in rows.items():
+        expected = published(*(torch.cat(tensor) for tensor in (queries, keys, values)))
+        for side, sigma in zip(("key", "value"), expected, strict=True):
+            found = target_moment(statistics, recipe, layer, side)[0]
+            assert (found - sigma).norm() / sigma.norm() < 1e-10  # measured 5e-16
+            rotation = rotations[layer][side].matrix
+            assert rotation.shape == (1, 16, 16)
+            basis = rotation[0].double() @ (hadamard(16) @ permutation(16)).T
+            reference = torch.linalg.eigh(sigma).eigenvectors
+            signs = (basis * reference).sum(0).sign()
+            assert (basis - reference * signs).abs().max() < 1e-5  # float32 storage; measured 2e-8
+
+
+def test_key_energy_uses_the_queries_of_all_rows():
+    """One pass over each batch, merged by weight, would give something else than the formula over
+    all rows."""
+    model = architectures.build("qwen3")
+    geometry, recipe = geometry_of(model), PRESETS["oscar-v1"]
+    both = collect(model, geometry, BATCHES, recipe)[1]["key_energy"]
+    one_pass = [collect(model, geometry, [batch], recipe)[1]["key_energy"] for batch in BATCHES]
+    merged = (one_pass[0] + one_pass[1]).second_moment
+    assert (both.second_moment - merged).norm() / merged.norm() > 1e-3  # measured .017
+
+
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+def test_every_recipe_is_orthogonal(recipe):
+    model = architectures.build("qwen3")
+    geometry = geometry_of(model)
+    recipe = recipe.model_copy(update={"sink": 4})
+    statistics = collect(model, geometry, BATCHES, recipe) if recipe.needs_statistics else None
+    rotations = fit(statistics, recipe, geometry)
+    assert len(list(rotations.each())) == 8
+    assert rotations.orthogonality_error < 1e-6  # measured 6e-8

@@ -1,0 +1,132 @@
+"""What would not pass verify is never written, whoever writes it, and one sentence says what and
+where."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import save_tiny
+
+from rotationzoo.artifact.layout import rotations_from
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration import soundness
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.verify import verify
+from rotationzoo.errors import Unsound
+from rotationzoo.recipe import PRESETS, Data, Recipe, Search
+
+RECIPE = Recipe(data=Data(tokens=512, length=128))
+
+
+def scale_weights(folder: Path, name: str, factor: float) -> Path:
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = weights[name] * factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.hostile("values")
+@pytest.mark.parametrize(
+    ("side", "recipe"),
+    [
+        ("value", RECIPE),
+        ("value", RECIPE.model_copy(update={"value_statistic": "value"})),
+        ("key", RECIPE),
+    ],
+)
+def test_weights_too_large_for_float32_statistics(side, recipe, inside, tmp_path):
+    model = save_tiny(tmp_path / "model")
+    # Keys pass through a norm, whose own weight scales them.
+    name = "q_norm" if side == "key" else "v_proj"
+    scale_weights(model, f"model.layers.1.self_attn.{name}.weight", 1e30)
+    (inside.folder / "mine.yaml").write_text(recipe.yaml())
+    words = ["calibrate", model, "--recipe", "mine.yaml", "--output", "made/out", "--device", "cpu"]
+    done = inside(*words)
+    assert done.returncode == 1
+    first, second = done.stderr.splitlines()
+    assert (
+        first
+        == f"Error: not written, since it would not pass verify: {side} eigenvalues not finite: layer 1"
+    )
+    assert second.startswith("Hint: ")
+    assert [path.name for path in inside.folder.iterdir()] == ["mine.yaml"], (
+        "no artifact, no checkpoint"
+    )
+
+
+@pytest.mark.hostile("values")
+def test_a_search_does_not_begin_with_what_is_unsound(tmp_path, monkeypatch):
+    model = scale_weights(
+        save_tiny(tmp_path / "model"), "model.layers.0.self_attn.q_norm.weight", 1e30
+    )
+    recipe = PRESETS["best"].model_copy(
+        update={
+            "sink": 2,
+            "recent": 4,
+            "data": Data(tokens=512, length=64),
+            "search": Search(steps=1, queries=4),
+        }
+    )
+    monkeypatch.setattr("rotationzoo.calibration.job.search", lambda *_: pytest.fail("searched"))
+    with pytest.raises(Unsound, match="key eigenvalues not finite: layer 0"):
+        calibrate(Job(str(model), recipe, tmp_path / "out", device="cpu"))
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.hostile("values")
+@pytest.mark.parametrize("mean", [1e300, 1e30, -1e19])
+def test_a_key_mean_that_no_cache_takes_is_not_imported(pair, tmp_path, mean):
+    for entry in pair.key["layers"].values():
+        entry["k_mean"] = torch.zeros(64, dtype=torch.float64)
+    pair.key["layers"][3]["k_mean"][5] = mean
+    said = pair.refused()
+    assert "key mean" in said
+    assert "layer 3" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"pair"}, "nothing is left of it"
+
+
+@pytest.mark.hostile("values")
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("layers.1.key.rotation", lambda t: t * 1.001, "key rotation not orthogonal: layer 1"),
+        (
+            "layers.0.value.rotation",
+            lambda t: t * float("nan"),
+            "value rotation not finite: layer 0",
+        ),
+        (
+            "layers.1.value.clip",
+            lambda t: t * 2,
+            "value clip ratio not that of the recipe: layer 1",
+        ),
+        (
+            "layers.0.key.eigenvalues",
+            lambda t: t.flip(-1),
+            "rotations that do not come from the statistics beside them: layer 0",
+        ),
+    ],
+)
+def test_the_one_writer_refuses_what_verify_would(name, change, says, tiny, tmp_path):
+    sound = calibrate(Job(str(tiny), RECIPE, tmp_path / "sound", device="cpu"))
+    tensors, statistics = sound.rotation_tensors(), sound.statistics
+    tensors[name] = change(tensors[name])
+    manifest = {
+        key: value for key, value in sound.content.items() if key not in ("schema", "files")
+    }
+    with pytest.raises(Unsound) as refused:
+        soundness.write(
+            tmp_path / "out", rotations_from(tensors), statistics, manifest, hint="make it again"
+        )
+    assert str(refused.value) == f"not written, since it would not pass verify: {says}"
+    assert refused.value.hint == "make it again"
+    assert not (tmp_path / "out").exists()
+    before = (sound.folder / "manifest.json").read_bytes()
+    with pytest.raises(Unsound):
+        soundness.write(
+            sound.folder, rotations_from(tensors), statistics, manifest, hint="make it again"
+        )
+    assert (sound.folder / "manifest.json").read_bytes() == before, "what was there stays"
+    assert verify(Artifact.open(sound.folder)).ok

@@ -1,0 +1,143 @@
+"""What is published names files and folders, and never says where on somebody's machine they
+are."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import DATA
+from support.oscar_files import KEY, VALUE, v1
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.kernel import validate
+from rotationzoo.checks.verify import verify
+from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
+from rotationzoo.zoo.push import prepare
+
+SMALL = Data(tokens=1024, length=512)
+
+
+@pytest.fixture
+def home(tmp_path, tiny) -> Path:
+    """A folder with a telling name that holds a model and texts."""
+    folder = tmp_path / "home-of-jane" / "secret project"
+    shutil.copytree(tiny, folder / "my-model")
+    shutil.copy(DATA / "calibration.jsonl", folder / "my-texts.jsonl")
+    return folder
+
+
+def written_text(folder: Path) -> str:
+    """All that the files of a folder say, tensors too."""
+    return "\n".join(path.read_bytes().decode("latin-1") for path in sorted(folder.iterdir()))
+
+
+@pytest.mark.parametrize("way", ["absolute", "relative", "dot"])
+def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
+    monkeypatch.chdir(home / "my-model" if way == "dot" else home.parent)
+    model = {"absolute": str(home / "my-model"), "relative": "secret project/my-model", "dot": "."}[
+        way
+    ]
+    texts = str(home / "my-texts.jsonl") if way != "relative" else "secret project/my-texts.jsonl"
+    # More tokens than there are: a note says so, and of what.
+    data = SMALL.model_copy(update={"source": texts, "tokens": 10_000_000})
+    artifact = calibrate(Job(model, Recipe(data=data), home / "out", device="cpu", batch=16))
+    measured = SMALL.model_copy(update={"source": texts})
+    copy = Path(shutil.copytree(artifact.folder, home / "other" / "out"))
+    job = Evaluation(
+        model, [artifact.folder, copy], measured, device="cpu", queries=2, save_to=[artifact.folder]
+    )
+    report = evaluate(job)
+    assert len(report["arms"]) == 5
+    validate(Artifact.open(artifact.folder), model, rows=64, device="cpu")
+    said = written_text(artifact.folder)
+    for telling in ("home-of-jane", "secret project"):
+        assert telling not in said
+    manifest = json.loads((artifact.folder / "manifest.json").read_text())
+    assert manifest["model"]["id"] == "my-model"
+    assert (
+        manifest["calibration"]["source"]
+        == manifest["recipe"]["data"]["source"]
+        == "my-texts.jsonl"
+    )
+    assert manifest["calibration"]["note"].endswith("all of my-texts.jsonl")
+    assert verify(Artifact.open(artifact.folder), model).ok
+    entry = prepare(Artifact.open(artifact.folder), "someone/zoo").entry.model_dump_json()
+    assert "home-of-jane" not in entry
+    assert "secret project" not in entry
+
+
+def test_a_job_that_is_done_is_known_by_what_it_read(home):
+    """The same file elsewhere is the same text; another text of the same name is not."""
+    recipe = Recipe(data=SMALL.model_copy(update={"source": str(home / "my-texts.jsonl")}))
+    made = calibrate(Job(str(home / "my-model"), recipe, home / "out", device="cpu"))
+    moved = shutil.copytree(home, home.parent / "moved")
+    elsewhere = Recipe(data=SMALL.model_copy(update={"source": str(moved / "my-texts.jsonl")}))
+    again = calibrate(Job(str(moved / "my-model"), elsewhere, home / "out", device="cpu"))
+    assert again.content == made.content
+    (moved / "my-texts.jsonl").write_text(json.dumps({"text": "other words " * 3000}) + "\n")
+    with pytest.raises(Exception, match="another job: text differ"):
+        calibrate(Job(str(moved / "my-model"), elsewhere, home / "out", device="cpu"))
+
+
+def test_work_that_an_earlier_version_wrote_with_its_paths_is_known(home):
+    texts = str(home / "my-texts.jsonl")
+    job = Job(
+        str(home / "my-model"),
+        Recipe(data=SMALL.model_copy(update={"source": texts})),
+        home / "out",
+        device="cpu",
+    )
+    made = calibrate(job)
+    manifest = json.loads((made.folder / "manifest.json").read_text())
+    manifest["recipe"]["data"]["source"] = texts
+    manifest["recipe_sha256"] = manifest["identity"]["recipe"] = digest(manifest["recipe"])
+    (made.folder / "manifest.json").write_text(json.dumps(manifest))
+    assert verify(Artifact.open(made.folder)).ok
+    assert calibrate(job).content == manifest, "found, and not made again"
+
+
+def test_what_imported_files_say_of_their_machine_stays_there(home, tmp_path):
+    key, value = v1("key", "qqt_r_h_pbr"), v1("value", "sst_r_h_pbr")
+    for side in (key, value):
+        side["calibration"] = {
+            "model_path": str(home / "some-model"),
+            "tokens": 1000,
+            "data": "c4/en",
+        }
+    for name, content in ((KEY, key), (VALUE, value)):
+        torch.save(content, home / name)
+    artifact = import_(Import([home / KEY, home / VALUE], tmp_path / "imported"))
+    assert artifact.content["imported"]["calibration"] == {
+        "model_path": "some-model",
+        "tokens": 1000,
+        "data": "c4/en",
+    }
+    assert "home-of-jane" not in written_text(artifact.folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("open-r1/Mixture-of-Thoughts", "open-r1/Mixture-of-Thoughts"),
+        ("bundled", "bundled"),
+        ("https://example.org/a/b.jsonl", "https://example.org/a/b.jsonl"),
+        ("/home/jane/texts.txt", "texts.txt"),
+        ("texts/mine.PARQUET", "mine.PARQUET"),
+        ("~/texts", "texts"),
+        ("../texts", "texts"),
+    ],
+)
+def test_what_is_a_path_and_what_is_a_name(place, name):
+    assert name_of(place) == name
+
+
+def test_presets_have_the_hash_that_they_had():
+    for recipe in PRESETS.values():
+        assert recipe.hash == digest(recipe.model_dump())

@@ -1,0 +1,114 @@
+"""What a run says of itself in a log: enough to see that it lives, and where it is."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rotationzoo.cli import stage_log
+from rotationzoo.cli.stage_log import StageLog
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def log():
+    """A log with a clock that is set by hand: `log(seconds, stage, done, total)` gives the lines
+    that this adds."""
+    clock, lines = Clock(), []
+    written = StageLog(lines.append, clock)
+
+    def at(seconds: float, *update) -> list[str]:
+        before = len(lines)
+        clock.now = 100.0 + seconds
+        written.update(*update) if update else written.look()
+        return lines[before:]
+
+    return at
+
+
+def test_what_is_over_at_once_says_nothing(log):
+    assert log(0, "looking at the model", 0, 0) == []
+    assert log(9.9, "calibrating", 64, 64) == []
+
+
+def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):
+    assert log(1, "loading the model", 0, 0) == []
+    assert log(11, "calibrating", 1, 1200) == ["[0:00:11] calibrating 1/1,200"]
+    assert log(12, "calibrating", 2, 1200) == []
+    assert log(40.9, "calibrating", 30, 1200) == []
+    assert log(41, "calibrating", 31, 1200) == ["[0:00:41] calibrating 31/1,200"]
+    assert log(45, "composing rotations", 0, 0) == ["[0:00:45] composing rotations"], (
+        "a new stage does not wait"
+    )
+    assert log(46, "searching", 0, 72) == ["[0:00:46] searching 0/72"]
+    assert log(3700, "searching", 71, 72) == ["[1:01:40] searching 71/72"]
+
+
+def test_a_stage_that_cannot_be_counted_is_heard_of_all_the_same(log):
+    assert log(1, "fetching the weights", 0, 0) == []
+    assert log(9) == []
+    assert log(10) == ["[0:00:10] fetching the weights"]
+    assert log(39) == []
+    assert log(40) == ["[0:00:40] fetching the weights"]
+
+
+def test_nobody_needs_to_call_for_that(monkeypatch):
+    monkeypatch.setattr(stage_log, "_LOOK", 0.01)
+    monkeypatch.setattr(stage_log, "QUICK", 0.0)
+    monkeypatch.setattr(stage_log, "EVERY", 0.05)
+    lines, three = [], threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 3:
+            three.set()
+
+    with StageLog(say).running() as update:
+        update("fetching the weights", 0, 0)
+        assert three.wait(30)
+    assert set(lines) == {"[0:00:00] fetching the weights"}
+    assert not any(thread.name == "stage-log" for thread in threading.enumerate()), (
+        "gone with its block"
+    )
+
+
+LASTING = "from rotationzoo.cli import stage_log; stage_log.QUICK = 0.0\nfrom rotationzoo.cli.app import app; app()"
+
+
+@pytest.mark.parametrize("flag", [None, "--json", "--quiet"])
+def test_the_command_line_writes_it_to_a_log(flag, command):
+    """Of a run that lasts, which every one does here after no time at all."""
+    words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", *([flag] if flag else [])]
+    with open(command.folder / "log", "w+") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", LASTING, *words], cwd=command.folder, env=command.environment, stdout=subprocess.PIPE,
+            stderr=log, text=True, timeout=300,
+        )  # fmt: skip
+        log.seek(0)
+        lines = log.read().splitlines()
+    assert done.returncode == 0, lines
+    if flag == "--json":
+        assert json.loads(done.stdout)["tokens"] == 1024
+    if flag == "--quiet":
+        assert lines == []
+        return
+    if flag is None:
+        assert lines.pop().startswith("Next, ")
+    stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+)?", line)[1] for line in lines]
+    assert stages == [
+        "looking at the model", "fetching the weights", "loading the model", "checking the capture", "calibrating",
+        "composing rotations",
+    ]  # fmt: skip
+
+
+def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(command):
+    assert command("calibrate", "demo", "--tokens", "1000").stderr.startswith("Error: ")

@@ -1,0 +1,233 @@
+"""The CUDA codec: compiled for three GPU generations where nvcc is there, and equal to its
+definition where a GPU is."""
+
+import math
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.kernel import edge_rows, validate
+from rotationzoo.codec import cuda, int2
+from rotationzoo.errors import RotationZooError
+
+FORMATS = int2.FORMATS
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+# Every type, format, and way to split a row among lanes at least once, clipped, with and without a
+# rotation.
+COMPILED = [
+    (128, 128, torch.bfloat16, "sglang", False), (128, 128, torch.bfloat16, "sglang", True),
+    (64, 32, torch.float16, "vllm", False), (80, 80, torch.float32, "mlx", True),
+    (96, 96, torch.bfloat16, "mlx", False), (192, 64, torch.float16, "sglang", True),
+    (256, 128, torch.bfloat16, "vllm", True), (512, 32, torch.float32, "sglang", False),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="needs nvcc to compile for sm_80, sm_90 and sm_100"
+)
+@pytest.mark.parametrize(("dim", "group", "dtype", "form", "rotates"), COMPILED)
+def test_no_register_is_spilled(dim, group, dtype, form, rotates, tmp_path):
+    macros = [
+        f"-D{name}={value}"
+        for name, value in cuda.definitions(dim, group, dtype, FORMATS[form], True, rotates)
+    ]
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90, 100)]
+    command = [
+        "nvcc",
+        "-fatbin",
+        "-Xptxas=-v",
+        *targets,
+        *macros,
+        "-o",
+        str(tmp_path / "out"),
+        str(cuda.SOURCE),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    spills = [line.strip() for line in done.stderr.splitlines() if "spill stores" in line]
+    assert len(spills) == 2 * 3, "two kernels for three targets"
+    assert all(", 0 bytes spill stores, 0 bytes spill loads" in line for line in spills), spills
+
+
+def test_shapes_that_the_kernel_does_not_take_are_refused():
+    for dim, group, dtype in (
+        (72, 72, torch.float32),
+        (1024, 128, torch.float32),
+        (64, 64, torch.float64),
+    ):
+        with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of"):
+            cuda.definitions(dim, group, dtype, int2.SGLANG, True, False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without cuda.core")
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    with pytest.raises(RotationZooError, match=r"need NVIDIA's cuda\.core") as failure:
+        cuda.compiled(
+            "quantize", 64, 64, torch.bfloat16, int2.SGLANG, True, False, torch.device("cuda", 0)
+        )
+    assert "rotationzoo[cuda]" in failure.value.hint
+
+
+def sample(dim: int, dtype: torch.dtype, count: int = 203) -> torch.Tensor:
+    """Two heads of rows with tails, behind edge rows."""
+    generator = torch.Generator().manual_seed(dim)
+    largest = min(int2.LARGEST, torch.finfo(dtype).max) * 0.99
+    spread = (
+        torch.randn(2, count, dim, generator=generator)
+        * torch.randn(2, count, 1, generator=generator).exp()
+    )
+    return torch.cat([edge_rows(dim, largest).expand(2, -1, -1), spread], dim=1).to(dtype)
+
+
+@on_gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("dim", "group"), [(64, 32), (80, 80), (112, 112), (128, 128), (192, 64), (512, 128)]
+)
+@pytest.mark.parametrize("dtype", cuda.TYPES, ids=str)
+def test_codes_and_values_are_those_of_the_definition(device, dim, group, dtype, form):
+    rows = sample(dim, dtype)
+    for clip in (1.0, torch.tensor([0.96, 0.5])):
+        packed = cuda.quantize(rows.to(device), clip, group, FORMATS[form])
+        ratio = clip[:, None] if isinstance(clip, torch.Tensor) else clip
+        expected = int2.quantize(rows, ratio, group, FORMATS[form])
+        assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, FORMATS[form].packing))
+        metadata = torch.stack([expected.scale, expected.offset], dim=-1)
+        assert torch.equal(packed.metadata.cpu().view(torch.uint8), metadata.view(torch.uint8))
+        for to in cuda.TYPES:
+            values = cuda.dequantize(packed, to).cpu()
+            assert torch.equal(
+                values.view(torch.uint8),
+                int2.dequantize(expected, FORMATS[form]).to(to).view(torch.uint8),
+            )
+
+
+@on_gpu
+@pytest.mark.parametrize("dim", [80, 128, 256])
+def test_rotating_in_the_kernel(device, dim):
+    rows = sample(dim, torch.bfloat16)[:, 8:]
+    rotation = torch.linalg.qr(
+        torch.randn(2, dim, dim, generator=torch.Generator().manual_seed(1))
+    )[0]
+    rotated = torch.empty(rows.shape, device=device)
+    packed = cuda.quantize(rows.to(device), 0.96, None, int2.SGLANG, rotation.to(device), rotated)
+    exact = rows.double() @ rotation.double()
+    bound = dim * 2.0**-24 * (rows.double().abs() @ rotation.double().abs())
+    assert ((rotated.cpu() - exact).abs() <= bound).all()  # measured .09 of it
+    expected = int2.quantize(rotated.cpu(), 0.96)
+    assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, "strided"))
+    back = cuda.dequantize(packed, torch.float32, rotation.to(device)).cpu()
+    values = int2.dequantize(expected).double()
+    bound = dim * 2.0**-24 * (values.abs() @ rotation.double().abs().mT)
+    assert ((back - values @ rotation.double().mT).abs() <= bound).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("number", [math.nan, math.inf, -2e18])
+def test_rows_outside_the_domain_are_refused(device, number):
+    rows = torch.ones(1, 300, 128, dtype=torch.bfloat16)
+    rows[0, 217, 100] = number
+    for clip in (1.0, 0.9):
+        with pytest.raises(RotationZooError, match="not finite or exceeds"):
+            cuda.quantize(rows.to(device), clip)
+
+
+@on_gpu
+def test_the_definition_is_the_same_on_a_gpu(device):
+    rows = sample(128, torch.float32)
+    for form in FORMATS.values():
+        here, artifact = (
+            int2.quantize(rows, 0.92, 32, form),
+            int2.quantize(rows.to(device), 0.92, 32, form),
+        )
+        assert torch.equal(here.codes, artifact.codes.cpu())
+        assert torch.equal(here.scale, artifact.scale.cpu())
+        assert torch.equal(here.offset, artifact.offset.cpu())
+        assert torch.equal(int2.dequantize(here, form), int2.dequantize(artifact, form).cpu())
+
+
+EVERY = """
+extern "C" __global__ void every(int bits, unsigned long long* wrong) {
+  float s = __uint_as_float(0x3f800000u + blockIdx.x * blockDim.x + threadIdx.x);
+  Divisor<true> narrow(s);
+  for (int m = 0; m < 1 << bits; m++) {
+    float x = 1.0f + m / (float)(1 << bits);
+    if (narrow.divide(x) != __fdiv_rn(x, s)) atomicAdd(wrong, 1ull);
+  }
+}
+"""
+
+
+@on_gpu
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
+def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, bits):
+    """All mantissas of the number by all mantissas of the divisor; exponents do not change the
+    rounding."""
+    from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
+
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    gpu_device = Device(torch.cuda.current_device())
+    gpu_device.set_current()
+    macros = cuda.definitions(128, 128, dtype, int2.SGLANG, False, False)
+    options = ProgramOptions(arch=f"sm_{gpu_device.arch}", std="c++17", define_macro=macros)
+    kernel = (
+        Program(cuda.SOURCE.read_text() + EVERY, "c++", options)
+        .compile("cubin")
+        .get_kernel("every")
+    )
+    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    launch(
+        stream,
+        LaunchConfig(grid=(1 << 23) // 256, block=256),
+        kernel,
+        np.int32(bits),
+        wrong.data_ptr(),
+    )
+    assert wrong.item() == 0
+
+
+@on_gpu
+def test_validation_of_an_artifact(device, tmp_path):
+    from check_int2 import synthetic
+
+    made = synthetic(tmp_path / "artifact", 64, 64)
+    found = validate(made, rows=64, speed=False)
+    assert found["on_gpu"]
+    assert found["codes_equal"]
+    assert (
+        "`int2.cu` gave codes and values bit-equal to the definition"
+        in (made.folder / "README.md").read_text()
+    )
+    assert Artifact.open(made.folder).damaged_files() == []
+
+
+@on_gpu
+def test_a_kernel_that_differs_is_found(device, tmp_path, monkeypatch):
+    from check_int2 import synthetic
+
+    wrong = tmp_path / "wrong.cu"
+    wrong.write_text(
+        cuda.SOURCE.read_text().replace(
+            "by.divide(x), offset), 0.5f)", "by.divide(x), offset), 0.49f)"
+        )
+    )
+    monkeypatch.setattr(cuda, "SOURCE", wrong)
+    cuda.compiled.cache_clear()
+    try:
+        with pytest.raises(
+            RotationZooError,
+            match=r"layers\.0\.key, head \d, row \d+: the kernel's code is \d and the",
+        ):
+            validate(synthetic(tmp_path / "artifact", 64, 64), rows=256, speed=False)
+    finally:
+        cuda.compiled.cache_clear()

@@ -1,0 +1,1 @@
+from support.engine_artifacts import made  # noqa: F401

@@ -1,0 +1,79 @@
+import torch
+
+from rotationzoo.artifact.layout import statistics_tensors
+from rotationzoo.linalg.moments import Moment, average, from_raw, to_raw
+
+
+def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
+    return torch.randn(
+        heads, count, dim, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
+
+
+def moment_of(x, weights=None):
+    moment = Moment.zeros(x.shape[0], x.shape[-1])
+    moment.add(x, weights)
+    return moment
+
+
+def test_second_moment_and_mean():
+    x = rows(0)
+    moment = moment_of(x)
+    assert torch.allclose(
+        moment.second_moment, torch.einsum("hnd,hne->hde", x, x) / 50, rtol=1e-14, atol=1e-15
+    )
+    assert torch.allclose(moment.mean, x.mean(1), rtol=1e-14, atol=1e-15)
+    assert torch.equal(moment.second_moment, moment.second_moment.mT)
+
+
+def test_shards_merge_by_addition():
+    x, y = rows(0), rows(1, count=30)
+    merged, whole = moment_of(x) + moment_of(y), moment_of(torch.cat([x, y], 1))
+    assert torch.allclose(merged.second_moment, whole.second_moment, rtol=1e-14, atol=1e-15)
+    assert torch.allclose(merged.mean, whole.mean, rtol=1e-14, atol=1e-15)
+
+
+def test_weights_count_like_repetitions():
+    x = rows(0)
+    doubled = moment_of(x, torch.full(x.shape[:2], 2.0, dtype=torch.float64))
+    assert torch.allclose(
+        doubled.second_moment, moment_of(torch.cat([x, x], 1)).second_moment, rtol=1e-14, atol=1e-15
+    )
+
+
+def test_products_are_formed_in_float64():
+    """A direction ten thousand times weaker than the rest survives, which a float32 product would
+    lose."""
+    basis, _ = torch.linalg.qr(rows(2, heads=1, count=8))
+    scales = torch.tensor([1e3] * 7 + [1e-1], dtype=torch.float64)
+    x = rows(3, heads=1, count=4096) * scales @ basis.mT
+    x32 = x.float()
+    expected = torch.linalg.eigvalsh(x32.double().mT @ x32.double() / 4096)[0, 0]
+    found = torch.linalg.eigvalsh(moment_of(x32).second_moment)[0, 0]
+    assert abs(found / expected - 1) < 1e-6
+    in_float32 = torch.linalg.eigvalsh((x32.mT @ x32 / 4096).double())[0, 0]
+    assert abs(in_float32 / expected - 1) > 1e-2
+
+
+def test_checkpoint_form_loses_no_bit():
+    statistics = {
+        3: {"key": moment_of(rows(0)), "value": moment_of(rows(1))},
+        7: {"key": moment_of(rows(2))},
+    }
+    back = from_raw(to_raw(statistics))
+    assert back.keys() == statistics.keys()
+    for layer, kinds in statistics.items():
+        for kind, moment in kinds.items():
+            for field in ("second", "first", "weight"):
+                assert torch.equal(getattr(back[layer][kind], field), getattr(moment, field))
+
+
+def test_artifact_form_has_the_names_and_types_of_the_contract():
+    tensors = statistics_tensors(
+        average({5: {"query": moment_of(rows(0)), "key_energy": moment_of(rows(1))}})
+    )
+    assert tensors["layers.5.query.second_moment"].shape == (2, 8, 8)
+    assert tensors["layers.5.query.second_moment"].dtype == torch.float64
+    assert tensors["layers.5.query.count"].dtype == torch.int64
+    assert tensors["layers.5.query.count"].item() == 50
+    assert tensors["layers.5.value.key_energy_moment"].shape == (2, 8, 8)

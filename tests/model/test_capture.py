@@ -1,0 +1,211 @@
+import pytest
+import torch
+import transformers
+from support import architectures
+from support.architectures import EXPECTED, NAMES
+from support.places import ROOT
+
+from rotationzoo.artifact.layout import statistics_tensors
+from rotationzoo.calibration.collect import collect
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.linalg.moments import average
+from rotationzoo.model import loading
+from rotationzoo.model.capture import capture, check_transparent, decoder, intercept
+from rotationzoo.model.geometry import cached_layers, geometry_of, geometry_on_meta, shifted_layers
+from rotationzoo.recipe import Recipe
+
+TABLE = ROOT / "docs" / "architectures.md"
+IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
+present = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not architectures.available(name), reason="not in this transformers"
+        ),
+    )
+    for name in NAMES
+]
+
+
+def logits(model, ids=IDS):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", present)
+def test_looking_on_meta_agrees_with_the_real_model(name):
+    meta = loading.on_meta(architectures.config(name), name)
+    if refusal := EXPECTED[name].refusal:
+        with pytest.raises(UnsupportedModel, match=refusal):
+            geometry_on_meta(meta)
+        with pytest.raises(UnsupportedModel, match=refusal):
+            geometry_of(architectures.build(name))
+        return
+    geometry = geometry_on_meta(meta)
+    assert geometry == geometry_of(architectures.build(name))
+    assert tuple(layer.index for layer in cached_layers(geometry)) == EXPECTED[name].layers
+
+
+@pytest.mark.parametrize("name", present)
+def test_capture_changes_nothing(name):
+    """Also of the families that are refused: those without the attention interface are left as they
+    are."""
+    with torch.no_grad():
+        check_transparent(architectures.build(name), IDS)
+
+
+@pytest.mark.parametrize("name", [p for p in present if not EXPECTED[p.values[0]].refusal])
+def test_capture_sees_every_layer_and_is_undone(name):
+    model = architectures.build(name)
+    plain = logits(model)
+    seen = {}
+    with capture(model, lambda layer, *tensors: seen.update({layer: [t.shape for t in tensors]})):
+        captured = logits(model)
+    assert torch.equal(plain, captured)
+    assert torch.equal(plain, logits(model)), "not restored"
+    geometry = geometry_of(model)
+    assert sorted(seen) == [layer.index for layer in geometry]
+    for layer in geometry:
+        query, key, value, output = seen[layer.index]
+        assert query == (2, layer.query_heads, 24, layer.key_dim)
+        assert key == (2, layer.kv_heads, 24, layer.key_dim)
+        assert value == (2, layer.kv_heads, 24, layer.value_dim)
+        assert output == (2, layer.query_heads, 24, layer.value_dim)
+    statistics = statistics_tensors(average(collect(model, geometry, [IDS], Recipe(sink=4))))
+    assert all(torch.isfinite(tensor).all() for tensor in statistics.values())
+
+
+def test_the_table_in_the_docs_is_what_the_probe_finds():
+    """Rewrites docs/architectures.md where it is out of date, and fails so that the change is
+    committed."""
+    rows = []
+    for name in filter(architectures.available, NAMES):
+        model = architectures.build(name)
+        try:
+            geometry = geometry_of(model)
+            check_transparent(model, IDS)
+        except RotationZooError as error:
+            rows.append(f"| {name} | refused | {error} |")
+            continue
+        layers = cached_layers(geometry)
+        what = f"layers {', '.join(str(layer.index) for layer in layers)} of {architectures.LAYERS}"
+        if len(geometry) > len(layers):
+            what += f"; layers {', '.join(str(x.index) for x in geometry if x.owner != x.index)} share their caches"
+        dims = sorted({(layer.key_dim, layer.value_dim) for layer in layers})
+        if len(dims) > 1:
+            what += f"; head dimensions {', '.join(str(key) for key, _ in dims)}"
+        if any(key != value for key, value in dims):
+            what += f"; keys of {dims[0][0]} and values of {dims[0][1]}"
+        if moved := shifted_layers(geometry):
+            what += f"; keys keep their mean (layers {', '.join(map(str, moved))})"
+        rows.append(f"| {name} | calibrated | {what} |")
+    text = TABLE.read_text(encoding="utf-8")
+    head, _ = text.split("| architecture |")
+    body = "| architecture | | what is found |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    if text != head + body and len(rows) == len(NAMES):
+        TABLE.write_text(head + body, encoding="utf-8")
+        pytest.fail("docs/architectures.md was out of date; it has been rewritten")
+
+
+def test_restored_when_the_forward_raises():
+    model = architectures.build("gemma2")  # eager: in no registry before, and in none after
+    plain = logits(model)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), capture(model, fail):
+        logits(model)
+    assert torch.equal(plain, logits(model))
+
+
+def test_nested_blocks_restore_each_other():
+    model = architectures.build("qwen3")
+    outer, inner = [], []
+    with capture(model, lambda layer, *_: outer.append(layer)):
+        with capture(model, lambda layer, *_: inner.append(layer)):
+            logits(model)
+        logits(model)
+    logits(model)
+    assert inner == [0, 1, 2, 3]
+    assert outer == [0, 1, 2, 3] * 2
+
+
+def test_other_models_and_towers_are_left_alone():
+    model, other = architectures.build("qwen3"), architectures.build("llama")
+    with capture(model, lambda *_: pytest.fail("captured another model")):
+        logits(other)
+    vlm = architectures.build("gemma3-vlm")
+    layers = []
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    with capture(vlm, lambda layer, *_: layers.append(layer)), torch.no_grad():
+        vlm.model.vision_tower(pixel_values=pixels)
+        assert layers == []
+        logits(vlm)
+    assert layers == [0, 1, 2, 3]
+
+
+def test_intercept_replaces_the_output():
+    model = architectures.build("qwen3")
+    plain = logits(model)
+    with intercept(model, lambda layer, query, key, value, attend: attend(query, key, value)):
+        assert torch.equal(logits(model), plain)
+    with intercept(model, lambda layer, query, key, value, attend: attend(query, key, 2 * value)):
+        assert not torch.allclose(logits(model), plain)
+
+
+def test_a_capture_that_changes_the_model_is_refused():
+    model = architectures.build("qwen3")
+    norm = decoder(model).norm
+    state = {"calls": 0}
+
+    def drift(module, args, output):
+        state["calls"] += 1
+        return output * (
+            2 if state["calls"] == 2 else 1
+        )  # the second forward, the captured one, differs
+
+    norm.register_forward_hook(drift)
+    with pytest.raises(UnsupportedModel, match="changes what"), torch.no_grad():
+        check_transparent(model, IDS)
+
+
+def test_two_attentions_in_a_layer_are_refused():
+    """Differential attention reads its values in two halves, neither of which is what the cache
+    stores."""
+    config = transformers.DiffLlamaConfig(**{**architectures.BASE, "num_key_value_heads": 2})
+    with pytest.raises(UnsupportedModel, match="more than once in a layer"):
+        geometry_on_meta(loading.on_meta(config, "difflama"))
+
+
+def test_models_without_attention_or_with_a_part_called_decoder():
+    with pytest.raises(UnsupportedModel, match="code of its own"):
+        geometry_on_meta(
+            loading.on_meta(
+                transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64),
+                "mamba",
+            )
+        )
+    odd = transformers.ModernBertDecoderConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 2
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_encoders_are_refused(name):
+    if name == "bert":
+        config = transformers.BertConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            is_decoder=False,
+        )
+        with pytest.raises(UnsupportedModel, match="encoder"):
+            geometry_on_meta(loading.on_meta(config, name))
+    else:
+        with pytest.raises(UnsupportedModel, match="not a causal language model"):
+            loading.on_meta(transformers.ViTConfig(), name)

@@ -1,0 +1,258 @@
+"""Keys are stored without their mean only where attention ignores it: tried on every model,
+whatever it is called."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import architectures
+from support.models import save_family
+
+from rotationzoo.artifact import store
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job, plan
+from rotationzoo.checks.verify import verify
+from rotationzoo.engines.export import export
+from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.payload import Request
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.model import centering, loading
+from rotationzoo.model.capture import Attention
+from rotationzoo.model.geometry import (
+    geometry_from_json,
+    geometry_json,
+    geometry_of,
+    geometry_on_meta,
+    shifted_layers,
+)
+from rotationzoo.recipe import PRESETS, Data, Search
+from rotationzoo.zoo import regenerate
+from rotationzoo.zoo.index import Entry
+
+MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
+NAMES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not architectures.available(name), reason="not in this transformers"
+        ),
+    )
+    for name in (*MOVED, "qwen3")
+]
+moved = pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] in MOVED])
+WINDOWS = {"sink": 2, "recent": 4}
+BEST = PRESETS["best"].model_copy(
+    update={"data": Data(tokens=192, length=32), "search": Search(steps=0, queries=4), **WINDOWS}
+)
+CENTERED = PRESETS["oscar"].model_copy(
+    update={"center_keys": True, "data": Data(tokens=1024, length=512)}
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made: dict[str, Path] = {}
+    return lambda name: (
+        made.get(name) or made.setdefault(name, save_family(name, tmp_path_factory.mktemp(name)))
+    )
+
+
+@pytest.fixture(scope="module")
+def centered(folders, tmp_path_factory) -> Artifact:
+    """Of a Qwen3, whose attention ignores the mean."""
+    return calibrate(
+        Job(str(folders("qwen3")), CENTERED, tmp_path_factory.mktemp("centered") / "qwen3")
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_look_without_weights_says_what_the_loaded_model_does(name):
+    """Also on weights of another type, and in every layer apart: only those with a window have
+    sinks in MiMo."""
+    geometry = geometry_on_meta(loading.on_meta(architectures.config(name), name))
+    assert shifted_layers(geometry) == MOVED.get(name, [])
+    ids = torch.randint(3, 59, (1, 24), generator=torch.Generator().manual_seed(0))
+    model = architectures.build(name)
+    assert centering.layers_moved(model, ids) == MOVED.get(name, [])
+    assert centering.layers_moved(model.bfloat16(), ids) == MOVED.get(name, [])
+
+
+def test_what_cannot_be_tried_is_not_trusted():
+    model = architectures.build("qwen3")
+    module = model.model.layers[0].self_attn
+    tensors = [torch.zeros(1, heads, 8, 16) for heads in (4, 2, 2)]
+
+    def broken(*_, **__):
+        raise KeyError
+
+    assert not centering.ignores_shift(Attention(torch.nn.Linear(2, 2), broken, None, {}), *tensors)
+    # An attention of its own, in no modeling file: tried as it is.
+    plain = Attention(
+        torch.nn.Linear(2, 2), lambda m, q, k, v, mask, **_: _attend(q, k, v, mask), None, {}
+    )
+    assert centering.ignores_shift(plain, *tensors)
+    assert centering.ignores_shift(Attention(module, broken, None, {"scaling": 0.25}), *tensors), (
+        "eager is there"
+    )
+
+
+def _attend(query, key, value, mask):
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+@moved
+def test_a_recipe_that_centres_is_refused_before_a_weight_is_fetched(name, tmp_path):
+    folder = save_family(name, tmp_path / name, weights=False)
+    with pytest.raises(
+        RotationZooError, match="cannot be centred: attention depends on what all keys share"
+    ) as refusal:
+        plan(Job(str(folder), CENTERED, tmp_path / "out"))
+    assert refusal.value.hint == "set center_keys to false in the recipe"
+    assert plan(Job(str(folder), PRESETS["oscar"], tmp_path / "out")).notes == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_search_leaves_the_mean_where_it_must(name, folders, tmp_path):
+    job = Job(str(folders(name)), BEST, tmp_path / "best", budget=0.0)
+    made = calibrate(job)
+    means = [tensor for tensor in made.rotation_tensors() if tensor.endswith("key.mean")]
+    card = (made.folder / "README.md").read_text(encoding="utf-8")
+    assert verify(made).ok
+    assert bool(means) == made.content["recipe"]["center_keys"] == (name not in MOVED)
+    assert len(made.content["notes"]) == (name in MOVED)
+    for note in made.content["notes"]:
+        assert note.startswith("keys keep their mean, although the recipe best centres them: ")
+        assert note in card
+    assert calibrate(job).identity == made.identity, "the same job"
+
+
+def test_the_command_says_so(folders, inside, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "extends: best\nsink: 2\nrecent: 4\nsearch: {steps: 0, queries: 4}\n", encoding="utf-8"
+    )
+    words = [
+        "calibrate",
+        folders("gpt_oss"),
+        "--recipe",
+        recipe,
+        "--tokens",
+        192,
+        "--length",
+        32,
+        "--budget",
+        0,
+    ]
+    for result in (
+        inside(*words),
+        inside(*words, "--dry-run", "--restart"),
+        inside(*words, "--json"),
+    ):
+        assert result.returncode == 0, result.stderr
+        assert "Note: keys keep their mean" in result.stderr
+    notes = json.loads(inside(*words, "--dry-run", "--json").stdout)["notes"]
+    assert len(notes) == 1
+
+
+def test_only_loaded_weights_may_show_it(folders, tmp_path, monkeypatch):
+    """What the look without weights did not see is still seen before the statistics are
+    collected."""
+    monkeypatch.setattr("rotationzoo.model.geometry.ignores_shift", lambda *_: True)
+    job = Job(str(folders("gpt_oss")), BEST, tmp_path / "best", budget=0.0)
+    made = calibrate(job)
+    assert not made.content["recipe"]["center_keys"]
+    assert len(made.content["notes"]) == 1
+    assert calibrate(job).identity == made.identity
+    with pytest.raises(RotationZooError, match="cannot be centred"):
+        calibrate(Job(str(folders("gpt_oss")), CENTERED, tmp_path / "centered"))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.values[0] in ("gemma2", "gpt_oss")]
+)
+def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp_path):
+    """Heads and dimensions fit, and so does everything but the attention."""
+    files = export(centered, Request("sglang", tmp_path / "files"))
+    pair = [files.path / file for file in files.files if file.endswith(".pt")]
+    for path in pair:  # as published ones, which do not say what they were made for
+        content = torch.load(path, weights_only=True)
+        del content["calibration"]
+        torch.save(content, path)
+    with pytest.raises(
+        RotationZooError, match=r"centres keys, which .* does not bear: attention depends"
+    ):
+        import_(
+            Import(
+                pair,
+                tmp_path / "imported",
+                model=str(save_family(name, tmp_path / name, weights=False)),
+            )
+        )
+    artifact = import_(Import(pair, tmp_path / "unbound"))
+    assert {layer.shift_invariant for layer in artifact.geometry} == {None}
+
+
+def planted(artifact: Artifact, folder: Path, invariant: bool | None) -> Artifact:
+    """A copy whose geometry says something else of the attention."""
+    shutil.copytree(artifact.folder, folder)
+    path = folder / store.MANIFEST
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    layers = [
+        replace(layer, shift_invariant=invariant)
+        for layer in geometry_from_json(manifest["geometry"])
+    ]
+    path.write_text(json.dumps({**manifest, "geometry": geometry_json(layers)}), encoding="utf-8")
+    return Artifact.open(folder)
+
+
+def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, tmp_path):
+    sound = export(centered, Request("sglang", tmp_path / "sound"))
+    assert not any("nobody has tried" in note for note in sound.launch.notes)
+    wrong = planted(centered, tmp_path / "wrong", False)
+    assert any(
+        "keys are stored without their mean" in problem for problem in verify(wrong).problems
+    )
+    with pytest.raises(
+        RotationZooError, match="is not exported: keys are stored without their mean"
+    ):
+        export(wrong, Request("sglang", tmp_path / "exported"))
+    older = planted(centered, tmp_path / "older", None)
+    assert verify(older).ok
+    assert any(
+        "nobody has tried" in note
+        for note in export(older, Request("sglang", tmp_path / "noted")).launch.notes
+    )
+    left_out = export(older, Request("sglang", tmp_path / "uncentered", uncentered=True))
+    assert not any("nobody has tried" in note for note in left_out.launch.notes)
+
+
+def test_artifacts_of_earlier_versions_are_evaluated(centered, folders, tmp_path):
+    """Their geometry does not say whether the mean cancels; the model does."""
+    older = planted(centered, tmp_path / "older", None)
+    text = Data(tokens=512, length=512)
+    report = evaluate(
+        Evaluation(str(folders("qwen3")), [older.folder], text, windows=[(4, 16)], queries=0)
+    )
+    assert not any("centres keys" in note for note in report["notes"])
+
+
+def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
+    """The published recipe is what was done; the configured one is what was asked for."""
+    done = BEST.model_copy(update={"center_keys": False})
+    entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
+    reasons = [regenerate._reason(None, recipe, entry, "1" * 40, {}) for recipe in (BEST, CENTERED)]
+    assert reasons == [None, "the recipe has changed"]
+
+
+def test_the_geometry_says_it_in_every_manifest(centered):
+    assert [layer["shift_invariant"] for layer in centered.content["geometry"]] == [True] * 4
+    model = architectures.build("qwen3")
+    assert geometry_from_json(geometry_json(geometry_of(model))) == geometry_of(model)

@@ -1,0 +1,217 @@
+"""The output projections that a search scores through: read wherever the weight is, and however it
+is kept."""
+
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from support import architectures
+from support.models import save_tiny
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+from rotationzoo.cache.simulated import Cache
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.search.samples import sample_queries
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model import loading
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.projection import output_projections
+from rotationzoo.recipe import PRESETS, Data, Search
+
+SEARCHED = PRESETS["best"].model_copy(
+    update={
+        "sink": 4,
+        "recent": 8,
+        "data": Data(tokens=512, length=64),
+        "search": Search(steps=2, starts=1, queries=8),
+    }
+)
+
+
+def read_all(model, geometry) -> dict[int, tuple[torch.Tensor | None, str]]:
+    return {layer: found.read() for layer, found in output_projections(model, geometry).items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_the_output_projection_is_found_by_what_runs(name):
+    model = architectures.build(name)
+    geometry = geometry_of(model)
+    found = read_all(model, geometry)
+    assert set(found) == {layer.index for layer in geometry}
+    for layer in geometry:
+        weight = model.get_decoder().layers[layer.index].self_attn.o_proj.weight
+        matrix, kept = found[layer.index]
+        assert matrix.shape == (layer.query_heads, layer.value_dim, 64)
+        assert torch.equal(matrix.flatten(0, 1).T, weight)
+        assert kept == "weight"
+
+
+# ---- weights that are elsewhere until their module runs
+
+
+@pytest.mark.parametrize("place", ["memory", "disk", "module by module"])
+def test_offloaded_weights_are_read_and_then_let_go(place, tmp_path):
+    plain = architectures.build("llama")
+    geometry = geometry_of(plain)
+    expected = read_all(plain, geometry)
+    model = architectures.build("llama")
+    if place == "memory":
+        accelerate.cpu_offload(model, execution_device="cpu")
+    elif place == "disk":
+        accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    else:
+        modules = {f"model.layers.{layer}.self_attn.o_proj": "disk" for layer in range(4)}
+        owned = {name.rpartition(".")[0]: "cpu" for name, _ in model.named_parameters()}
+        accelerate.dispatch_model(
+            model, owned | modules, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+        )
+    weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    assert all(weight.is_meta for weight in weights)
+    found = read_all(model, geometry)
+    for layer, (matrix, kept) in expected.items():
+        assert kept == found[layer][1] == "weight"
+        assert torch.equal(found[layer][0], matrix)
+    assert all(layer.self_attn.o_proj.weight.is_meta for layer in model.model.layers)
+
+
+def test_a_search_with_weights_on_disk_gives_the_same_rotations(tmp_path, monkeypatch):
+    model = save_tiny(tmp_path / "model", num_hidden_layers=4)
+    job = {"model": str(model), "recipe": SEARCHED, "device": "cpu", "dtype": "float32"}
+    plain = calibrate(Job(output=tmp_path / "plain", **job))
+    places = []
+    load = loading.load
+    monkeypatch.setattr(
+        loading,
+        "load",
+        lambda *a: (loaded := load(*a), places.extend(loaded.hf_device_map.values()))[0],
+    )
+    spread = calibrate(
+        Job(output=tmp_path / "spread", device_map="auto", max_memory="cpu=150KB", **job)
+    )
+    assert "disk" in places
+    for one in (plain, spread):
+        kept = [layer["projection"] for layer in one.content["search"]["layers"].values()]
+        assert kept == [{str(layer): "weight"} for layer in range(4)]
+    assert spread.identity == plain.identity
+
+
+# ---- weights in FP8
+
+
+def blocks_of(count: int, block: int) -> torch.Tensor:
+    return torch.arange(count) // block
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks", "cut blocks", "one scale", "rows", "row vector", "powers of two"]
+)
+def test_fp8_weights_are_multiplied_with_their_scales(name):
+    """Blocks and single scales in transformers' own module; rows as its FBGEMM module and
+    compressed-tensors keep them."""
+    model = architectures.build("llama")
+    geometry = geometry_of(model)
+    generator = torch.Generator().manual_seed(0)
+    exact = {}
+    for index, layer in enumerate(model.model.layers):
+        weight = torch.randn(64, 64, generator=generator).to(torch.float8_e4m3fn)
+        sizes = {"blocks": (16, 32), "powers of two": (16, 32), "cut blocks": (24, 40)}.get(name)
+        module = FP8Linear(64, 64, block_size=sizes)
+        if sizes:
+            grid = [-(-64 // size) for size in sizes]
+            scale = torch.rand(grid, generator=generator) + 0.1
+            if name == "powers of two":
+                scale = scale.to(torch.float8_e8m0fnu)
+            whole = scale.float()[blocks_of(64, sizes[0])][:, blocks_of(64, sizes[1])]
+        else:
+            scale = torch.rand(
+                [] if name == "one scale" else [64] if name == "row vector" else [64, 1],
+                generator=generator,
+            )
+            whole = (scale[:, None] if name == "row vector" else scale).expand(64, 64)
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if sizes or name == "one scale":
+            module.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+        else:
+            del module.weight_scale_inv
+            module.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+        exact[index] = weight.double() * whole.double()
+        module.forward = lambda rows, index=index: (
+            rows @ exact[index].float().T
+        )  # its own kernels are a GPU's
+        layer.self_attn.o_proj = module
+    for layer, (matrix, kept) in read_all(model, geometry).items():
+        assert kept == "dequantized"
+        assert torch.allclose(matrix.flatten(0, 1).T.double(), exact[layer], rtol=1e-6)
+
+
+# ---- what cannot be read
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.weight.data.char(), "identity: its weights are kept as int8"),
+        (
+            lambda m: m.weight.data.to(torch.float8_e4m3fn),
+            "identity: its float8_e4m3fn weights have no scale",
+        ),
+    ],
+)
+def test_what_is_not_read_says_why(change, says):
+    model = architectures.build("llama")
+    module = model.model.layers[2].self_attn.o_proj
+    module.forward = lambda rows, weight=module.weight: rows @ weight.T
+    module.weight = torch.nn.Parameter(change(module), requires_grad=False)
+    found = read_all(model, geometry_of(model))
+    assert found[2] == (None, says)
+    assert found[1][1] == "weight"
+
+
+@pytest.mark.hostile("values")
+def test_a_projection_that_is_not_finite_names_its_layer():
+    model = architectures.build("llama")
+    geometry = geometry_of(model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[3, 3] = float("nan")
+    with pytest.raises(RotationZooError, match="output projection of layer 1 is not finite"):
+        read_all(model, geometry)
+
+
+def test_the_record_and_the_table_say_what_was_not_read(tmp_path, inside, monkeypatch):
+    from rotationzoo.model import projection
+
+    monkeypatch.setattr(
+        projection, "_weight", lambda module: (None, "identity: its weights are kept as int8")
+    )
+    made = calibrate(Job(str(save_tiny(tmp_path / "model")), SEARCHED, Path("out"), device="cpu"))
+    kept = [layer["projection"] for layer in made.content["search"]["layers"].values()]
+    assert kept == [
+        {"0": "identity: its weights are kept as int8"},
+        {"1": "identity: its weights are kept as int8"},
+    ]
+    said = "Scored without the output projection, which was not readable: layers 0, 1 (its weights are kept as int8)"
+    assert said in inside("inspect", "out").stdout
+
+
+def test_sinks_that_are_elsewhere_are_part_of_the_scores(tmp_path):
+    """An attention's own parameters are in memory only while it runs, and samples are read after
+    that."""
+    rows = list(torch.randint(3, 59, (2, 40), generator=torch.Generator().manual_seed(1)))
+    found = []
+    for offloaded in (False, True):
+        model = architectures.build("gpt_oss")
+        geometry = geometry_of(model)
+        if offloaded:
+            accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+        projections = {layer: matrix for layer, (matrix, _) in read_all(model, geometry).items()}
+        samples = sample_queries(
+            model, geometry, rows, Cache(sink=2, recent=4), 8, {0, 1}, projections
+        )
+        found.append(
+            [(one.exact, *one.attention(one.key)) for layer in (0, 1) for one in samples[layer]]
+        )
+        assert model.model.layers[0].self_attn.sinks.is_meta == offloaded
+    for plain, spread in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(plain, spread, strict=True))

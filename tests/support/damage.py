@@ -1,0 +1,29 @@
+"""What tests of damaged, planted and half-written files share: a small artifact, and what a refusal
+is."""
+
+from pathlib import Path
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.recipe import PRESETS, Data
+from support.models import save_tiny
+
+SMALL = PRESETS["oscar"].model_copy(
+    update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16}
+)
+
+
+def small_artifact(folder: Path) -> Path:
+    """An artifact in `folder / out`, and its model in `folder / tiny`."""
+    return calibrate(
+        Job(str(save_tiny(folder / "tiny")), SMALL, folder / "out", device="cpu")
+    ).folder
+
+
+def refused(result) -> str:
+    """One sentence and no traceback."""
+    assert result.returncode in (1, 2), (result.stdout, result.stderr)
+    lines = result.stderr.splitlines()
+    assert [line[:7] for line in lines if line.startswith("Error: ")] == ["Error: "], result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr

@@ -1,0 +1,113 @@
+"""Artifacts of tiny models with statistics, and their export for every engine."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rotationzoo.artifact import card, store
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import fit
+from rotationzoo.engines import payload
+from rotationzoo.engines.base import Options
+from rotationzoo.engines.export import export
+from rotationzoo.engines.payload import Request
+from rotationzoo.linalg.moments import average
+from rotationzoo.model.geometry import Layer, cached_layers, geometry_json, geometry_of
+from rotationzoo.recipe import PRESETS, Recipe
+from support import architectures
+from support import engine_readers as engines
+
+IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
+
+
+OSCAR = PRESETS["oscar"].model_copy(update={"sink": 8, "recent": 16})
+
+
+CENTERED = OSCAR.model_copy(update={"center_keys": True})
+
+
+# What an engine does not take, agreed to.
+AGREED = {
+    "sglang": {}, "onnx": {}, "mlx": {},
+    "vllm": {"pooled": True, "windows": (0, 0)}, "llama.cpp": {"pooled": True, "clip": (0.96, 0.96)},
+}  # fmt: skip
+
+
+def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifact:
+    """An artifact of a tiny random model, with statistics."""
+    model = architectures.build(family, **changes)
+    geometry = geometry_of(model)
+    statistics = collect(model, geometry, [IDS], recipe.model_copy(update={"sink": 8}))
+    rotations = fit(statistics, recipe, geometry)
+    manifest = {
+        "model": {
+            "id": f"tiny/{family}", "revision": "0" * 40, "license": None, "architecture": family,
+            "config_sha256": "1" * 64, "weights_fingerprint": "2" * 64,
+        },
+        "geometry": geometry_json(geometry), "recipe": recipe.model_dump(), "recipe_sha256": recipe.hash,
+        "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64}, "identity": {},
+        "versions": {"rotationzoo": "0"}, "run": {"seconds": 0.0, "peak_memory_bytes": None},
+        "metrics": {"orthogonality_error": 0.0},
+    }  # fmt: skip
+    return store.write(folder, rotations, average(statistics), manifest, card.render)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Artifacts by family and recipe, each made once."""
+    known: dict[tuple, Artifact] = {}
+
+    def get(family: str = "qwen3", recipe: Recipe = OSCAR, **changes) -> Artifact:
+        key = family, recipe.hash, json.dumps(changes, sort_keys=True)
+        if key not in known:
+            known[key] = make(tmp_path_factory.mktemp("made") / family, family, recipe, **changes)
+        return known[key]
+
+    return get
+
+
+def layers_of(artifact: Artifact) -> list[Layer]:
+    return cached_layers(artifact.geometry)
+
+
+def base_for(artifact: Artifact, folder: Path, architecture: str = "qwen3") -> Path:
+    layers = artifact.geometry
+    last, one = max(layer.index for layer in layers), layers[0]
+    shape = dict(
+        layers=last + 1, hidden=64, heads=one.query_heads, kv_heads=one.kv_heads, dim=one.key_dim
+    )
+    shape["cached"] = {layer.index for layer in layers}
+    return engines.write_base(folder / "base.gguf", architecture=architecture, **shape)
+
+
+def exported(engine: str, artifact: Artifact, folder: Path, **changes):
+    options = {**AGREED[engine], **changes}
+    if engine == "llama.cpp" and "options" not in options:
+        folder.mkdir(parents=True, exist_ok=True)
+        options["options"] = Options(base=base_for(artifact, folder))
+    return export(artifact, Request(engine, folder / "out", **options))
+
+
+def matrices(artifact: Artifact, layer, side: str, pooled: bool) -> torch.Tensor:
+    """What the engine should multiply by, `[H, D, D]`."""
+    rotations = payload.pooled(artifact) if pooled else artifact.rotations
+    return rotations[layer.index][side].matrix.expand(layer.kv_heads, -1, -1)
+
+
+def rows_of(layer, side: str, tokens: int = 24) -> torch.Tensor:
+    dim = layer.key_dim if side == "key" else layer.value_dim
+    generator = torch.Generator().manual_seed(layer.index)
+    return torch.randn(layer.kv_heads, tokens, dim, generator=generator) * (
+        1 + torch.arange(dim) % 5
+    )
+
+
+def attend(q, k, v):
+    scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    scores = np.where(np.tri(q.shape[-2], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v

@@ -1,0 +1,246 @@
+"""How each serving engine reads its files and stores a row: written from what is known of the
+engines, not from our own code.
+
+`read_*` returns `rotate(side, layer, rows)` on `[H, T, D]` numpy rows as that engine multiplies
+them; `store_*` returns the codes and packed bytes of rotated rows `[..., D]`.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from safetensors.numpy import load_file
+
+
+def read_sglang(folder: Path, environment: dict, heads: int):
+    """`load_oscar_rotations`: layers by int id, a 2-D or 3-D rotation; keys lose their mean
+    first."""
+    sides = {}
+    for side, letter in (("key", "K"), ("value", "V")):
+        path = environment[f"SGLANG_OSCAR_{letter}_ROTATION_PATH"]
+        sides[side] = torch.load(path, map_location="cpu", weights_only=True)["layers"]
+
+    def rotate(side, layer, rows):
+        entry = sides[side][layer]
+        assert entry["layer_id"] == layer
+        matrix = entry["rotation"]
+        assert matrix.dtype == torch.float32
+        assert matrix.is_contiguous()
+        mean = entry["k_mean"].numpy()[:, None] if "k_mean" in entry and side == "key" else 0
+        return (rows - mean) @ matrix.expand(heads, -1, -1).numpy()
+
+    return rotate
+
+
+def read_vllm(folder: Path, environment: dict, heads: int):
+    """One `(D, D)` matrix a layer; a layer that is missing would be left alone."""
+    sides = {}
+    for side, letter in (("key", "K"), ("value", "V")):
+        layers = torch.load(environment[f"VLLM_OSCAR_{letter}_ROTATION_PATH"], map_location="cpu")[
+            "layers"
+        ]
+        sides[side] = {
+            layer: entry["rotation"].to(torch.float32).numpy() for layer, entry in layers.items()
+        }
+        assert all(matrix.shape == (matrix.shape[0],) * 2 for matrix in sides[side].values())
+    return lambda side, layer, rows: (
+        rows @ sides[side].get(layer, np.eye(rows.shape[-1], dtype=np.float32))
+    )
+
+
+def read_llama(folder: Path, environment: dict, heads: int):
+    """`ggml_mul_mat(rot, x)`: every output channel is the dot product of x with a row of the
+    tensor."""
+    (path,) = folder.glob("*.gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+    def rotate(side, layer, rows):
+        tensor = tensors[f"blk.{layer}.attn_{side[0]}_rot.weight"]
+        assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
+        assert list(tensor.shape) == [rows.shape[-1]] * 2
+        return np.einsum("hti,oi->hto", rows, np.array(tensor.data))
+
+    return rotate
+
+
+def read_mlx(folder: Path, environment: dict, heads: int):
+    """`x @ M.T`; as many numbered keys as cache layers, taken in order."""
+    sides = {
+        side: load_file(folder / f"{side[0]}_rotation.safetensors") for side in ("key", "value")
+    }
+    metadata = json.loads((folder / "metadata.json").read_text())
+    assert metadata["schema"] == "mlx-lm-oscar-rotations-v1"
+    order = sorted(int(re.fullmatch(r"layer_(\d+)", name)[1]) for name in sides["key"])
+    assert order == metadata["layer_indices"]
+
+    def rotate(side, layer, rows):
+        matrix = sides[side][f"layer_{layer}"]
+        assert np.abs(matrix @ matrix.swapaxes(-1, -2) - np.eye(matrix.shape[-1])).max() < 1e-5
+        return rows @ np.broadcast_to(matrix, (heads, *matrix.shape[-2:])).swapaxes(-1, -2)
+
+    return rotate
+
+
+def read_onnx(folder: Path, environment: dict, heads: int):
+    """Constant initializers wired to inputs 18 and 19 of each attention node."""
+    model = onnx.load(folder / "rotations.onnx")
+    onnx.checker.check_model(model)
+    initializers = {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer
+    }
+    nodes = {int(re.search(r"layers\.(\d+)\.", node.name)[1]): node for node in model.graph.node}
+
+    def rotate(side, layer, rows):
+        node = nodes[layer]
+        assert (node.op_type, node.domain) == ("MixedPrecisionGroupQueryAttention", "com.microsoft")
+        matrix = initializers[node.input[18 if side == "key" else 19]]
+        assert matrix.shape == (heads, rows.shape[-1], rows.shape[-1])
+        return rows @ matrix
+
+    return rotate
+
+
+READ = {
+    "sglang": read_sglang,
+    "vllm": read_vllm,
+    "llama.cpp": read_llama,
+    "mlx": read_mlx,
+    "onnx": read_onnx,
+}
+
+
+def store_sglang(rows: np.ndarray, clip: float, group: int):
+    """Sorted index of the whole row, float32 metadata, quarter-strided bytes."""
+    rows = rows.astype(np.float32)
+    dim = rows.shape[-1]
+    threshold = np.sort(np.abs(rows), -1)[..., min(int(clip * dim + 1e-6), dim - 1), None]
+    groups = np.clip(rows, -threshold, threshold).reshape(*rows.shape[:-1], -1, group)
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    scale = np.maximum(high - low, np.float32(1e-8)) / np.float32(3)
+    codes = (
+        np.clip(np.trunc(groups / scale + (-low / scale) + np.float32(0.5)), 0, 3)
+        .astype(np.uint8)
+        .reshape(rows.shape)
+    )
+    q = codes.reshape(*rows.shape[:-1], 4, dim // 4)
+    return codes, q[..., 0, :] | q[..., 1, :] << 2 | q[..., 2, :] << 4 | q[..., 3, :] << 6
+
+
+def store_vllm(rows: np.ndarray, clip: float, group: int):
+    """Interpolated quantile, half-precision scale and minimum, consecutive bytes."""
+    rows = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32))
+    threshold = torch.quantile(rows.abs(), clip, dim=-1, keepdim=True)
+    rows = rows.clamp(-threshold, threshold)
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    scale, low = (
+        ((high - low) / torch.tensor(3.0)).clamp(min=1e-8).half().float(),
+        low.half().float(),
+    )
+    codes = ((rows - low) / scale + 0.5).trunc().clamp(0, 3).to(torch.uint8).numpy()
+    return codes, consecutive(codes)
+
+
+def store_mlx(rows: np.ndarray, clip: float, group: int):
+    """Sorted index within each group, metadata stored in half precision after rounding with it,
+    consecutive bytes."""
+    groups = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group)
+    threshold = np.sort(np.abs(groups), -1)[..., min(int(clip * group + 1e-6), group - 1), None]
+    groups = np.clip(groups, -threshold, threshold)
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    scale = np.maximum(
+        np.maximum(high - low, np.float32(1e-8)) / np.float32(3), np.abs(low) / np.float32(32768)
+    )
+    codes = (
+        np.clip(np.floor(groups / scale + -low / scale + np.float32(0.5)), 0, 3)
+        .astype(np.uint8)
+        .reshape(rows.shape)
+    )
+    return codes, consecutive(codes)
+
+
+def store_q2_0(rows: np.ndarray, clip: float, group: int):
+    """llama.cpp's q2_0: standard deviation of each block of 32, four levels with thresholds at 0
+    and +-0.6745 of it."""
+    rows = rows.astype(np.float32)
+    threshold = np.sort(np.abs(rows), -1)[
+        ..., min(int(clip * rows.shape[-1]), rows.shape[-1] - 1), None
+    ]
+    blocks = np.clip(rows, -threshold, threshold).reshape(*rows.shape[:-1], -1, 32)
+    centred = blocks - rows.mean(-1)[..., None, None]
+    sigma = centred.std(-1, keepdims=True)
+    codes = (
+        (centred > -0.6745 * sigma).astype(np.uint8) + (centred > 0) + (centred > 0.6745 * sigma)
+    ).astype(np.uint8)
+    return codes.reshape(rows.shape), consecutive(codes.reshape(rows.shape))
+
+
+def consecutive(codes: np.ndarray) -> np.ndarray:
+    q = codes.reshape(*codes.shape[:-1], -1, 4)
+    return q[..., 0] | q[..., 1] << 2 | q[..., 2] << 4 | q[..., 3] << 6
+
+
+STORE = {
+    "sglang": store_sglang,
+    "vllm": store_vllm,
+    "llama.cpp": store_q2_0,
+    "mlx": store_mlx,
+    "onnx": store_sglang,
+}
+
+
+def write_base(
+    path: Path,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    architecture: str = "qwen3",
+    cached: set[int] | None = None,
+) -> Path:
+    """A tiny model in a GGUF file, with metadata of every kind and weights in three types."""
+    generator = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_bool("tokenizer.ggml.add_bos_token", False)
+    writer.add_token_list(["a", "b", "Ġc", "日"])
+    writer.add_token_scores([0.0, -1.5, -2.25, 0.1])
+    writer.add_token_types([1, 1, 1, 3])
+    writer.add_chat_template("{{ messages }}")
+    shapes = {"token_embd.weight": (64, hidden), "output_norm.weight": (hidden,)}
+    for i in sorted(
+        set(range(layers)) if cached is None else cached
+    ):  # the others are linear attention
+        shapes |= {
+            f"blk.{i}.attn_q.weight": (heads * dim, hidden),
+            f"blk.{i}.attn_k.weight": (kv_heads * dim, hidden),
+            f"blk.{i}.attn_v.weight": (kv_heads * dim, hidden),
+            f"blk.{i}.attn_output.weight": (hidden, heads * dim),
+            f"blk.{i}.ffn_down.weight": (hidden, 64),
+        }
+    for name, shape in shapes.items():
+        data = generator.standard_normal(shape, dtype=np.float32)
+        if name.endswith("ffn_down.weight"):
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, data.astype(np.float16) if data.ndim == 2 else data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

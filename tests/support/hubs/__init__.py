@@ -1,0 +1,487 @@
+"""Model hubs in memory on the loopback interface, for the unmodified client libraries to talk to.
+
+This file holds what the hubs share: repositories, faults on request, and the HTTP server around
+them. A hub turns a `Call` into an `Answer` and never sees a socket, so a fault can spoil any answer
+on its way out.
+"""
+
+import hashlib
+import json
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+# What the braces in a route stand for; any other name is one segment of the path.
+FIELDS = {
+    "repository": r"(?:(?:models|datasets)/)?[\w.-]+/[\w.-]+",
+    "revision": r"refs/pr/\d+|[^/]+",
+    "path": r".+",
+    "number": r"\d+",
+    "sha256": r"[0-9a-f]{64}",
+}
+
+
+@dataclass
+class Fault:
+    """Spoil the next `count` requests of this method whose path with its query matches the pattern.
+
+    `what` is the status of an error, "drop" (no answer), "cut" (half of the body), "flip" (one
+    wrong bit in the body), or "lost" (the request is carried out, but nobody hears of it).
+    """
+
+    method: str
+    pattern: str
+    what: int | str
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.what, int) and self.what not in ("drop", "cut", "flip", "lost"):
+            raise ValueError(f"No such fault: {self.what}")
+
+
+class Refusal(Exception):
+    """An error to answer with; each hub has its own way to write it."""
+
+    def __init__(
+        self, status: int, message: str, code: str | int = "", headers: dict[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, headers or {}
+
+
+@dataclass
+class Call:
+    method: str
+    target: str  # the path with its query, as sent
+    headers: Message
+    body: bytes
+
+    def __post_init__(self) -> None:
+        address = urlsplit(self.target)
+        self.path, self.query = address.path, parse_qs(address.query)
+
+    def option(self, name: str, default: str = "") -> str:
+        return self.query.get(name, [default])[0]
+
+    def json(self) -> Any:
+        return json.loads(self.body or b"{}")
+
+
+@dataclass
+class Answer:
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
+    return Answer(
+        status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})}
+    )
+
+
+def ranged(call: Call, data: bytes, headers: dict[str, str]) -> Answer:
+    """The bytes that the Range header asks for, or all of them."""
+    wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", call.headers.get("Range", ""))
+    if not wanted:
+        return Answer(200, data, {"Accept-Ranges": "bytes", **headers})
+    first, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
+    if first > last:
+        return Answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+    return Answer(
+        206,
+        data[first : last + 1],
+        {"Content-Range": f"bytes {first}-{last}/{len(data)}", **headers},
+    )
+
+
+@dataclass(frozen=True)
+class Blob:
+    """The content of a file. Git holds a large one as a pointer only; its bytes are in the
+    storage."""
+
+    data: bytes
+    large: bool
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def pointer(self) -> bytes:
+        lines = [
+            "version https://git-lfs.github.com/spec/v1",
+            f"oid sha256:{self.sha256}",
+            f"size {len(self.data)}",
+            "",
+        ]
+        return "\n".join(lines).encode()
+
+    @property
+    def oid(self) -> str:
+        content = self.pointer if self.large else self.data
+        return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+@dataclass
+class Commit:
+    files: dict[str, Blob]
+    parent: str | None
+    title: str
+    description: str
+    seconds: float = field(default_factory=time.time)
+    author: str = ""  # nobody's where the test made it
+
+    @property
+    def date(self) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.seconds))
+
+
+@dataclass
+class Repository:
+    name: str
+    private: bool = False
+    commits: dict[str, Commit] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)  # "refs/heads/main" and so on
+    pulls: list = field(default_factory=list)  # only Hugging Face has them
+
+    def find(self, revision: str) -> str | None:
+        """The commit that a branch, a tag, a full ref or the start of a commit's name stands
+        for."""
+        for ref in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
+            if ref in self.refs:
+                return self.refs[ref]
+        found = [name for name in self.commits if len(revision) >= 7 and name.startswith(revision)]
+        return found[0] if len(found) == 1 else None
+
+    def add(
+        self,
+        ref: str,
+        parent: str | None,
+        files: dict[str, Blob],
+        title: str,
+        description: str = "",
+    ) -> str:
+        content = [(path, blob.oid) for path, blob in sorted(files.items())]
+        # The count tells commits apart that have everything else in common, and unlike a clock it
+        # repeats in every run.
+        name = hashlib.sha1(
+            repr((self.name, len(self.commits), parent, content, title)).encode()
+        ).hexdigest()
+        self.commits[name] = Commit(files, parent, title, description)
+        self.refs[ref] = name
+        return name
+
+
+def route(methods: str, pattern: str, access: str = "read") -> Callable[[Callable], Callable]:
+    """Answer these requests with the function. `access` is "read", "write" or "open", which asks
+    for no token at all."""
+    expression = re.compile(
+        re.sub(r"{(\w+)}", lambda name: f"(?P<{name[1]}>{FIELDS.get(name[1], '[^/]+')})", pattern)
+    )
+
+    def mark(function: Callable) -> Callable:
+        function.route = (methods.split(), expression, access)
+        return function
+
+    return mark
+
+
+class Hub:
+    """Repositories in memory. A subclass adds the routes and the wording of one hub."""
+
+    token = "test"
+    branch = "main"
+    large_suffixes = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".zip", ".parquet")
+    first_files: ClassVar[dict[str, bytes]] = {}  # of the commit that a repository begins with
+    no_repository: str | int = ""  # what the error messages carry for a machine to read
+    no_revision: str | int = ""
+
+    def __init__(self) -> None:
+        self.private = False
+        self.endpoint = self.storage_origin = ""  # known once the server runs
+        self.repositories: dict[str, Repository] = {}
+        self.storage: dict[str, bytes] = {}  # large files by sha256
+        self.requests: list[str] = []
+        self.leaks: list[str] = []
+        self.faults: list[Fault] = []
+        self.hidden: set[str] = set()
+        self.lock = threading.RLock()
+
+    # What a test does behind the clients' backs.
+
+    def create(self, name: str, private: bool = False) -> str:
+        with self.lock:
+            repository = self.repositories[name] = Repository(name, private)
+            files = {path: self.blob(path, data) for path, data in self.first_files.items()}
+            return repository.add(f"refs/heads/{self.branch}", None, files, "initial commit")
+
+    def commit(
+        self,
+        name: str,
+        files: dict[str, bytes],
+        delete: Iterable[str] = (),
+        branch: str | None = None,
+    ) -> str:
+        """Change files on a branch. One that does not exist yet starts at the default branch."""
+        with self.lock:
+            repository, branch = self.repositories[name], branch or self.branch
+            parent = repository.find(branch) or self.head(name)
+            contents = dict(repository.commits[parent].files)
+            for path in delete:
+                del contents[path]
+            contents |= {path: self.blob(path, data) for path, data in files.items()}
+            ref = branch if branch.startswith("refs/") else f"refs/heads/{branch}"
+            return repository.add(ref, parent, contents, "commit of the test")
+
+    def files(self, name: str, revision: str | None = None) -> dict[str, bytes]:
+        with self.lock:
+            repository = self.repositories[name]
+            contents = repository.commits[self.resolve(repository, revision or self.branch)].files
+            return {path: blob.data for path, blob in contents.items()}
+
+    def head(self, name: str) -> str:
+        return self.repositories[name].refs[f"refs/heads/{self.branch}"]
+
+    def commits(self, name: str) -> int:
+        return len(self.repositories[name].commits)
+
+    def remove(self, name: str) -> None:
+        del self.repositories[name]
+
+    # What the routes share.
+
+    def is_large(self, path: str, size: int, start: bytes) -> bool:
+        raise NotImplementedError
+
+    def blob(self, path: str, data: bytes) -> Blob:
+        large = self.is_large(path, len(data), data[:512])
+        if large:
+            self.storage[hashlib.sha256(data).hexdigest()] = data
+        return Blob(data, large)
+
+    def stored(self, sha256: str) -> Blob:
+        if sha256 not in self.storage:
+            raise Refusal(400, f"The object {sha256} is not in the storage")
+        return Blob(self.storage[sha256], True)
+
+    def resolve(self, repository: Repository, revision: str) -> str:
+        found = repository.find(revision)
+        if found is None:
+            raise Refusal(404, f"No such revision: {revision}", self.no_revision)
+        return found
+
+    def listing(
+        self, files: dict[str, Blob], folder: str, recursive: bool
+    ) -> tuple[list[str], dict[str, Blob]]:
+        """The folders and the files below a folder, without those that the test hides."""
+        prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
+        below = {
+            path: blob
+            for path, blob in sorted(files.items())
+            if path.startswith(prefix) and path not in self.hidden
+        }
+        parents = (
+            path.split("/")[:depth] for path in below for depth in range(1, path.count("/") + 1)
+        )
+        folders = {name for name in map("/".join, parents) if name.startswith(prefix)}
+        if not recursive:
+            below = {
+                path: blob for path, blob in below.items() if "/" not in path.removeprefix(prefix)
+            }
+            folders = {name for name in folders if "/" not in name.removeprefix(prefix)}
+        return sorted(folders), below
+
+    def stored_at(self, path: str, sha256: str) -> dict[str, str]:
+        """The redirect to a large file: another origin, as a CDN is. The name is there for a
+        fault's pattern to match."""
+        return {"Location": f"{self.storage_origin}/storage/{sha256}?name={quote(path)}"}
+
+    @route("PUT", "/storage/{sha256}", access="open")
+    def store(self, call: Call, sha256: str) -> Answer:
+        if hashlib.sha256(call.body).hexdigest() != sha256:
+            raise Refusal(400, "These bytes have another sha256")
+        self.storage[sha256] = call.body
+        return Answer()
+
+    @route("GET HEAD", "/storage/{sha256}", access="open")
+    def fetch(self, call: Call, sha256: str) -> Answer:
+        if sha256 not in self.storage:
+            raise Refusal(404, "No such object")
+        return ranged(
+            call, self.storage[sha256], {"ETag": f'"{sha256}"', "X-Linked-ETag": f'"{sha256}"'}
+        )
+
+    # From a call to its answer.
+
+    def credential(self, call: Call) -> str | None:
+        """The token that came with a call."""
+        header = call.headers.get("Authorization")
+        return header.removeprefix("Bearer ") if header else None
+
+    def refused(self, refusal: Refusal) -> Answer:
+        raise NotImplementedError
+
+    def record(self, call: Call) -> Fault | None:
+        """Write a call down and say what shall go wrong with it."""
+        with self.lock:
+            line = f"{call.method} {call.target}"
+            self.requests.append(line)
+            if call.headers.get("Host") == urlsplit(
+                self.storage_origin
+            ).netloc and self.token in str(call.headers):
+                self.leaks.append(line)
+            for fault in self.faults:
+                if (
+                    fault.count > 0
+                    and fault.method == call.method
+                    and re.search(fault.pattern, call.target)
+                ):
+                    fault.count -= 1
+                    return fault
+        return None
+
+    def answer(self, call: Call) -> Answer:
+        try:
+            with self.lock:
+                return self.dispatch(call)
+        except Refusal as refusal:
+            return self.refused(refusal)
+
+    def dispatch(self, call: Call) -> Answer:
+        # No two routes match the same request, so their order does not matter.
+        for function in (getattr(self, name) for name in dir(type(self))):
+            methods, expression, access = getattr(function, "route", ((), None, ""))
+            if call.method in methods and (match := expression.fullmatch(call.path)):
+                break
+        else:
+            raise Refusal(404, f"No route for {call.method} {call.path}")
+        values: dict[str, Any] = {
+            key: unquote(value) for key, value in match.groupdict().items() if value is not None
+        }
+        repository = self.repositories.get(values.get("repository", "").removeprefix("models/"))
+        credential = self.credential(call)
+        if access != "open" and credential not in (None, self.token):
+            raise Refusal(401, "Invalid credentials in Authorization header")
+        private = self.private or (repository is not None and repository.private)
+        if credential is None and (access == "write" or (access == "read" and private)):
+            raise Refusal(
+                401, "A token is needed here", self.no_repository if access == "read" else ""
+            )
+        if "repository" in values:
+            if repository is None:
+                raise Refusal(404, "No such repository", self.no_repository)
+            values["repository"] = repository
+            if "revision" in values:  # a function asks for a revision and gets the commit
+                values["revision"] = self.resolve(repository, values["revision"])
+        return function(call, **values)
+
+
+class Server(ThreadingHTTPServer):
+    """A server that hangs up when it stops: a client that kept its connection must not reach a hub
+    that is gone."""
+
+    daemon_threads = True
+
+    def __init__(self, hub: Hub):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.hub = hub
+        self.connections: set[socket.socket] = set()
+
+    def process_request(self, request, client_address) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(
+            sys.exception(), ConnectionError
+        ):  # a client that went away is no error of the hub
+            super().handle_error(request, client_address)
+
+    def stop(self) -> None:
+        self.shutdown()
+        for connection in list(self.connections):
+            self.shutdown_request(connection)
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = (
+        True  # headers and body are two writes, and the second would wait for the first
+    )
+    server: Server
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def content(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        chunks = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def handle_call(self) -> None:
+        hub, call = self.server.hub, Call(self.command, self.path, self.headers, self.content())
+        fault = hub.record(call)
+        what = fault.what if fault else None
+        if isinstance(what, int):
+            headers = {"Retry-After": "0"} if what == 429 else {}
+            return self.send(
+                hub.refused(Refusal(what, "A fault that the test asked for", headers=headers))
+            )
+        answer = hub.answer(call) if what != "drop" else Answer()
+        if what in ("drop", "lost"):
+            self.close_connection = True
+            return None
+        if fault and not answer.body:
+            fault.count += (
+                1  # it waits for an answer that has a body, such as the one behind a redirect
+            )
+        return self.send(answer, what)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_call
+
+    def send(self, answer: Answer, what: str | None = None) -> None:
+        self.send_response(answer.status)
+        for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        body, middle = answer.body, len(answer.body) // 2
+        if what == "flip" and body:
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+        if what == "cut":
+            body, self.close_connection = body[:middle], True
+        self.wfile.write(body)
+
+
+@contextmanager
+def running(hub: Hub) -> Iterator[Any]:
+    """Serve a hub until the end of the block."""
+    server = Server(hub)
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    hub.storage_origin = f"http://localhost:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.stop()

@@ -1,0 +1,418 @@
+"""A Hugging Face Hub in memory: what `huggingface_hub` and `datasets` ask of the real one, without
+xet."""
+
+import base64
+import json
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
+from urllib.parse import parse_qs, urlencode
+
+from support.hubs import (
+    Answer,
+    Blob,
+    Call,
+    Hub,
+    Refusal,
+    Repository,
+    as_json,
+    ranged,
+    route,
+    running,
+)
+
+PAGE = 1000  # entries of a tree that one answer holds, as on the real hub
+DISCUSSIONS = 50  # the same for discussions
+KINDS = {"heads": "branches", "tags": "tags", "pr": "pullRequests"}
+
+
+@dataclass
+class PullRequest:
+    number: int
+    title: str
+    base: str  # the commit that it started from, which says what it changes
+    status: str = "draft"  # as the real hub opens those that come through the API
+    merged: str | None = None
+    author: str = "tester"
+
+    @property
+    def ref(self) -> str:
+        return f"refs/pr/{self.number}"
+
+
+def as_entry(path: str, blob: Blob) -> dict:
+    """A file as trees list it."""
+    entry = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
+    if blob.large:
+        entry["lfs"] = {
+            "oid": blob.sha256,
+            "size": len(blob.data),
+            "pointerSize": len(blob.pointer),
+        }
+    return entry
+
+
+def as_folder(path: str) -> dict:
+    return {"type": "directory", "path": path, "size": 0, "oid": Blob(path.encode(), False).oid}
+
+
+def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
+    """A file as the description of a repository lists it."""
+    sibling = {"rfilename": path}
+    if blobs:
+        sibling |= {"size": len(blob.data), "blobId": blob.oid}
+        if blob.large:
+            sibling["lfs"] = {
+                "sha256": blob.sha256,
+                "size": len(blob.data),
+                "pointerSize": len(blob.pointer),
+            }
+    return sibling
+
+
+def as_discussion(repository: Repository, pull: PullRequest) -> dict:
+    name = repository.name.removeprefix("datasets/")
+    return {
+        "num": pull.number,
+        "title": pull.title,
+        "status": pull.status,
+        "author": {"name": pull.author},
+        "isPullRequest": True,
+        "createdAt": repository.commits[pull.base].date,
+        "repo": {"name": name, "type": "model" if name == repository.name else "dataset"},
+    }
+
+
+class HuggingFaceHub(Hub):
+    token = "hf_test"
+    ignores_author = False  # a hub that lists everybody's pull requests, whatever it was asked
+    no_repository = "RepoNotFound"
+    no_revision = "RevisionNotFound"
+    first_files: ClassVar = {
+        ".gitattributes": "".join(
+            f"*{suffix} filter=lfs\n" for suffix in Hub.large_suffixes
+        ).encode()
+    }
+
+    def is_large(self, path: str, size: int, start: bytes) -> bool:
+        return path.endswith(self.large_suffixes) or size > 10_000_000 or b"\0" in start
+
+    def refused(self, refusal: Refusal) -> Answer:
+        headers = {"X-Error-Message": refusal.message, **refusal.headers}
+        if refusal.code:
+            headers["X-Error-Code"] = str(refusal.code)
+        return as_json({"error": refusal.message}, refusal.status, headers)
+
+    # Account and repositories
+
+    @route("GET", "/api/whoami-v2", access="write")
+    def whoami(self, call: Call) -> Answer:
+        return as_json({"type": "user", "name": "tester", "orgs": []})
+
+    @route("POST", "/api/validate-yaml")
+    def validate_card(self, call: Call) -> Answer:
+        complete = call.json()["content"].startswith("---\n")
+        return as_json(
+            {
+                "errors": [],
+                "warnings": [] if complete else [{"message": "The card has no metadata"}],
+            }
+        )
+
+    def named(self, call: Call) -> str:
+        wanted = call.json()
+        prefix = "datasets/" if wanted.get("type") == "dataset" else ""
+        return f"{prefix}{wanted.get('organization') or 'tester'}/{wanted['name']}"
+
+    @route("POST", "/api/repos/create", access="write")
+    def new_repository(self, call: Call) -> Answer:
+        name, url = self.named(call), f"{self.endpoint}/{self.named(call)}"
+        if name in self.repositories:  # the client wants the address here too
+            return as_json({"error": "There is such a repository", "url": url}, 409)
+        self.create(name, bool(call.json().get("private")))
+        return as_json({"url": url})
+
+    @route("DELETE", "/api/repos/delete", access="write")
+    def delete_repository(self, call: Call) -> Answer:
+        if self.named(call) not in self.repositories:
+            raise Refusal(404, "No such repository", self.no_repository)
+        self.remove(self.named(call))
+        return as_json({})
+
+    @route("GET", "/api/{repository}(?:/revision/{revision})?")
+    def describe(self, call: Call, repository: Repository, revision: str | None = None) -> Answer:
+        revision = revision or self.resolve(repository, self.branch)
+        commit = repository.commits[revision]
+        _, files = self.listing(commit.files, "", True)
+        description = {
+            "id": repository.name.removeprefix("datasets/"),
+            "sha": revision,
+            "private": self.private or repository.private,
+            "lastModified": commit.date,
+            "createdAt": next(iter(repository.commits.values())).date,
+            "gated": False,
+            "disabled": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+            "siblings": [
+                as_sibling(path, blob, "blobs" in call.query) for path, blob in files.items()
+            ],
+        }
+        wanted = {*call.query.get("expand", []), *call.query.get("expand[]", [])}
+        return as_json(
+            {
+                key: value
+                for key, value in description.items()
+                if not wanted or key in {"id", *wanted}
+            }
+        )
+
+    # Files and refs
+
+    @route("GET", "/api/{repository}/commits/{revision}")
+    def history(self, call: Call, repository: Repository, revision: str) -> Answer:
+        """Newest first. It is short enough for one page."""
+        lines, name = [], revision
+        while name:
+            commit = repository.commits[name]
+            line = {
+                "id": name,
+                "title": commit.title,
+                "message": commit.description,
+                "date": commit.date,
+                "authors": [{"user": commit.author}] if commit.author else [],
+            }
+            lines.append(line)
+            name = commit.parent
+        return as_json(lines)
+
+    @route("GET", "/api/{repository}/tree/{revision}(?:/{path})?")
+    def tree(self, call: Call, repository: Repository, revision: str, path: str = "") -> Answer:
+        recursive = call.option("recursive").lower() in ("true", "1")
+        folders, files = self.listing(repository.commits[revision].files, path, recursive)
+        entries = [as_folder(name) for name in folders] + [
+            as_entry(name, blob) for name, blob in files.items()
+        ]
+        if path and not entries:
+            raise self.no_entry(path, revision)
+        start = int(call.option("cursor", "0"))
+        headers = {}
+        if start + PAGE < len(entries):
+            query = urlencode({**call.query, "cursor": start + PAGE}, doseq=True)
+            headers["Link"] = f'<{self.endpoint}{call.path}?{query}>; rel="next"'
+        return as_json(entries[start : start + PAGE], headers=headers)
+
+    @route("POST", "/api/{repository}/paths-info/{revision}")
+    def paths_info(self, call: Call, repository: Repository, revision: str) -> Answer:
+        files, entries = repository.commits[revision].files, []
+        for path in parse_qs(call.body.decode()).get("paths", []):
+            if path in files:
+                entries.append(as_entry(path, files[path]))
+            elif any(other.startswith(f"{path}/") for other in files):
+                entries.append(as_folder(path))
+        return as_json(entries)
+
+    @route("GET", "/api/{repository}/refs")
+    def list_refs(self, call: Call, repository: Repository) -> Answer:
+        found: dict[str, list] = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
+        for ref, commit in repository.refs.items():
+            _, kind, name = ref.split("/", 2)
+            found[KINDS[kind]].append({"name": name, "ref": ref, "targetCommit": commit})
+        return as_json(found)
+
+    def new_ref(self, repository: Repository, ref: str, commit: str) -> Answer:
+        if ref in repository.refs:
+            raise Refusal(409, f"{ref} is taken")
+        repository.refs[ref] = commit
+        return as_json({})
+
+    @route("POST", "/api/{repository}/branch/{branch}", access="write")
+    def new_branch(self, call: Call, repository: Repository, branch: str) -> Answer:
+        start = call.json().get("startingPoint") or self.branch
+        return self.new_ref(repository, f"refs/heads/{branch}", self.resolve(repository, start))
+
+    @route("POST", "/api/{repository}/tag/{revision}", access="write")
+    def new_tag(self, call: Call, repository: Repository, revision: str) -> Answer:
+        return self.new_ref(repository, f"refs/tags/{call.json()['tag']}", revision)
+
+    @route("DELETE", "/api/{repository}/{kind}/{ref}", access="write")
+    def delete_ref(self, call: Call, repository: Repository, kind: str, ref: str) -> Answer:
+        folder = {"branch": "heads", "tag": "tags"}.get(kind)
+        if repository.refs.pop(f"refs/{folder}/{ref}", None) is None:
+            raise Refusal(404, f"No such {kind}: {ref}", self.no_revision)
+        return as_json({})
+
+    def no_entry(self, path: str, revision: str) -> Refusal:
+        return Refusal(404, f"No such file: {path}", "EntryNotFound", {"X-Repo-Commit": revision})
+
+    @route("GET HEAD", "/{repository}/resolve/{revision}/{path}")
+    def download(self, call: Call, repository: Repository, revision: str, path: str) -> Answer:
+        blob = repository.commits[revision].files.get(path)
+        if blob is None:
+            raise self.no_entry(path, revision)
+        headers = {"X-Repo-Commit": revision}
+        if not blob.large:
+            return ranged(call, blob.data, {**headers, "ETag": f'"{blob.oid}"'})
+        headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-ETag": f'"{blob.sha256}"'}
+        return Answer(302, b"", {**headers, **self.stored_at(path, blob.sha256)})
+
+    # Pull requests
+
+    def open_pull(self, repository: Repository, title: str, base: str) -> PullRequest:
+        pull = PullRequest(len(repository.pulls) + 1, title, base)
+        repository.pulls.append(pull)
+        repository.refs[pull.ref] = base
+        return pull
+
+    def propose(
+        self, name: str, title: str, author: str, files: dict[str, bytes], base: str | None = None
+    ) -> str:
+        """What somebody does: a pull request with these files, on the head or on an earlier commit.
+        Returns its ref."""
+        repository = self.repositories[name]
+        pull = self.open_pull(repository, title, base or self.head(name))
+        pull.author = author
+        self.commit(name, files, branch=pull.ref)
+        repository.commits[repository.refs[pull.ref]].author = author
+        return pull.ref
+
+    def pull(self, repository: Repository, number: str) -> PullRequest:
+        if not 0 < int(number) <= len(repository.pulls):
+            raise Refusal(404, f"No such discussion: {number}")
+        return repository.pulls[int(number) - 1]
+
+    @route("GET", "/api/{repository}/discussions")
+    def list_discussions(self, call: Call, repository: Repository) -> Answer:
+        status, rows = call.option("status", "all"), []
+        for pull in reversed(repository.pulls):  # the newest first
+            state = "open" if pull.status in ("open", "draft") else "closed"
+            wanted = call.option("author", pull.author) == pull.author or self.ignores_author
+            if status in ("all", state) and call.option("type") != "discussion" and wanted:
+                rows.append(as_discussion(repository, pull))
+        start = int(call.option("p", "0")) * DISCUSSIONS
+        return as_json(
+            {"discussions": rows[start : start + DISCUSSIONS], "count": len(rows), "start": start}
+        )
+
+    @route("POST", "/api/{repository}/discussions", access="write")
+    def new_discussion(self, call: Call, repository: Repository) -> Answer:
+        pull = self.open_pull(
+            repository, call.json()["title"], self.resolve(repository, self.branch)
+        )
+        return as_json({"num": pull.number})
+
+    @route("GET", "/api/{repository}/discussions/{number}")
+    def discussion(self, call: Call, repository: Repository, number: str) -> Answer:
+        pull = self.pull(repository, number)
+        changes = {"base": f"refs/heads/{self.branch}", "mergeCommitId": pull.merged}
+        details = {"changes": changes, "filesWithConflicts": [], "diff": "", "events": []}
+        return as_json({**as_discussion(repository, pull), **details})
+
+    @route("POST", "/api/{repository}/discussions/{number}/merge", access="write")
+    def merge(self, call: Call, repository: Repository, number: str) -> Answer:
+        """Bring what the pull request changes to the branch as it is by now, without looking for
+        conflicts."""
+        pull = self.pull(repository, number)
+        if pull.merged:
+            raise Refusal(409, "This pull request is merged already")
+        head = self.resolve(repository, self.branch)
+        before, after = (
+            repository.commits[pull.base].files,
+            repository.commits[repository.refs[pull.ref]].files,
+        )
+        same = {
+            path: blob
+            for path, blob in repository.commits[head].files.items()
+            if path in after or path not in before
+        }
+        changed = {path: blob for path, blob in after.items() if before.get(path) != blob}
+        title = f"{pull.title} (#{number})"
+        pull.merged = repository.add(f"refs/heads/{self.branch}", head, {**same, **changed}, title)
+        pull.status = "merged"
+        return as_json({})
+
+    # Uploads: what to send how, the large files, and one commit
+
+    @route("POST", "/api/{repository}/preupload/{revision}", access="write")
+    def preupload(self, call: Call, repository: Repository, revision: str) -> Answer:
+        answers = []
+        for wanted in call.json()["files"]:
+            large = self.is_large(
+                wanted["path"], wanted["size"], base64.b64decode(wanted["sample"])
+            )
+            answer = {
+                "path": wanted["path"],
+                "uploadMode": "lfs" if large else "regular",
+                "shouldIgnore": False,
+            }
+            known = repository.commits[revision].files.get(wanted["path"])
+            if known:  # by which the client knows a file that it need not send
+                answer["oid"] = known.sha256 if known.large else known.oid
+            answers.append(answer)
+        return as_json({"files": answers})
+
+    @route("POST", "/{repository}[.]git/info/lfs/objects/batch", access="write")
+    def negotiate(self, call: Call, repository: Repository) -> Answer:
+        answers = []
+        for wanted in call.json()["objects"]:
+            upload = {"href": f"{self.storage_origin}/storage/{wanted['oid']}"}
+            actions = {"upload": upload, "verify": {"href": f"{self.endpoint}/lfs/verify"}}
+            answers.append(
+                wanted if wanted["oid"] in self.storage else {**wanted, "actions": actions}
+            )
+        return as_json({"transfer": "basic", "objects": answers})
+
+    @route("POST", "/lfs/verify", access="write")
+    def verify(self, call: Call) -> Answer:
+        wanted = call.json()
+        return as_json(
+            {}, 200 if len(self.storage.get(wanted["oid"], b"")) == wanted["size"] else 404
+        )
+
+    @route("POST", "/api/{repository}/commit/{branch}", access="write")
+    def new_commit(self, call: Call, repository: Repository, branch: str) -> Answer:
+        ref = branch if branch.startswith("refs/") else f"refs/heads/{branch}"
+        if ref not in repository.refs:
+            raise Refusal(404, f"No such branch: {branch}", self.no_revision)
+        parent, files = repository.refs[ref], dict(repository.commits[repository.refs[ref]].files)
+        header, *operations = [json.loads(line) for line in call.body.splitlines() if line.strip()]
+        summary = header["value"]
+        if not parent.startswith(summary.get("parentCommit") or ""):
+            raise Refusal(412, f"{branch} has moved on to {parent}")
+        for operation in operations:
+            self.apply(files, operation["key"], operation["value"], parent)
+        pull = (
+            self.open_pull(repository, summary["summary"], parent)
+            if "create_pr" in call.query
+            else None
+        )
+        ref = pull.ref if pull else ref
+        name = repository.add(
+            ref, parent, files, summary["summary"], summary.get("description", "")
+        )
+        page = f"{self.endpoint}/{repository.name}"
+        answer = {"success": True, "commitOid": name, "commitUrl": f"{page}/commit/{name}"}
+        if pull:
+            answer["pullRequestUrl"] = f"{page}/discussions/{pull.number}"
+        return as_json(answer)
+
+    def apply(self, files: dict[str, Blob], key: str, value: dict, revision: str) -> None:
+        """One line of a commit."""
+        path = value["path"]
+        if key == "file":
+            files[path] = Blob(base64.b64decode(value["content"]), False)
+        elif key == "lfsFile":
+            files[path] = self.stored(value["oid"])
+        elif key == "deletedFile":
+            if files.pop(path, None) is None:
+                raise self.no_entry(path, revision)
+        elif key == "deletedFolder":
+            for name in [name for name in files if name.startswith(f"{path.rstrip('/')}/")]:
+                del files[name]
+        else:
+            raise Refusal(400, f"No such operation: {key}")
+
+
+def serve() -> AbstractContextManager[HuggingFaceHub]:
+    return running(HuggingFaceHub())

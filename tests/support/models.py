@@ -1,0 +1,52 @@
+"""Tiny models of every family, saved as transformers saves them."""
+
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+
+from support.places import ROOT
+
+DATA = ROOT / "rotationzoo" / "data" / "demo"
+
+
+def save_tiny(folder: Path, **changes) -> Path:
+    """A random Qwen3 of two layers with the demo model's tokenizer, as save_pretrained writes
+    it."""
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**options, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "model" / name, folder)
+    return folder
+
+
+def save_family(name: str, folder: Path, weights: bool = True, **options) -> Path:
+    """A tiny model of one of the families in `architectures.py` with the demo model's tokenizer, or
+    its config alone."""
+    from support import architectures
+
+    changes = dict(
+        vocab_size=2048, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0, **options
+    )
+    if weights:
+        architectures.build(name, **changes).save_pretrained(folder)
+    else:
+        config = architectures.config(name, **changes)
+        with torch.device("meta"):
+            config.architectures = [
+                type(transformers.AutoModelForCausalLM.from_config(config)).__name__
+            ]
+        config.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "model" / file, folder)
+    return folder

@@ -1,0 +1,105 @@
+"""Rotation files as OSCAR's tools publish them, written here by code of our own."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.linalg import hadamard as sylvester
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.errors import RotationZooError
+
+LAYERS, DIM = 9, 64
+KEY, VALUE = "k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"
+
+
+def query_moment(dim: int, seed: int) -> torch.Tensor:
+    """A second moment that RoPE leaves behind: the mean over positions of a turned one, pairs (i, i
+    + D/2)."""
+    generator = torch.Generator().manual_seed(seed)
+    base = value_moment(dim, seed + 1000)
+    moment = torch.zeros(dim, dim, dtype=torch.float64)
+    for position in torch.randint(0, 100_000, (400,), generator=generator):
+        angle = position * 100.0 ** -(torch.arange(dim // 2).double() / (dim // 2))
+        turn = torch.zeros(dim, dim, dtype=torch.float64)
+        i = torch.arange(dim // 2)
+        turn[i, i], turn[i, i + dim // 2] = angle.cos(), angle.sin()
+        turn[i + dim // 2, i], turn[i + dim // 2, i + dim // 2] = -angle.sin(), angle.cos()
+        moment += turn.T @ base @ turn / 400
+    return moment
+
+
+def value_moment(dim: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = (
+        torch.randn(4 * dim, dim, generator=generator, dtype=torch.float64)
+        * torch.rand(dim, generator=generator).exp() ** 3
+    )
+    rows = rows @ torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    return rows.T @ rows / len(rows)
+
+
+def published(moment: torch.Tensor, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """U H P and the eigenvalues, as the published code computes them; `descending` as the fork's
+    calibrator does."""
+    dim = len(moment)
+    eigenvalues, vectors = torch.linalg.eigh(moment)
+    bits = dim.bit_length() - 1
+    reversal = [int(f"{i:0{bits}b}"[::-1], 2) for i in range(dim)]
+    order = torch.argsort(eigenvalues, descending=True).tolist()
+    if descending:
+        eigenvalues, vectors, order = eigenvalues.flip(0), vectors.flip(1), list(range(dim))
+    perm = [0] * dim
+    for i in range(dim):
+        perm[reversal[i]] = order[i]
+    mixed = vectors @ torch.from_numpy(sylvester(dim)).double() / dim**0.5
+    return mixed[:, perm].float().contiguous(), eigenvalues.float()
+
+
+MOMENTS = {
+    "key": {i: query_moment(DIM, i) for i in range(LAYERS)},
+    "value": {i: value_moment(DIM, 100 + i) for i in range(LAYERS)},
+}
+
+
+def v1(side: str, objective: str, layers=range(LAYERS), **options) -> dict:
+    table = {}
+    for i in layers:
+        matrix, eigenvalues = published(MOMENTS[side][i], **options)
+        table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": eigenvalues}
+    return {
+        "format_version": 1,
+        "objective": objective,
+        "source_grouping": "layer",
+        "layers": table,
+    }
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A folder with a pair in it, after a change; and the import of it."""
+
+    class Pair:
+        folder = tmp_path / "pair"
+        key, value = v1("key", "qqt_r_h_pbr"), v1("value", "sst_r_h_pbr")
+
+        def write(self, key_name: str = KEY, value_name: str = VALUE) -> Path:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+            torch.save(self.key, self.folder / key_name)
+            torch.save(self.value, self.folder / value_name)
+            return self.folder
+
+        def read(self, *names: str, **options) -> Artifact:
+            self.write(*names)
+            return import_(Import([self.folder], tmp_path / "imported", restart=True, **options))
+
+        def refused(self, *names: str, **options) -> str:
+            with pytest.raises(RotationZooError) as error:
+                self.read(*names, **options)
+            assert not (tmp_path / "imported").exists()
+            return f"{error.value} ({error.value.hint})"
+
+    return Pair()

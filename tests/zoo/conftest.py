@@ -1,0 +1,1 @@
+from support.zoo_models import model  # noqa: F401

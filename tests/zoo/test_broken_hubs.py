@@ -1,0 +1,311 @@
+"""Hubs that answer as no hub does: one sentence each, in time, and no more bytes than were
+announced."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from support.hubs import Answer, Fault
+from support.hubs.broken import answer, black_hole, broken, endless, trickle
+from support.published import ZOO, nothing_left, ok, refused
+from support.zoo_models import save_foreign
+
+COMMIT = b"0123456789" * 4
+HTML = b"<!doctype html><title>Sign in to this network</title>"
+OK = b"HTTP/1.1 200 OK\r\n"
+ANSWERS = {
+    "nothing": lambda _: [],
+    "no-status-line": lambda _: [b"\x00\xff\x00 hub\r\n\r\n"],
+    "a-status-that-is-no-number": lambda _: [b"HTTP/1.1 abc OK\r\n\r\n"],
+    "html": lambda _: answer(HTML, "Content-Type: text/html\r\n"),
+    "html-404": lambda _: answer(HTML, "Content-Type: text/html\r\n", "404 Not Found"),
+    "no-json": lambda _: answer(b"{not json"),
+    "empty": lambda _: answer(b""),
+    "no-utf-8": lambda _: answer(b'{"sha": "\xff\xfe"}'),
+    "truncated": lambda _: [OK + b"Content-Length: 1000\r\n\r\n", b'{"sha": '],
+    "a-list": lambda _: answer(b"[1, 2, 3]"),
+    "null": lambda _: answer(b"null"),
+    "a-number": lambda _: answer(b"7"),
+    "types": lambda _: answer(b'{"id": 7, "sha": ["x"], "siblings": 3, "data": 4, "Data": 5, "Code": {}}'),
+    "a-sha-that-is-a-path": lambda _: answer(b'{"id": "a/b", "sha": "../../../escaped", "data": [], "Data": "x"}'),
+    "nested": lambda _: answer(b"[" * 100_000),
+    "a-long-number": lambda _: answer(b'{"sha": ' + b"9" * 100_000 + b"}"),
+    "compressed": lambda _: answer(b"\x1f\x8b\x08", "Content-Encoding: gzip\r\n"),
+    "redirected-for-ever": lambda _: answer(b"", "Location: /api/models/again/again\r\n", "302 Found"),
+    "redirected-to-a-file": lambda _: answer(b"", "Location: file:///etc/passwd\r\n", "302 Found"),
+    "a-wait-of-a-day": lambda _: answer(b"{}", "Retry-After: 86400\r\n", "429 Too Many Requests"),
+    "unavailable": lambda _: answer(HTML, "", "503 Service Unavailable"),
+    "without-end": lambda _: endless(OK + b"\r\n", b"[" * 65536),
+    "an-error-without-end": lambda _: endless(b"HTTP/1.1 500 Oh\r\n\r\n", b"x" * 65536),
+    "headers-without-end": lambda _: endless(OK, b"X-More: " + b"x" * 60_000 + b"\r\n"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def pointed(zoo, monkeypatch):
+    """Point both clients at another server."""
+
+    def point(endpoint: str) -> None:
+        template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
+        changed = {
+            "ENDPOINT": endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template.replace(zoo.hf.endpoint, endpoint),
+        }
+        for name, value in changed.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", endpoint)
+
+    return point
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("what", ANSWERS)
+def test_an_answer_that_is_none_is_one_sentence(zoo, pointed, place, what):
+    with broken(ANSWERS[what]) as server:
+        pointed(server.endpoint)
+        started = time.monotonic()
+        text = refused(zoo.run("pull", "demo", "--repo", ZOO, "--from", place))
+    assert server.requests
+    assert time.monotonic() - started < 10
+    assert "Hint: " in text
+    assert ZOO in text or server.endpoint.removeprefix("http://") in text, "it says which hub"
+    assert server.sent < 200 << 20
+    assert nothing_left(zoo)
+
+
+# ---- more bytes than were announced
+
+
+def a_hub(made: Path, tmp_path: Path, zoo, says: dict) -> "dict":
+    """What a hub answers that serves a published artifact, but for the files that `says` names."""
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    files = zoo.hf.files(ZOO)
+
+    def respond(request: str) -> object:
+        target = request.split(" ")[1].split("?")[0]
+        if target.startswith("/api/"):
+            return answer(b'{"id": "someone/zoo", "sha": "' + COMMIT + b'"}')
+        path = target.split("/resolve/")[1].split("/", 1)[1]
+        name = path.rpartition("/")[2]
+        return says[name](files[path]) if name in says else answer(files[path])
+
+    return {"respond": respond, "index": listed}
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize(
+    "announced", ["", "Content-Length: 268000\r\n", f"Content-Length: {1 << 40}\r\n"]
+)
+def test_no_more_is_written_than_the_index_says(zoo, made, pointed, tmp_path, announced):
+    start = OK + announced.encode() + b"\r\n"
+    hub = a_hub(
+        made, tmp_path, zoo, {"rotations.safetensors": lambda _: endless(start, b"\0" * 65536)}
+    )
+    size = (made / "rotations.safetensors").stat().st_size
+    with broken(hub["respond"]) as server:
+        pointed(server.endpoint)
+        text = refused(zoo.run("pull", "demo", "--repo", ZOO))
+        assert server.sent < size + (32 << 20), "what sockets hold, and no more"
+    assert f"sent more than {size:,} bytes" in text or "sha256 differs" in text
+    assert nothing_left(zoo)
+
+
+@pytest.mark.hostile("size")
+def test_a_file_that_never_comes_to_its_end_is_given_up(zoo, made, pointed, tmp_path, monkeypatch):
+    monkeypatch.setattr("rotationzoo.network.limits.ANSWER", 1.0)
+    monkeypatch.setattr("rotationzoo.network.limits.SLOWEST", 1 << 40)
+    hub = a_hub(
+        made, tmp_path, zoo, {"rotations.safetensors": lambda _: trickle(OK + b"\r\n", 0.1)}
+    )
+    with broken(hub["respond"]) as server:
+        pointed(server.endpoint)
+        started = time.monotonic()
+        assert "bytes in 1 s" in refused(zoo.run("pull", "demo", "--repo", ZOO))
+        assert time.monotonic() - started < 5
+    assert nothing_left(zoo)
+
+
+@pytest.mark.hostile("size")
+def test_an_index_of_any_size_is_not_read(zoo, made, pointed, tmp_path):
+    hub = a_hub(
+        made, tmp_path, zoo, {"zoo_index.json": lambda _: endless(OK + b"\r\n", b"[" * 65536)}
+    )
+    with broken(hub["respond"]) as server:
+        pointed(server.endpoint)
+        assert "zoo_index.json of someone/zoo on Hugging Face sent more than 16,777,216" in refused(
+            zoo.run("list", "--repo", ZOO)
+        )
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize(
+    "what",
+    ["html", "nothing", "no-status-line", "compressed", "without-end", "headers-without-end"],
+)
+def test_an_index_at_an_address_is_held_to_the_same(zoo, what):
+    with broken(ANSWERS[what]) as server:
+        text = refused(zoo.run("list", "--index", f"{server.endpoint}/zoo_index.json"))
+    assert server.endpoint in text
+    assert "Hint: " in text
+    assert server.sent < 64 << 20
+
+
+@pytest.mark.hostile("size")
+def test_sizes_are_added_up_before_anything_is_fetched(zoo, made, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    content = json.loads(listed.read_text())
+    content["entries"][0]["files"]["statistics.safetensors"]["size"] = 1 << 60
+    listed.write_text(json.dumps(content))
+    requests = len(zoo.hf.requests)
+    assert "are free on the disk" in refused(zoo.run("pull", "demo", "--index", listed))
+    assert len(zoo.hf.requests) == requests, "a pinned revision, and no room"
+    assert nothing_left(zoo)
+
+
+@pytest.mark.hostile("size")
+def test_what_nobody_gave_a_size_has_one_in_the_listing(zoo, tmp_path, monkeypatch):
+    save_foreign(zoo, tmp_path)
+    monkeypatch.setattr("rotationzoo.zoo.pull.FOREIGN_BYTES", 1000)
+    assert "more than rotations of a model take" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
+    assert not [line for line in zoo.hf.requests if "/resolve/" in line and ".pt" in line]
+
+
+# ---- a network that is not there
+
+
+@pytest.fixture(scope="module")
+def closed() -> str:
+    """An address at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+COMMANDS = [
+    ["calibrate", "some/model", "--dry-run"],
+    ["list"],
+    ["pull", "Qwen/Qwen3-8B"],
+    ["list", "--from", "modelscope"],
+]
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_where_nothing_listens_the_answer_comes_at_once(
+    zoo, pointed, closed, words, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    pointed(closed)
+    started = time.monotonic()
+    assert "cannot be reached" in refused(zoo.run(*words))
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_where_nobody_answers_it_says_whom_it_waits_for(zoo, pointed, words, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    for name, seconds in {"ANSWER": 1.0, "PATIENCE": 0.2}.items():
+        monkeypatch.setattr(f"rotationzoo.network.limits.{name}", seconds)
+    with black_hole() as endpoint:
+        pointed(endpoint)
+        started = time.monotonic()
+        text = refused(zoo.run(*words))
+        assert time.monotonic() - started < 4
+    assert f"Waiting for {endpoint.removeprefix('http://')}" in text
+    assert "did not answer within 1 s" in text or "cannot be reached" in text
+
+
+@pytest.mark.hostile("hub")
+def test_a_newcomer_without_a_network_waits_less_than_ten_seconds(command):
+    """From the word that somebody is waited for, which itself comes after a second and a half, to
+    the error."""
+    with black_hole() as endpoint:
+        environment = command.environment | {"HF_ENDPOINT": endpoint}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rotationzoo", "list"],
+            cwd=command.folder,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        waiting = process.stderr.readline()
+        started = time.monotonic()
+        rest = process.stderr.readline()
+        took = time.monotonic() - started
+        rest += process.stderr.read()
+        assert process.wait() == 1
+        assert took < 8.5
+    assert waiting.startswith("Waiting for 127.0.0.1")
+    assert "rotationzoo/zoo on Hugging Face cannot be reached" in rest
+    assert "--index bundled" in rest
+    assert "published rotations" in command("list", "--index", "bundled").stdout
+
+
+def test_offline_no_hub_is_asked(zoo, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for place in ("huggingface", "modelscope"):
+        text = refused(zoo.run("list", "--from", place))
+        assert "HF_HUB_OFFLINE is set" in text
+        assert "--index bundled" in text
+    assert not zoo.hf.requests + zoo.ms.requests
+
+
+def test_the_plan_says_what_it_knows(zoo, model):
+    """One model of three cannot be looked at."""
+    other = (zoo.folder / "configs" / "model.yaml").read_text()
+    for name in ("gone", "broken"):
+        (zoo.folder / "configs" / f"{name}.yaml").write_text(
+            other.replace(model, f"someone/{name}")
+        )
+    zoo.hf.create("someone/broken")
+    zoo.hf.faults.append(Fault("GET", "someone/broken", 503, 99))
+    done = zoo.run("regenerate", "--plan", "--repo", ZOO, "--json")
+    assert done.returncode == 3
+    plan = json.loads(done.stdout)
+    assert [due["model"] for due in plan["models"]] == [model]
+    assert plan["unknown"] == {
+        "someone/broken": "someone/broken on Hugging Face answered 503",
+        "someone/gone": "there is no someone/gone on Hugging Face",
+    }
+    assert "Error: whether someone/broken is due is not known" in done.stderr
+
+
+WRITING = ["nothing", "html", "no-json", "a-list", "null", "types", "nested", "compressed"]
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize("what", WRITING)
+def test_a_hub_that_loses_its_mind_while_it_is_written_to(
+    zoo, made, monkeypatch, place, after, what
+):
+    """The first answers are a hub's, and then there are no more of these."""
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    hub.create(ZOO)
+    honest, calls = hub.answer, []
+
+    def answer_or_not(call):
+        calls.append(call)
+        if len(calls) <= after:
+            return honest(call)
+        head, _, body = b"".join(ANSWERS[what](call.target)).partition(b"\r\n\r\n")
+        headers = dict(
+            line.split(": ", 1) for line in head.decode("latin-1").split("\r\n")[1:] if ": " in line
+        )
+        headers.pop("Connection", None)
+        return Answer(200, body, headers)
+
+    monkeypatch.setattr(hub, "answer", answer_or_not)
+    done = zoo.run("push", made, ZOO, "--to", place, "--create-pr")
+    if done.returncode:
+        refused(done)
+    assert calls

@@ -1,0 +1,269 @@
+"""Tokens: checked before they are sent, sent to the endpoint alone, and never printed."""
+
+import contextlib
+import json
+import pickle
+import time
+from urllib.parse import urlsplit
+
+import huggingface_hub
+import pytest
+import requests
+from support.hubs import Answer
+from support.hubs.broken import answer, broken
+from support.published import ZOO, ok, refused
+
+from rotationzoo.errors import HubError
+from rotationzoo.network import tokens
+from rotationzoo.zoo.hubs.sessions import trusts
+
+SECRET = "se-cret-0123456789"
+VARIABLES = {
+    "HF_TOKEN": "huggingface",
+    "HUGGING_FACE_HUB_TOKEN": "huggingface",
+    "MODELSCOPE_API_TOKEN": "modelscope",
+}
+
+
+@pytest.mark.parametrize("around", ["{}\n", " {}\r\n", "\t{} "])
+@pytest.mark.parametrize("name", VARIABLES)
+def test_white_space_around_a_token_is_not_part_of_it(zoo, made, monkeypatch, name, around):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    hub = zoo.hf if VARIABLES[name] == "huggingface" else zoo.ms
+    monkeypatch.setenv(name, around.format(hub.token))
+    ok(zoo.run("push", made, ZOO, "--to", VARIABLES[name], "--json"))
+
+
+@pytest.mark.hostile("values")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        SECRET + "\n" + SECRET[::-1],
+        SECRET + " " + SECRET,
+        SECRET + "\x07",
+        SECRET + "é",
+        "\x1b[31m" + SECRET,
+    ],
+)
+@pytest.mark.parametrize("name", VARIABLES)
+def test_what_no_header_can_carry_is_not_sent_and_not_printed(zoo, made, monkeypatch, name, wrong):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv(name, wrong.format(SECRET, SECRET[::-1]))
+    started = time.monotonic()
+    text = refused(zoo.run("push", made, ZOO, "--to", VARIABLES[name]))
+    assert time.monotonic() - started < 3
+    assert f"the token in {name}" in text
+    assert SECRET not in text
+    assert SECRET[::-1] not in text
+    assert not zoo.hf.requests + zoo.ms.requests
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("content", [SECRET.encode() + b"\nmore", b"\xff\xfe\x00", b"two words"])
+def test_a_token_file_is_held_to_the_same(zoo, made, monkeypatch, tmp_path, content):
+    monkeypatch.delenv("HF_TOKEN")
+    (tmp_path / "token").write_bytes(content)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    text = refused(zoo.run("push", made, ZOO))
+    assert "token" in text
+    assert SECRET not in text
+    assert not zoo.hf.requests
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(7), pickle.dumps(["a", 3])])
+def test_what_a_login_left_behind_may_be_damaged(zoo, made, monkeypatch, tmp_path, content):
+    monkeypatch.delenv("MODELSCOPE_API_TOKEN")
+    folder = tmp_path / "ms-home" / "credentials"
+    folder.mkdir(parents=True)
+    (folder / "cookies").write_bytes(content)
+    assert "odel" in refused(zoo.run("push", made, ZOO, "--to", "modelscope"))
+    assert ZOO not in zoo.ms.repositories
+
+
+def test_a_stored_login_is_used(zoo, made, monkeypatch, tmp_path):
+    monkeypatch.delenv("MODELSCOPE_API_TOKEN")
+    jar = requests.cookies.RequestsCookieJar()
+    jar.set("m_session_id", zoo.ms.token + "\n")
+    (tmp_path / "ms-home" / "credentials").mkdir(parents=True)
+    (tmp_path / "ms-home" / "credentials" / "cookies").write_bytes(pickle.dumps(jar))
+    ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--json"))
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("status", ["400 Bad", "401 No", "403 No", "404 No", "500 Oh"])
+def test_a_hub_that_sends_the_token_back_does_not_have_it_printed(
+    zoo, made, monkeypatch, place, status
+):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", SECRET)
+    body = json.dumps(
+        {"error": SECRET, "Message": f"not {SECRET}", "Code": 1, "message": SECRET}
+    ).encode()
+    said = f"X-Error-Message: {SECRET}\r\nX-Error-Code: {SECRET}\r\nX-Request-Id: {SECRET}\r\n"
+    with broken(lambda _: answer(body, said, status)) as server:
+        template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
+            zoo.hf.endpoint, server.endpoint
+        )
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.endpoint)
+        text = refused(zoo.run("push", made, ZOO, "--to", place))
+    assert any(SECRET in request for request in server.requests), "it was sent"
+    assert SECRET not in text
+
+
+def test_a_traceback_that_was_asked_for_has_no_token_either(zoo, made, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("ROTATIONZOO_DEBUG", "1")
+    with broken(lambda _: answer(b"{}", f"X-Error-Message: {SECRET}\r\n", "403 No")) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        text = zoo.run("push", made, ZOO).stderr
+    assert "Traceback" in text
+    assert "[token]" in text
+    assert SECRET not in text
+
+
+def test_every_line_of_a_token_is_kept_out(monkeypatch):
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", f"{SECRET}\nanother-line")
+    assert (
+        tokens.redact(f"Bearer {SECRET}, another-line; {SECRET!r}")
+        == "Bearer [token], [token]; '[token]'"
+    )
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", f"{SECRET}\nmore")
+    assert tokens.redact(f"no more of {SECRET}") == "no more of [token]"
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", "a")
+    assert tokens.redact("a word") == "a word"
+
+
+# ---- other hosts
+
+
+@pytest.fixture
+def listener():
+    """Another host that writes down what it is sent; the hub's own port under another name is one
+    too."""
+    with broken(lambda _: answer(b"{}")) as server:
+        yield server
+
+
+def elsewhere(hub, listener, kind: str) -> str:
+    return listener.endpoint if kind == "port" else hub.endpoint.replace("127.0.0.1", "localhost")
+
+
+class Redirecting:
+    """Answers what matches with a redirect to another host, and everything else as the hub does."""
+
+    def __init__(self, hub, target: str, pattern: str):
+        self.hub, self.target, self.pattern, self.answer = hub, target, pattern, hub.answer
+
+    def __call__(self, call):
+        if self.pattern in call.target:
+            return Answer(307, b"", {"Location": self.target + call.target})
+        return self.answer(call)
+
+
+READS = {
+    "huggingface": ["/api/models/", "/resolve/"],
+    "modelscope": ["/openapi/", "/api/v1/models/", "FilePath"],
+}
+WRITES = {
+    "huggingface": ["/api/repos/create", "/preupload/", "/commit/", ".git/info/lfs"],
+    "modelscope": ["/api/v1/models", "/objects/batch", "/commit/", "/revisions", "/repo/tag"],
+}
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("kind", ["port", "name"])
+@pytest.mark.parametrize(
+    ("place", "command", "pattern"),
+    [
+        (place, command, pattern)
+        for command, table in (("pull", READS), ("push", WRITES))
+        for place in table
+        for pattern in table[place]
+    ],
+)
+def test_a_redirect_to_another_host_carries_no_credential(
+    zoo, made, listener, monkeypatch, place, command, pattern, kind
+):
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    if command == "pull":
+        ok(zoo.run("push", made, ZOO, "--to", place, "--json"))
+    monkeypatch.setattr(hub, "answer", Redirecting(hub, elsewhere(hub, listener, kind), pattern))
+    words = (
+        ["push", made, ZOO, "--to", place]
+        if command == "push"
+        else ["pull", "demo", "--repo", ZOO, "--from", place]
+    )
+    zoo.run(*words)  # whatever comes of it
+    followed = (
+        listener.requests if kind == "port" else [line for line in hub.requests if pattern in line]
+    )
+    assert followed, "the redirect was met"
+    assert not [request for request in listener.requests if hub.token in request]
+    assert not hub.leaks, "the hub's own port under another name"
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+def test_an_upload_address_elsewhere_gets_no_credential(zoo, made, listener, monkeypatch, place):
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    honest = hub.answer
+
+    def foreign(call):
+        given = honest(call)
+        if call.target.endswith("/objects/batch"):
+            port = str(urlsplit(hub.endpoint).port)
+            for host in ("127.0.0.1", "localhost"):
+                given.body = given.body.replace(
+                    f"http://{host}:{port}".encode(), listener.endpoint.encode()
+                )
+            given.headers["Content-Length"] = str(len(given.body))
+        return given
+
+    monkeypatch.setattr(hub, "answer", foreign)
+    zoo.run("push", made, ZOO, "--to", place)
+    uploads = [request for request in listener.requests if request.startswith("PUT ")]
+    assert uploads
+    assert not [request for request in listener.requests if hub.token in request]
+
+
+@pytest.mark.hostile("hub")
+def test_the_next_page_of_a_listing_elsewhere_gets_no_credential(zoo, listener, monkeypatch):
+    zoo.hf.create(ZOO)
+    honest = zoo.hf.answer
+
+    def paged(call):
+        given = honest(call)
+        if "/commits/" in call.target:
+            given.headers["Link"] = f'<{listener.endpoint}/next>; rel="next"'
+        return given
+
+    monkeypatch.setattr(zoo.hf, "answer", paged)
+    hub = clients.hub("huggingface")
+    with contextlib.suppress(HubError), hub._errors(ZOO, None):
+        hub.api.list_repo_commits(ZOO)
+    assert listener.requests
+    assert not [request for request in listener.requests if zoo.hf.token in request]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url", "trusted"),
+    [
+        ("https://modelscope.cn", "https://modelscope.cn/api", True),
+        ("https://modelscope.cn", "https://lfs.modelscope.cn/x", True),
+        ("https://www.modelscope.ai", "https://lfs.modelscope.ai/x", True),
+        ("https://modelscope.cn", "http://modelscope.cn/api", False),
+        ("https://modelscope.cn", "https://modelscope.cn.evil.example/x", False),
+        ("https://modelscope.cn", "https://evilmodelscope.cn/x", False),
+        ("https://modelscope.cn", "https://modelscope.cn@evil.example/x", False),
+        ("https://modelscope.cn", "https://bucket.oss-cn-beijing.aliyuncs.com/x", False),
+        ("http://127.0.0.1:80", "http://127.0.0.1:81/x", False),
+        ("http://127.0.0.1:80", "http://localhost:80/x", False),
+        ("http://127.0.0.1", "http://127.0.0.1:80/x", True),
+    ],
+)
+def test_who_is_told_the_token(endpoint, url, trusted):
+    assert trusts(endpoint, url) is trusted

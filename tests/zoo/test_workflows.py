@@ -1,0 +1,271 @@
+"""The workflows: valid, pinned, without credentials where foreign code runs; and their commands do
+what they should."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import yaml
+from support.hubs import huggingface, modelscope
+from support.places import ROOT
+from support.published import ms_environment
+from support.zoo_models import CONFIG, change_weights
+
+from rotationzoo.model.source import DEMO
+from rotationzoo.zoo import index
+
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+NAMES = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+
+
+@NAMES
+def test_the_workflow_is_one_that_github_takes(path):
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@NAMES
+@pytest.mark.skipif(not shutil.which("actionlint"), reason="needs actionlint")
+def test_actionlint_finds_nothing(path):
+    done = subprocess.run(["actionlint", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def steps(workflow: dict) -> list[dict]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+@NAMES
+def test_actions_are_pinned_and_nothing_is_pasted_into_a_script(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for step in steps(workflow):
+        if "uses" in step:
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"])
+        assert "${{" not in step.get("run", ""), (
+            "values reach a script through its environment only"
+        )
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+
+
+def jobs(name: str) -> dict[str, dict]:
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())["jobs"]
+
+
+PUBLISHERS = {"regenerate": {"contents": "read", "id-token": "write"}, "mirror": None}
+
+
+@pytest.mark.parametrize("name", PUBLISHERS)
+def test_only_the_publisher_holds_credentials(name):
+    for job, content in jobs(name).items():
+        if job == "publish":
+            continue
+        assert "secrets." not in json.dumps(content)
+        assert not {"permissions", "environment"} & content.keys(), job
+    publisher = jobs(name)["publish"]
+    assert publisher["environment"].endswith("-release")
+    assert publisher.get("permissions") == PUBLISHERS[name]
+    assert "self-hosted" not in json.dumps(publisher)
+    assert "MODELSCOPE" not in json.dumps(jobs("regenerate")), (
+        "what nobody has merged does not go there"
+    )
+
+
+@NAMES
+def test_a_job_knows_the_jobs_that_it_reads(path):
+    """`needs.NAME` of a job that is not in `needs` is empty, and nothing says so."""
+    for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+        needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
+        read = set(re.findall(r"needs\.(\w+)", json.dumps(job)))
+        assert read <= set(needed), f"{name} reads {read - set(needed)}"
+
+
+LOCK = ROOT / ".github" / "requirements.txt"
+
+
+@pytest.mark.parametrize("name", PUBLISHERS)
+def test_everything_is_installed_by_its_hash(name):
+    for job in jobs(name).values():
+        lines = [
+            line.strip()
+            for step in job["steps"]
+            for line in step.get("run", "").splitlines()
+            if "pip " in line
+        ]
+        assert lines, "each job needs the package"
+        for line in lines:
+            by_hash = (
+                "--require-hashes" in line
+                and "--only-binary :all:" in line
+                and "-r .github/requirements.txt" in line
+            )
+            nothing_else = "--no-deps" in line and "--no-index" in line
+            assert by_hash or nothing_else, line
+
+
+def test_the_lock_holds_what_the_package_needs():
+    """Every requirement in a version that it allows, with a hash; scripts/lock_requirements.py
+    makes it anew."""
+    from packaging.requirements import Requirement
+
+    rows = [line.split() for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for _, digest in rows)
+    locked = dict(pinned.split("==") for pinned, _ in rows)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in [*project["dependencies"], *project["optional-dependencies"]["cuda"]]:
+        wanted = Requirement(line)
+        name = wanted.name.lower().replace("_", "-")
+        assert wanted.specifier.contains(locked[name]), f"{name} {locked[name]}"
+
+
+@pytest.fixture
+def runner(command, tmp_path):
+    """The checkout of a workflow: the shell runs its lines with `rotationzoo` on the path, against
+    loopback hubs."""
+    with huggingface.serve() as hf, modelscope.serve() as ms:
+        hf.create("someone/model")
+        hf.commit("someone/model", {path.name: path.read_bytes() for path in DEMO.iterdir()})
+        (command.folder / "configs").mkdir()
+        (command.folder / "configs" / "model.yaml").write_text(CONFIG)
+        (command.folder / "scripts").symlink_to(ROOT / "scripts")
+        bin_folder = tmp_path / "bin"
+        bin_folder.mkdir()
+        # pip's part is tried in tests above
+        wheel = "mkdir -p wheel && echo wheel > wheel/rotationzoo.whl"
+        python = f"exec {sys.executable}"
+        commands = {
+            "rotationzoo": f'{python} -m rotationzoo "$@"',
+            "python": f'{python} "$@"',
+            "pip": wheel,
+        }
+        for name, line in commands.items():
+            (bin_folder / name).write_text(f"#!/bin/sh\n{line}\n")
+            (bin_folder / name).chmod(0o755)
+        environment = command.environment | ms_environment(ms, tmp_path)
+        environment |= {
+            "HF_ENDPOINT": hf.endpoint,
+            "HF_TOKEN": hf.token,
+            "HF_HUB_DISABLE_XET": "1",
+            "ZOO": "someone/zoo",
+        }
+        environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
+
+        def run(script: str, fails: bool = False, **variables: str) -> str:
+            done = subprocess.run(
+                ["bash", "-e", "-o", "pipefail", "-c", script], cwd=command.folder, env=environment | variables,
+                capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+            assert (done.returncode != 0) == fails, done.stdout + done.stderr
+            return done.stdout + done.stderr
+
+        yield SimpleNamespace(
+            run=run, hf=hf, ms=ms, folder=command.folder, output=tmp_path / "github-output"
+        )
+
+
+def scripts(name: str, job: str) -> list[str]:
+    """What a job runs, but for what it installs."""
+    return [
+        step["run"]
+        for step in jobs(name)[job]["steps"]
+        if "run" in step and "pip install" not in step["run"]
+    ]
+
+
+def outputs(runner, name: str, job: str, **variables: str) -> dict:
+    runner.output.write_text("")
+    for script in scripts(name, job):
+        runner.run(script, GITHUB_OUTPUT=str(runner.output), **variables)
+    return dict(line.split("=", 1) for line in runner.output.read_text().splitlines())
+
+
+def plan(runner, only: str = "") -> dict:
+    return outputs(runner, "regenerate", "plan", ONLY=only)
+
+
+def build(runner, row: dict) -> None:
+    shorter = {
+        "--device-map auto": "--device cpu --tokens 1024 --length 256"
+    }  # the runner of this test has no GPU
+    (script,) = scripts("regenerate", "build")
+    for old, new in shorter.items():
+        assert old in script
+        script = script.replace(old, new)
+    runner.run(script, MODEL=row["model"], REVISION=row["revision"], NAME=row["name"])
+
+
+def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner, monkeypatch):
+    change_weights(runner, "someone/model")
+    runner.hf.create("someone/zoo")  # by hand: a trusted publisher cannot make one
+    first = plan(runner)
+    (row,) = json.loads(first["matrix"])["include"]
+    assert (first["any"], row["model"], row["name"]) == ("true", "someone/model", "someone__model")
+    build(runner, row)
+    sums = outputs(runner, "regenerate", "check")["sums"]
+    compare, publish = scripts("regenerate", "publish")
+    runner.run(compare, SUMS=sums)
+    runner.run(publish, HF_OIDC_RESOURCE="")
+    assert "zoo_index.json" not in runner.hf.files("someone/zoo"), "a pull request, and no commit"
+    assert not runner.ms.repositories, "nobody has merged it yet"
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    api = huggingface_hub.HfApi(endpoint=runner.hf.endpoint, token=runner.hf.token)
+    api.merge_pull_request("someone/zoo", 1)
+    shutil.rmtree(runner.folder / "out")
+    sums = outputs(runner, "mirror", "fetch")["sums"]
+    compare, mirror = scripts("mirror", "publish")
+    runner.run(compare, SUMS=sums)
+    runner.run(mirror, MODELSCOPE_API_TOKEN="ms_test")
+    for files in (runner.hf.files("someone/zoo"), runner.ms.files("someone/zoo")):
+        (entry,) = index.parse(files["zoo_index.json"], "the index").entries
+        assert (entry.model, entry.model_revision) == ("someone/model", row["revision"])
+    assert not runner.hf.leaks
+    assert plan(runner, only="someone/else") == {"matrix": '{"include": []}', "any": "false"}
+    assert plan(runner)["any"] == "false", "it is published"
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("name", ["regenerate", "mirror"])
+@pytest.mark.parametrize(
+    "what", ["a file is changed", "a file is changed with its sum", "a file is missing"]
+)
+def test_what_was_changed_on_its_way_to_the_publisher_is_not_published(runner, name, what):
+    (runner.folder / "out" / "model").mkdir(parents=True)
+    (runner.folder / "out" / "model" / "manifest.json").write_text("{}")
+    *_, add_up = scripts(name, "check" if name == "regenerate" else "fetch")
+    runner.output.write_text("")
+    runner.run(add_up, GITHUB_OUTPUT=str(runner.output))
+    sums = runner.output.read_text().strip().removeprefix("sums=")
+    compare = scripts(name, "publish")[0]
+    runner.run(compare, SUMS=sums)
+    changed = runner.folder / "out" / "model" / "manifest.json"
+    changed.write_text('{"changed": true}')
+    if what == "a file is changed with its sum":
+        runner.run(add_up, GITHUB_OUTPUT=str(runner.output))
+    if what == "a file is missing":
+        changed.unlink()
+    runner.run(compare, fails=True, SUMS=sums)
+
+
+def test_a_plan_that_is_known_in_part_goes_on(runner):
+    (runner.folder / "configs" / "gone.yaml").write_text(
+        CONFIG.replace("someone/model", "someone/gone")
+    )
+    runner.hf.create("someone/zoo")
+    (row,) = json.loads(plan(runner)["matrix"])["include"]
+    assert row["model"] == "someone/model"
