@@ -15,6 +15,7 @@ from support.published import ZOO, ok, refused
 
 from rotationzoo.errors import HubError
 from rotationzoo.network import tokens
+from rotationzoo.zoo import hubs as clients
 from rotationzoo.zoo.hubs.sessions import trusts
 
 SECRET = "se-cret-0123456789"
