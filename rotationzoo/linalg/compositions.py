@@ -135,8 +135,8 @@ def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
     orthogonal, triangular = torch.linalg.qr(gaussian)
-    signs: torch.Tensor = triangular.diagonal().sign()
-    return orthogonal * signs
+    rotation: torch.Tensor = orthogonal * triangular.diagonal().sign()
+    return rotation
 
 
 def orthogonality_error(rotation: torch.Tensor) -> float:

@@ -29,8 +29,8 @@ def hadamard(order: int) -> torch.Tensor:
     for power in reversed(range(order.bit_length())):
         factor, rest = divmod(order, 1 << power)
         if rest == 0 and (core := _paley(factor)) is not None:
-            signs = torch.kron(_sylvester(1 << power), core)
-            return signs / order**0.5
+            root: float = order**0.5
+            return torch.kron(_sylvester(1 << power), core) / root
     raise RotationZooError(
         f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}",
         hint="use a recipe without a Hadamard factor: composition: plain",
