@@ -17,7 +17,7 @@ from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
 _FLOOR = 1e-6  # of the largest eigenvalue: below it a moment holds rounding alone
@@ -74,7 +74,7 @@ def check_membership(
     source = find(model, revision)
     config = loading.load_config(source)
     fetch(source)
-    text = documents.read(TEXT, loading.load_tokenizer(source))
+    text = read_corpus(TEXT, loading.load_tokenizer(source))
     with loading.placement(device_map, max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = loading.torch_dtype("auto", device, device_map)

@@ -31,7 +31,8 @@ from rotationzoo.model.geometry import (
 from rotationzoo.model.source import Source, config_hash, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import Corpus, read_corpus
 
 _PROBE_TOKENS = 8
 
@@ -98,8 +99,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             hint="more --tokens, or a shorter --length",
         )
     fetch(source, weights=False)
-    held_out = {"source": str(documents.HELD_OUT)} if job.data.source == "bundled" else {}
-    text = documents.read(job.data.model_copy(update=held_out), loading.load_tokenizer(source))
+    held_out = {"source": str(HELD_OUT)} if job.data.source == "bundled" else {}
+    text = read_corpus(job.data.model_copy(update=held_out), loading.load_tokenizer(source))
     progress("fetching the weights", 0, 0)
     fetch(source)
     with loading.placement(job.device_map, job.max_memory) as placement:
@@ -277,7 +278,7 @@ def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
 
 
 def _notes(
-    text: documents.Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
+    text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
 ) -> list[str]:
     """What the reader of the numbers should know."""
     notes = [text.note] if text.note else []
