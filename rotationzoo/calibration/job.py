@@ -32,6 +32,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.centering import layers_moved
 from rotationzoo.model.geometry import Geometry, geometry_json, geometry_of, shifted_layers
+from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, config_hash, fetch, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF, Recipe, digest
@@ -185,7 +186,7 @@ def _run_model(
     the statistics, fit and search. `text` holds prompts where the model writes the text itself."""
     geometry, recipe = known.geometry, job.recipe
     assert known.config is not None
-    with loading.placement(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         predicts = recipe.search is not None or recipe.data.source == SELF
         model = loading.load(

@@ -14,6 +14,7 @@ from rotationzoo.linalg import compositions
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
@@ -63,7 +64,7 @@ def check_membership(
 ) -> Agreement:
     """Run a model on the bundled text and compare. Raises `RotationZooError` for rotations that
     hold no eigenbasis."""
-    loading.memory_limits(device_map, max_memory)
+    memory_limits(device_map, max_memory)
     recipe, geometry = artifact.recipe, artifact.geometry
     bases = _bases(artifact, recipe, geometry)
     if not artifact.bound:
@@ -75,7 +76,7 @@ def check_membership(
     config = loading.load_config(source)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
-    with loading.placement(device_map, max_memory) as placement:
+    with place_weights(device_map, max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = loading.torch_dtype("auto", device, device_map)
         loaded = loading.load(

@@ -28,6 +28,7 @@ from rotationzoo.model.geometry import (
     same_shapes,
     shifted_layers,
 )
+from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.source import Source, config_hash, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
@@ -75,7 +76,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    loading.memory_limits(job.device_map, job.max_memory)
+    memory_limits(job.device_map, job.max_memory)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     for artifact in artifacts:
         if artifact.folder in job.save_to:
@@ -103,7 +104,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     text = read_corpus(job.data.model_copy(update=held_out), loading.load_tokenizer(source))
     progress("fetching the weights", 0, 0)
     fetch(source)
-    with loading.placement(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
         model = loading.load(source, config, loading.torch_device(job.device), dtype, placement)
