@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.size import bits_per_element
+from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES, arms_of, shared_recipe
