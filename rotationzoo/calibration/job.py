@@ -38,7 +38,7 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage.files import disk_errors
-from rotationzoo.storage.folders import held
+from rotationzoo.storage.locks import locked
 from rotationzoo.text.prompts import read_prompts
 from rotationzoo.text.rows import Corpus, pack_texts, read_corpus
 from rotationzoo.text.tokenizing import start_tokens
@@ -80,7 +80,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     job, source, recipe = known.job, known.source, known.job.recipe
     check_output(job)
     with disk_errors(job.output):
-        locks.enter_context(held(job.lock, f"calibrating {job.output}"))
+        locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     text = None
     if recipe.needs_statistics:
         fetch(source, weights=False)

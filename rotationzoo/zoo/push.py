@@ -15,7 +15,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest, regular_file, replace, sha256
-from rotationzoo.storage.folders import held
+from rotationzoo.storage.locks import locked
 from rotationzoo.zoo import index, ownership
 from rotationzoo.zoo.hubs import Published, hub
 from rotationzoo.zoo.index import Copy, Entry, File, Index
@@ -107,7 +107,7 @@ def push(
 def extend(path: Path, entry: Entry) -> None:
     """Add an entry to an index file, which is made if it is not there and replaced whole."""
     path = path.resolve()
-    with held(path.with_name(f".{path.name}.lock"), f"writing {path}"):
+    with locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else Index()
         replace(path, before.extended(entry).text().encode())
 

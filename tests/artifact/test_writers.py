@@ -26,6 +26,7 @@ from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import PRESETS
 from rotationzoo.storage import files, folders
+from rotationzoo.storage.locks import locked
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +265,7 @@ def test_readers_find_the_artifact_while_it_is_replaced(folder):
 @pytest.mark.hostile("crash")
 @pytest.mark.parametrize("what", ["evaluate", "report", "export", "calibrate"])
 def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch, caplog, what):
-    monkeypatch.setattr(folders, "WAIT", 0.3)
+    monkeypatch.setattr("rotationzoo.storage.locks.WAIT", 0.3)
     export_to = inside.folder / "export"
     new = inside.folder / "new"
     words = {
@@ -292,7 +293,7 @@ def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path):
     order = []
 
     def hold(name: str) -> None:
-        with folders.held(lock, "writing"):
+        with locked(lock, "writing"):
             order.append(f"{name} in")
             time.sleep(0.02)
             order.append(f"{name} out")

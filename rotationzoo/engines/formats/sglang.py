@@ -18,7 +18,7 @@ from rotationzoo.engines.base import Capabilities, Launch, Options, Payload, num
 from rotationzoo.engines.formats import oscar_pt
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.storage.folders import held
+from rotationzoo.storage.locks import locked
 
 NAME = "sglang"
 CAPABILITIES = Capabilities(heads=True, mean=True, clip="side", windows=True)
@@ -99,7 +99,7 @@ def alone(environment: dict[str, str]) -> Iterator[None]:
         os.environ.get("SGLANG_OSCAR_CALIBRATION_LOCK_DIR")
         or Path(tempfile.gettempdir()) / "sglang-oscar-locks"
     )
-    with held(
+    with locked(
         locks / f"oscar_{pair}.lock",
         f"reading or writing {key.parent} (an SGLang server)",
         kept=True,
