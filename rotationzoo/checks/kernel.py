@@ -21,7 +21,7 @@ from rotationzoo.model.geometry import cached_layers
 from rotationzoo.model.source import config_hash, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 VALIDATION, SOURCE = "validation.json", "int2.cu"
 EDGES = 8
@@ -277,7 +277,7 @@ def _captured(
     loaded = loading.load(
         source, config, target, loading.torch_dtype("auto", device, None), predicts=False
     )
-    text = documents.read(Data(tokens=rows, length=min(rows, 1024)), loading.load_tokenizer(source))
+    text = read_corpus(Data(tokens=rows, length=min(rows, 1024)), loading.load_tokenizer(source))
     seen: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def observe(

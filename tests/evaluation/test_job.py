@@ -100,10 +100,11 @@ def test_perplexity_is_that_of_the_model(models_and_artifacts):
     )
     from rotationzoo.model import loading
     from rotationzoo.model.source import find
-    from rotationzoo.text import documents
+    from rotationzoo.text.documents import HELD_OUT
+    from rotationzoo.text.rows import read_corpus
 
-    text = documents.read(
-        Data(source=str(documents.HELD_OUT), tokens=512, length=512),
+    text = read_corpus(
+        Data(source=str(HELD_OUT), tokens=512, length=512),
         loading.load_tokenizer(find("demo")),
     )
     ids = text.rows[0][None]
