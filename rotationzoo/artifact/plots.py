@@ -57,9 +57,12 @@ def report(artifact: Artifact) -> Artifact:
 
 
 _STATISTICS = {
-    "query": "queries that read the keys", "key": "keys", "output": "attention outputs", "value": "values",
+    "query": "queries that read the keys",
+    "key": "keys",
+    "output": "attention outputs",
+    "value": "values",
     "key_energy": "values, weighted by key energy",
-}  # fmt: skip
+}
 
 
 def _spectra(artifact: Artifact) -> bytes:

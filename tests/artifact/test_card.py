@@ -88,5 +88,6 @@ def test_the_readme_says_how_much_smaller_a_cache_is():
         bits = int2.bits_per_element(dim, None, form, context=CONTEXT, sink=sink, recent=recent)
         stored.append(bits)
     assert {round(16 / bits) for bits in stored} == {5, 6, 7}
-    words = f"is five to seven times smaller ({min(stored):.1f} to {max(stored):.1f} bits an element at 128K"
+    bits = f"{min(stored):.1f} to {max(stored):.1f} bits"
+    words = f"is five to seven times smaller ({bits} an element at 128K"
     assert words in readme, words

@@ -47,10 +47,8 @@ def another(made: Path, folder: Path, name: str) -> Path:
 
 # ---- kills
 
-# Every call by which a writer changes what is on the disk.
-STEPS = (
-    (os, "open"), (os, "link"), (os, "unlink"), (os, "mkdir"), (os, "rmdir"), (os, "rename"), (os, "replace"), (os, "chmod"),
-)  # fmt: skip
+# Every call of `os` by which a writer changes what is on the disk.
+STEPS = ("open", "link", "unlink", "mkdir", "rmdir", "rename", "replace", "chmod")
 
 
 def killed_at(number: int, work) -> bool:
@@ -69,8 +67,8 @@ def killed_at(number: int, work) -> bool:
 
             return counted
 
-        for module, name in STEPS:
-            setattr(module, name, dying(getattr(module, name)))
+        for name in STEPS:
+            setattr(os, name, dying(getattr(os, name)))
         try:
             work()
         except BaseException:
@@ -269,12 +267,13 @@ def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch,
     export_to = inside.folder / "export"
     new = inside.folder / "new"
     words = {
-        "evaluate": (made.parent / "tiny", folder, "--save"), "report": (folder,),
-        "export": (folder, "--to", "mlx", "-o", export_to), "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
-    }[what]  # fmt: skip
-    place = {"export": export_to, "calibrate": inside.folder / "new.checkpoint.safetensors"}.get(
-        what, folder
-    )
+        "evaluate": (made.parent / "tiny", folder, "--save"),
+        "report": (folder,),
+        "export": (folder, "--to", "mlx", "-o", export_to),
+        "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
+    }[what]
+    checkpoint = inside.folder / "new.checkpoint.safetensors"
+    place = {"export": export_to, "calibrate": checkpoint}.get(what, folder)
     lock = place.with_name(f".{place.name}.lock")
     with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

@@ -314,9 +314,7 @@ def test_other_refusals(made, tmp_path):
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(RotationZooError, match="holds other files"):
         exported("sglang", artifact, tmp_path)
-    bare = write_artifact(
-        tmp_path / "bare", artifact.rotations, None, dict(artifact.content)
-    )
+    bare = write_artifact(tmp_path / "bare", artifact.rotations, None, dict(artifact.content))
     with pytest.raises(RotationZooError, match="has no statistics"):
         exported("vllm", bare, tmp_path / "vllm")
 
