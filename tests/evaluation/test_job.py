@@ -23,7 +23,8 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli.options import parse_layers, parse_windows
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.job import Evaluation, attention_modules, evaluate
+from rotationzoo.evaluation.forward import attention_modules
+from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.model.capture import Attention
 from rotationzoo.model.geometry import cached_layers, geometry_of, shifted_layers
 from rotationzoo.recipe import PRESETS, Data, Recipe
