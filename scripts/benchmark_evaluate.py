@@ -14,7 +14,9 @@ from collections.abc import Callable
 import torch
 from loading import DEVICE, compare, load
 
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.forward import attention_modules, token_losses
 from rotationzoo.recipe import PRESETS, Data

@@ -23,7 +23,9 @@ import transformers
 from loading import DEVICE, Loaded, load
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.model import loading

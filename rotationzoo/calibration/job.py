@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.artifact import store
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration import soundness
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect

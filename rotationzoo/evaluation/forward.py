@@ -8,7 +8,9 @@ from itertools import product
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.evaluation.metrics import Metrics

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, shared_recipe

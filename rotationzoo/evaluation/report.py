@@ -3,8 +3,8 @@ which arms differ clearly."""
 
 from typing import TypedDict
 
-from rotationzoo.cache.simulated import Cache
 from rotationzoo.cache.size import bits_per_element
+from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.forward import Measurements, Trial
 from rotationzoo.evaluation.metrics import ArmMeasures
 from rotationzoo.evaluation.verdict import Verdict, judge
