@@ -15,8 +15,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import library_versions
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration import soundness
 from rotationzoo.calibration.checkpoint import Checkpoint
@@ -36,6 +36,7 @@ from rotationzoo.model.source import Source, config_hash, fetch, weights_fingerp
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotations import Rotations
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import held
 from rotationzoo.text import documents
 from rotationzoo.text.documents import Corpus
@@ -69,14 +70,14 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
 def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     """`locks` keeps other calibrations from the checkpoint and from the artifact's place until all
     is done."""
-    started, versions = time.monotonic(), store.versions()
+    started, versions = time.monotonic(), library_versions()
     progress("looking at the model", 0, 0)
     known = plan(job)
     if known.refusal is not None:
         raise known.refusal
     job, source, recipe = known.job, known.source, known.job.recipe
     check_output(job)
-    with store.disk_errors(job.output):
+    with disk_errors(job.output):
         locks.enter_context(held(job.lock, f"calibrating {job.output}"))
     text = None
     if recipe.needs_statistics:
@@ -302,7 +303,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
 
 def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
     """The artifact of this very job, if it is there and whole and not about to be replaced."""
-    if job.restart or job.unfinished or not (job.output / store.MANIFEST).is_file():
+    if job.restart or job.unfinished or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
     theirs = {**artifact.manifest.identity, "recipe": asked_recipe(artifact)}

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import check_replaceable
 from rotationzoo.calibration import checkpoint, memory
 from rotationzoo.calibration.fit import check_recipe, settle_centering
 from rotationzoo.calibration.memory import Footprint
@@ -20,6 +20,7 @@ from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layer
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import SELF, Recipe, digest, without_paths
 from rotationzoo.storage import files, folders
+from rotationzoo.storage.files import disk_errors
 
 
 @dataclass(frozen=True)
@@ -184,10 +185,10 @@ def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
 
 def check_output(job: Job) -> None:
     """The output can be written, and what is there may be replaced."""
-    with store.disk_errors(job.output):
+    with disk_errors(job.output):
         folders.recover(job.output)
-        store.check_replaceable(job.output)
-        if (job.output / store.MANIFEST).is_file():
+        check_replaceable(job.output)
+        if (job.output / MANIFEST).is_file():
             _check_recipe_of(job, Artifact.open(job.output))
         if job.output.parent.exists():
             with folders.temporary_sibling(job.output):

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact import card, store
+from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.checks.comparison import KernelComparison
 from rotationzoo.checks.rows import capture_rows, draw_rows
 from rotationzoo.codec import cuda, throughput
@@ -65,7 +66,7 @@ def validate_kernel(
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
     summary = {key: report[key] for key in _SUMMARIZED}
-    store.add(artifact, files, {"validation": summary}, card.render)
+    add_files(artifact, files, {"validation": summary})
     return report
 
 
@@ -105,6 +106,6 @@ def _compare_layers(
             if rotation.mean is not None:
                 rows = rows - rotation.mean[:, None]
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)
-            comparison.compare(f"layers.{layer.index}.{side}", rows, matrices, rotation.clip)
+            comparison.compare(side_name(layer.index, side), rows, matrices, rotation.clip)
             progress("validating", done := done + 1, total)
     return comparison

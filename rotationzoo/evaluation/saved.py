@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.evaluation.verdict import judge
 
 _SUMMARIZED = ("perplexity_increase", "attention_kl", "output_error", "standard_error")
@@ -27,8 +27,8 @@ def save_evaluation(
         windows.append({**window, "arms": arms, "verdict": verdict})
     evaluation = {**shared, "own_arm": arm, "windows": windows}
     content = json.dumps(evaluation, indent=2) + "\n"
-    summary = {"evaluation": _summarize(report, windows[0])}
-    store.add(artifact, {EVALUATION: content.encode()}, summary, card.render)
+    summary = _summarize(report, windows[0])
+    add_files(artifact, {EVALUATION: content.encode()}, {"evaluation": summary})
 
 
 def _summarize(report: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
