@@ -9,13 +9,11 @@ import pytest
 import torch
 from support.models import save_tiny
 
-from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import add_files
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel
-from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.storage import files
@@ -127,86 +125,3 @@ def test_without_a_gpu_the_command_asks_for_a_cpu(inside):
     assert "is not validated: the CUDA reference needs an NVIDIA GPU" in refused.stderr
     assert contents(folder) == before
     assert inside("validate", folder, "--device", "cuda").returncode == 2
-
-
-def test_pictures_for_the_card(folder, inside):
-    from rotationzoo.evaluation.job import Evaluation, evaluate
-
-    assert inside("report", folder).returncode == 0
-    assert not (folder / "error_by_layer.png").exists(), "nothing was measured yet"
-    evaluate(Evaluation("demo", [folder], Data(tokens=1024, length=512), save_to=[folder]))
-    assert inside("report", folder, "--json").returncode == 0
-    for name in ("spectra.png", "error_by_layer.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
-        assert f"({name})" in (folder / "README.md").read_text()
-    assert verify(Artifact.open(folder), "demo").ok
-
-
-def test_pictures_name_whole_layers_and_cover_nothing(folder, monkeypatch):
-    """Ticks at layers alone, a legend of all arms beside the curves, no text over another, long
-    names or many layers or not."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    from rotationzoo.artifact import plots
-
-    drawn = []
-    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
-    layers = range(0, 60, 3)
-    rows = [
-        {"layer": layer, "output_error": 0.1 + layer, "attention_kl": 0.01 + layer}
-        for layer in layers
-    ]
-    names = ["Qwen3-4B-Thinking-2507-imported-twice", "identity", "hadamard", "random"]
-    arms = {name: {"by_layer": rows} for name in names}
-    plots._error_by_layer({"own_arm": names[0], "windows": [{"arms": arms}]})
-    plots._spectra(Artifact.open(folder))
-    for figure in drawn:
-        FigureCanvasAgg(figure).draw()
-        texts = [axis.title for axis in figure.axes] + [axis.xaxis.label for axis in figure.axes]
-        texts += [axis.yaxis.label for axis in figure.axes] + [
-            text for legend in figure.legends for text in legend.get_texts()
-        ]
-        boxes = [text.get_window_extent() for text in texts if text.get_text()]
-        assert not any(one.overlaps(other) for n, one in enumerate(boxes) for other in boxes[:n])
-        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
-        for legend in figure.legends:
-            assert not any(
-                legend.get_window_extent().overlaps(axis.get_window_extent())
-                for axis in figure.axes
-            )
-    errors, spectra = drawn
-    for axis in errors.axes:
-        assert all(tick == int(tick) for tick in axis.get_xticks())
-    assert [text.get_text() for text in errors.legends[0].get_texts()] == names
-    assert spectra.axes[-1].get_ylabel() == "layer"
-    assert list(spectra.axes[-1].get_yticks()) == [0, 1, 2, 3]
-
-
-def test_the_card_has_what_the_hub_understands(tmp_path):
-    import yaml
-
-    model = save_tiny(tmp_path / "model")
-    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\nwords")
-    made = calibrate(
-        Job(
-            str(model),
-            PRESETS["oscar"].model_copy(update={"data": Data(tokens=512, length=256)}),
-            tmp_path / "a",
-        )
-    )
-    front = yaml.safe_load((made.folder / "README.md").read_text().split("---")[1])
-    assert front == {
-        "library_name": "rotationzoo",
-        "tags": ["kv-cache", "2-bit", "rotation"],
-        "license": "apache-2.0",
-    }
-    hub_model = made.content | {
-        "model": made.content["model"] | {"id": "a/b", "revision": "0" * 40}
-    }
-    front = yaml.safe_load(render_card(hub_model).split("---")[1])
-    assert (front["base_model"], front["base_model_relation"]) == ("a/b", "quantized")
-    for name, file in made.content["files"].items():
-        assert (
-            f"| {name} | {file['size']:,} | `{file['sha256']}` |"
-            in (made.folder / "README.md").read_text()
-        )
