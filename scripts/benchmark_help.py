@@ -11,10 +11,13 @@ import time
 
 SLOW = "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub"
 PROGRAM = f"""
+import runpy
 import sys
 sys.argv[1:] = ["--help"]
-from rotationzoo.cli.app import app
-app(standalone_mode=False)
+try:
+    runpy.run_module("rotationzoo", run_name="__main__")
+except SystemExit:  # which ends every command
+    pass
 print([name for name in {SLOW} if name in sys.modules])
 """
 

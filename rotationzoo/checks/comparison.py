@@ -64,6 +64,7 @@ class KernelComparison:
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
         rotated = torch.empty(rows.shape, device="cuda")
+        # A model hands over keys and values in bfloat16; the rotation is applied to these.
         narrow = rows.bfloat16()
         for format in int2.FORMATS.values():
             packed = cuda.quantize(

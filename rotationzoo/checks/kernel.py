@@ -48,6 +48,7 @@ def validate_kernel(
     GPU the definition alone is checked, which the report says, and the artifact stays as it is.
     """
     on_gpu = loading.torch_device(settings.device) == "cuda"
+    # Whether the result can be saved is known before it is computed.
     if on_gpu:
         artifact.check_writable()
     comparison = _compare_layers(artifact, settings, on_gpu, progress)
@@ -100,6 +101,7 @@ def _compare_layers(
         for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             rotation = rotations[layer.index][side]
             moments = None if statistics is None else statistics[layer.index][side]
+            # `done` is another number for each side of each layer, and the same in every run.
             rows = draw_rows(moments, layer.kv_heads, settings.rows, dim, seed=done)
             if (layer.index, side) in captured:
                 rows = torch.cat([rows, captured[layer.index, side]], dim=1)

@@ -29,6 +29,7 @@ def build_arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
     shared = shared_recipe(artifacts)
     codec = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
     for name in BASELINES:
+        # These recipes make rotations of shapes alone, without statistics.
         rotations = fit(None, PRESETS[name].model_copy(update=codec), geometry)
         arms.append(Arm(name, rotations, shared.group_size))
     return arms

@@ -17,6 +17,7 @@ class Buckets:
     def between(cls, start: int, length: int) -> "Buckets":
         """Buckets from `start` to `length`; the edges between them are powers of two."""
         edges = [start]
+        # The first power of two above the start.
         power = 1 << start.bit_length()
         while power < length:
             edges.append(power)

@@ -16,6 +16,7 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
     if unknown := layers - owners.keys():
         known = _describe_layers(set(owners))
         raise UsageError(f"{model} has no attention in layer {min(unknown)}: it has layers {known}")
+    # What several layers read is stored once, with the rotations of the layer that owns it.
     sharing = sorted(layer for layer in layers if owners[layer] != layer)
     if sharing:
         owner = owners[sharing[0]]
@@ -69,6 +70,7 @@ def _of_other_weights(artifact: Artifact, source: Source) -> bool:
     if model.config_sha256 != config_hash(source):
         return True
     fingerprint = model.weights_fingerprint
+    # Imported files do not always say which weights they are of.
     return bool(fingerprint) and fingerprint != weights_fingerprint(source)
 
 

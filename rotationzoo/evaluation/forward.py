@@ -19,7 +19,7 @@ from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress
 
-_LOCATING_TOKENS = 8
+_LOCATING_TOKENS = 8  # any number would do: each layer calls attention once
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def run_models(
 
     Raises `RotationZooError` where no row is long enough to read anything from a 2-bit cache.
     """
+    # A position is measured by the token after it, so a row needs one more.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
     if not batches:
         raise RotationZooError(
@@ -82,6 +83,8 @@ def run_models(
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
+            # One forward pass gives all three: losses of the model that reads this cache to its
+            # end, and of each layer its output and attention beside the exact ones.
             with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
                 metrics.add_losses(token_losses(model, ids, trial.start))
             progress("evaluating", done := done + 1, total)
@@ -107,6 +110,7 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch
     """Negative log likelihood `[B, T - start - 1]`, in float32, of the token after each position
     from `start` on."""
     kept = ids.shape[1] - start
+    # Logits of the other positions are not computed: a vocabulary is far wider than the model.
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[:, -kept:-1]
     losses = []
     # A row at a time: the float32 copy of a whole batch's logits may not fit.
@@ -122,5 +126,6 @@ def _draw_queries(trial: Trial, length: int, seed: int) -> torch.Tensor | None:
     if not trial.queries:
         return None
     positions = range(trial.start, length)
+    # Attention weights take memory by queries times keys: a sample shows the mean as well.
     count = min(trial.queries, len(positions))
     return torch.tensor(sorted(random.Random(seed).sample(positions, count)))

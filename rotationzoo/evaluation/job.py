@@ -64,6 +64,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     """
     _check_settings(job)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
+    # Whether the report can be saved is known before hours are spent on it.
     for artifact in artifacts:
         if artifact.folder in job.save_to:
             artifact.check_writable()
@@ -77,6 +78,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # The same tokens are measured with all windows: those that read quantized ones with each.
     start = max(cache.first_quantized for cache in caches)
     _check_text_length(job, start)
+    # Text needs the tokenizer alone, and may be refused: weights are fetched after it was read.
     fetch(source, weights=False)
     text = _read_text(job, source)
     progress("fetching the weights", 0, 0)
@@ -94,6 +96,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             measured = run_models(model, text.batches(job.batch), trial, progress)
     notes = notes_for_reader(text, source, artifacts, geometry)
     report = _assemble_report(job, source, text, notes, trial, measured)
+    # The arms of the artifacts come first; the baselines behind them are saved with each.
     for artifact, arm in zip(artifacts, arms, strict=False):
         if artifact.folder in job.save_to:
             save_evaluation(report, artifact, arm.name, BASELINES)
@@ -124,6 +127,7 @@ def _check_text_length(job: Evaluation, start: int) -> None:
             f"the first that reads a quantized one is at position {start}",
             hint="give longer rows with --length, or smaller ones with --windows",
         )
+    # Fewer tokens than a row has make no row at all, except that a document is a row as it is.
     if job.data.packing != "document" and not job.data.row_lengths:
         raise UsageError(
             f"{job.data.tokens} tokens are less than one text of {job.data.length}",

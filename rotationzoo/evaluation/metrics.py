@@ -94,6 +94,7 @@ class Metrics:
     def add_losses(self, losses: torch.Tensor) -> None:
         """Add negative log likelihoods `[B, P]` for the positions from the first bucket on."""
         member = self._member_from_start(losses.shape[1])
+        # Summed in float64: arms may differ by less than float32 rounds away over a long text.
         self._losses.append(losses.double().cpu() @ member)
         self._counts.append(torch.ones(losses.shape, dtype=torch.float64) @ member)
 
@@ -152,6 +153,7 @@ class Metrics:
         # A text that ends before these buckets divides by 0 here; its weight is 0 as well.
         extra, extra_error = weighted_mean((loss - exact_loss) / count, count)
         increase = math.expm1(extra)
+        # The error of exp(x) - 1 is that of x times exp(x), to first order.
         increase_error = None if extra_error is None else (1 + increase) * extra_error
         output_error, output_error_error = weighted_mean(self._relative_errors(buckets), count)
         kl, kl_error = self._attention_kl(buckets)
@@ -184,6 +186,7 @@ class Metrics:
         return weighted_mean(torch.stack(divergences).mean(0) / sampled, sampled)
 
     def _measure_layer(self, layer: int) -> LayerMeasures:
+        # One root of all texts' sums: a layer has no standard error that would need text by text.
         error = torch.cat(self._errors[layer]).sum().item()
         norm = torch.cat(self._norms[layer]).sum().item()
         kl = None
