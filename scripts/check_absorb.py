@@ -32,7 +32,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.source import config_hash, fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
 from rotationzoo.rotations import Rotation
-from rotationzoo.text import documents
+from rotationzoo.text.documents import HELD_OUT
 
 RELATIVE, ABSOLUTE, PERPLEXITY = 2e-6, 1e-4, 1e-3  # allowed: of logits, and of perplexity
 ROUNDED = {torch.float32: "weights", torch.bfloat16: "weights_and_arithmetic"}
@@ -135,7 +135,7 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--data", default=str(documents.HELD_OUT))
+    parser.add_argument("--data", default=str(HELD_OUT))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--length", type=int, default=2048)
     args = parser.parse_args()

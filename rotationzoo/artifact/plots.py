@@ -11,6 +11,7 @@ from rotationzoo.artifact.results import Count
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.artifact.writer import add_files
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.compositions import strongest_first
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import regular_file
@@ -73,7 +74,7 @@ def _spectra(artifact: Artifact) -> bytes:
             if stored is None:  # of imported files
                 continue
             eigenvalues = stored.double().clamp(min=1e-30)
-            shares = (eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0).flip(0)
+            shares = strongest_first((eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0))
             axis.plot(
                 torch.arange(1, len(shares) + 1), shares, color=colours.to_rgba(layer), linewidth=1
             )

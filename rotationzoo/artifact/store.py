@@ -34,7 +34,7 @@ ADDED = (EVALUATION, "validation.json", "int2.cu", "spectra.png", "error_by_laye
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, *ADDED}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Artifact:
     """An artifact on disk. Each file of tensors is read once, when first asked for."""
 
@@ -43,10 +43,10 @@ class Artifact:
     """`manifest.json` as it is in the file."""
     opened: os.stat_result | None = None
     """The folder that was opened; another of its name may have replaced it since."""
-    hashes: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    hashes: dict[str, str] = field(default_factory=dict, compare=False)
     """sha256 of those of its files that were hashed since it was opened."""
     _examined: dict[str, tuple[dict[str, torch.Tensor], list[str]]] = field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict, compare=False
     )
     """Tensors and problems of those of its files that were read."""
 
@@ -68,6 +68,9 @@ class Artifact:
             )
         opened = folder.stat()
         return cls(folder, read_manifest(path), opened, dict(hashes or {}))
+
+    def __repr__(self) -> str:
+        return f"Artifact({str(self.folder)!r})"
 
     def moved_to(self, folder: Path) -> "Artifact":
         """The same artifact after its folder was renamed, with all that was read of it."""

@@ -62,7 +62,8 @@ def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
     """Missing, misshapen and superfluous tensors, one sentence for each kind of problem."""
     layers: _Layers = defaultdict(list)
     for name, shape in layout.shapes.items():
-        layer, words = _layer_and_words(name)
+        layer, kind, field = split_name(name)
+        words = _words(kind, field)
         if name in shapes:
             if shapes[name] != shape:
                 layers[f"{words} of another shape or type than the model's"].append(layer)
@@ -80,13 +81,14 @@ def value_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     positive; their names are those of a layout."""
     layers: _Layers = defaultdict(list)
     for name, tensor in tensors.items():
-        layer, words = _layer_and_words(name)
+        layer, kind, field = split_name(name)
+        words = _words(kind, field)
         if not torch.isfinite(tensor).all():
             layers[f"{words} not finite"].append(layer)
-        elif name.endswith(".mean") and tensor.abs().max() > LARGEST:
+        elif field == "mean" and tensor.abs().max() > LARGEST:
             beyond = f"{words} beyond {LARGEST:.0e}, the most that the codec takes"
             layers[beyond].append(layer)
-        elif name.endswith(".count") and tensor.item() <= 0:
+        elif field == "count" and tensor.item() <= 0:
             layers[f"{words} not positive"].append(layer)
     return sentences(layers)
 
@@ -100,7 +102,6 @@ def sentences(layers: Mapping[str, list[int]]) -> list[str]:
     return lines
 
 
-def _layer_and_words(name: str) -> tuple[int, str]:
-    """`layers.3.key.second_moment` as `3, "key second moment"`."""
-    layer, kind, field = split_name(name)
-    return layer, f"{kind} {field.replace('_', ' ')}"
+def _words(kind: str, field: str) -> str:
+    """`key` and `second_moment` as "key second moment"."""
+    return f"{kind} {field.replace('_', ' ')}"

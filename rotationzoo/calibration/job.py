@@ -32,14 +32,16 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.centering import layers_moved
 from rotationzoo.model.geometry import Geometry, geometry_json, geometry_of, shifted_layers
+from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, config_hash, fetch, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import held
-from rotationzoo.text import documents
-from rotationzoo.text.documents import Corpus
+from rotationzoo.text.prompts import read_prompts
+from rotationzoo.text.rows import Corpus, pack_texts, read_corpus
+from rotationzoo.text.tokenizing import start_tokens
 
 _UNSOUND = "fetch the weights again; activations as large as theirs have no float32 statistics"
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
@@ -82,7 +84,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     text = None
     if recipe.needs_statistics:
         fetch(source, weights=False)
-        text = (documents.prompts if recipe.data.source == SELF else documents.read)(
+        text = (read_prompts if recipe.data.source == SELF else read_corpus)(
             recipe.data, loading.load_tokenizer(source)
         )
         if recipe.data.source != SELF:
@@ -185,7 +187,7 @@ def _run_model(
     the statistics, fit and search. `text` holds prompts where the model writes the text itself."""
     geometry, recipe = known.geometry, job.recipe
     assert known.config is not None
-    with loading.placement(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         predicts = recipe.search is not None or recipe.data.source == SELF
         model = loading.load(
@@ -250,7 +252,7 @@ def _written(
 ) -> Corpus:
     """The rows that the model writes."""
     data, tokenizer = job.recipe.data, loading.load_tokenizer(source)
-    start, ends = len(documents.start_tokens(tokenizer)), end_tokens(model, tokenizer)
+    start, ends = len(start_tokens(tokenizer)), end_tokens(model, tokenizer)
     texts = write(
         model,
         prompts.rows,
@@ -264,7 +266,7 @@ def _written(
         checkpoint,
         progress,
     )
-    text = documents.written(texts, data, tokenizer)
+    text = pack_texts(texts, data, tokenizer)
     _check_rows(job.recipe, [len(row) for row in text.rows])
     return replace(text, note="; ".join(filter(None, (prompts.note, text.note))) or None)
 

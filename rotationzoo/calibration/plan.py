@@ -17,6 +17,7 @@ from rotationzoo.calibration.memory import Footprint
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
+from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import SELF, Recipe, digest, without_paths
 from rotationzoo.storage import files, folders
@@ -99,7 +100,7 @@ def plan(job: Job) -> Plan:
     cannot be honoured. A model that cannot be calibrated is no error here: it is the plan's
     `refusal`.
     """
-    loading.memory_limits(job.device_map, job.max_memory)
+    memory_limits(job.device_map, job.max_memory)
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source)
@@ -113,7 +114,7 @@ def plan(job: Job) -> Plan:
     job = replace(job, recipe=recipe)
     check_recipe(job.recipe, geometry or [])
     _check_length(job.recipe, config)
-    weights = loading.weights_bytes(source, model)
+    weights = weights_bytes(source, model)
     dtype, loaded = job.torch_dtype, weights
     if isinstance(dtype, str) or getattr(config, "quantization_config", None):  # the makers' own
         dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16

@@ -15,11 +15,12 @@ from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.rotations import SIDES
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
 _TRANSPARENCY_TOKENS = 32
@@ -74,7 +75,7 @@ def check_membership(
 ) -> Agreement:
     """Run a model on the bundled text and compare. Raises `RotationZooError` for rotations that
     hold no eigenbasis, and for artifacts that are bound to no model."""
-    loading.memory_limits(candidate.device_map, candidate.max_memory)
+    memory_limits(candidate.device_map, candidate.max_memory)
     bases = _recover_bases(artifact)
     if not artifact.bound:
         raise RotationZooError(
@@ -98,8 +99,8 @@ def _collect_statistics(
     source = find(candidate.model, candidate.revision)
     config = loading.load_config(source)
     fetch(source)
-    text = documents.read(TEXT, loading.load_tokenizer(source))
-    with loading.placement(candidate.device_map, candidate.max_memory) as placement:
+    text = read_corpus(TEXT, loading.load_tokenizer(source))
+    with place_weights(candidate.device_map, candidate.max_memory) as placement:
         progress("loading the model", 0, 0)
         device = loading.torch_device(candidate.device)
         dtype = loading.torch_dtype("auto", candidate.device, candidate.device_map)

@@ -13,7 +13,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.source import config_hash, fetch, find
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 EDGE_ROWS = 8
 _TAIL_DEGREES = 3  # of freedom of the Student t that scales drawn rows: few make heavy tails
@@ -83,7 +83,7 @@ def capture_rows(
     dtype = loading.torch_dtype("auto", device, None)
     loaded = loading.load(source, config, target, dtype, predicts=False)
     data = Data(tokens=count, length=min(count, _CAPTURED_LENGTH))
-    text = documents.read(data, loading.load_tokenizer(source))
+    text = read_corpus(data, loading.load_tokenizer(source))
     captured: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def observe(

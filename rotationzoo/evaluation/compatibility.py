@@ -6,7 +6,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, same_shapes, shifted_layers
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
-from rotationzoo.text.documents import Corpus
+from rotationzoo.text.rows import Corpus
 
 
 def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:

@@ -18,10 +18,12 @@ from rotationzoo.evaluation.report import report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
+from rotationzoo.model.placement import Placement, memory_limits, place_weights
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import Corpus, read_corpus
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     text = _read_text(job, source)
     progress("fetching the weights", 0, 0)
     fetch(source)
-    with loading.placement(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = _load_model(job, source, config, placement)
         if geometry is None:  # a model that does not run on `meta`
@@ -111,7 +113,7 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    loading.memory_limits(job.device_map, job.max_memory)
+    memory_limits(job.device_map, job.max_memory)
 
 
 def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
@@ -151,20 +153,20 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
-def _read_text(job: Evaluation, source: Source) -> documents.Corpus:
+def _read_text(job: Evaluation, source: Source) -> Corpus:
     """Rows of the job's text. The bundled text is not the one that artifacts are calibrated on by
     default."""
     data = job.data
     if data.source == "bundled":
-        data = data.model_copy(update={"source": str(documents.HELD_OUT)})
-    return documents.read(data, loading.load_tokenizer(source))
+        data = data.model_copy(update={"source": str(HELD_OUT)})
+    return read_corpus(data, loading.load_tokenizer(source))
 
 
 def _load_model(
     job: Evaluation,
     source: Source,
     config: PretrainedConfig,
-    placement: loading.Placement | None,
+    placement: Placement | None,
 ) -> PreTrainedModel:
     dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
     return loading.load(source, config, loading.torch_device(job.device), dtype, placement)
@@ -173,7 +175,7 @@ def _load_model(
 def _assemble_report(
     job: Evaluation,
     source: Source,
-    text: documents.Corpus,
+    text: Corpus,
     notes: list[str],
     trial: Trial,
     measured: Measurements,

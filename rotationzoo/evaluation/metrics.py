@@ -2,7 +2,7 @@
 and the means and standard errors that they give.
 
 A new column of `evaluate` is computed here, in `Metrics`, from what `forward` observes, and printed
-in `cli.evaluation_table`.
+in `cli.evaluate_view`.
 """
 
 import math

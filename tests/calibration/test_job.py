@@ -31,7 +31,7 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search, override
 from rotationzoo.storage.files import sha256
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 SMALL = Data(tokens=2048, length=256)
 RECIPE = Recipe(data=SMALL)
@@ -441,7 +441,7 @@ def test_work_of_an_earlier_version_is_the_same_job(
     monkeypatch.setattr(jobs, "device_name", lambda device: "x86_64 CPU")
     mine = job(tiny, tmp_path, **options)
     source = find(str(tiny))
-    text = documents.read(SMALL, loading.load_tokenizer(source))
+    text = read_corpus(SMALL, loading.load_tokenizer(source))
     ours = jobs._identity(mine, source, text)
     new = ("threads", "device_map", "max_memory", "budget")
     theirs = {key: value for key, value in ours.items() if key not in new} | {

@@ -21,7 +21,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import read_corpus
 
 
 def test_the_report(artifacts):
@@ -66,8 +67,8 @@ def test_the_report(artifacts):
 def test_perplexity_is_that_of_the_model():
     report = evaluate(Evaluation("demo", [], Data(tokens=512, length=512), queries=0, device="cpu"))
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    data = Data(source=str(documents.HELD_OUT), tokens=512, length=512)
-    ids = documents.read(data, loading.load_tokenizer(find("demo"))).rows[0][None]
+    data = Data(source=str(HELD_OUT), tokens=512, length=512)
+    ids = read_corpus(data, loading.load_tokenizer(find("demo"))).rows[0][None]
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[0, 320:-1], ids[0, 321:])
