@@ -9,7 +9,7 @@ from check_statistics import largest_difference
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.membership import check_membership
+from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec import cuda, int2
 from rotationzoo.evaluation.job import Evaluation, evaluate
@@ -103,8 +103,9 @@ def test_a_search_over_two_devices_is_that_of_one(tmp_path):
 
 @two_devices
 def test_rotations_are_found_in_a_model_over_two_devices(tmp_path):
-    artifact = run(tmp_path, "artifact", dtype="float32")
-    one, two = check_membership(artifact, "demo"), check_membership(artifact, "demo", **TWO)
+    made = run(tmp_path, "made", dtype="float32")
+    one = check_membership(made, Candidate("demo"))
+    two = check_membership(made, Candidate("demo", **TWO))
     assert (two.key, two.value) == pytest.approx((one.key, one.value), rel=1e-4)
 
 

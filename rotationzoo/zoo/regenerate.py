@@ -13,7 +13,7 @@ from rotationzoo.artifact.plots import report as report_pictures
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.kernel import validate
+from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.linalg.paired import paired_difference
@@ -196,7 +196,8 @@ def regenerate(
             )
     if find_spec("matplotlib"):
         report_pictures(Artifact.open(made.folder))
-    validated = validate(Artifact.open(made.folder), device=job.device, progress=progress)
+    on_device = Validation(device=job.device)
+    validated = validate_kernel(Artifact.open(made.folder), on_device, progress)
     return verdict | {
         "report": report,
         "validated_on": validated["device"] if validated["on_gpu"] else None,

@@ -29,7 +29,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli import tables
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import attention_modules
+from rotationzoo.evaluation.forward import attention_modules
 from rotationzoo.linalg.compositions import data_free, orthogonality_error
 from rotationzoo.linalg.paired import clearly_less
 from rotationzoo.model.capture import capture
