@@ -16,7 +16,8 @@ import yaml
 from huggingface_hub import errors as hub
 
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
-from rotationzoo.network import limits, tokens
+from rotationzoo.network.huggingface_session import asking_huggingface
+from rotationzoo.network.tokens import huggingface_token
 from rotationzoo.storage import files
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
@@ -102,9 +103,9 @@ def has_weights(source: Source) -> bool:
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     """The hub client's exceptions as one sentence each; subclasses come before their parents."""
-    tokens.huggingface()
+    huggingface_token()
     try:
-        with limits.asking_huggingface():
+        with asking_huggingface():
             yield
     except RotationZooError:
         raise

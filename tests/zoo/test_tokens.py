@@ -15,8 +15,8 @@ from support.published import ZOO, ok, refused
 
 from rotationzoo.errors import HubError
 from rotationzoo.network import tokens
-from rotationzoo.zoo import hubs as clients
-from rotationzoo.zoo.hubs.sessions import trusts
+from rotationzoo.zoo.hubs.huggingface import HuggingFace
+from rotationzoo.zoo.hubs.modelscope_session import may_see_token
 
 SECRET = "se-cret-0123456789"
 VARIABLES = {
@@ -243,7 +243,7 @@ def test_the_next_page_of_a_listing_elsewhere_gets_no_credential(zoo, listener, 
         return given
 
     monkeypatch.setattr(zoo.hf, "answer", paged)
-    hub = clients.hub("huggingface")
+    hub = HuggingFace()
     with contextlib.suppress(HubError), hub._errors(ZOO, None):
         hub.api.list_repo_commits(ZOO)
     assert listener.requests
@@ -267,4 +267,4 @@ def test_the_next_page_of_a_listing_elsewhere_gets_no_credential(zoo, listener, 
     ],
 )
 def test_who_is_told_the_token(endpoint, url, trusted):
-    assert trusts(endpoint, url) is trusted
+    assert may_see_token(endpoint, url) is trusted

@@ -22,7 +22,7 @@ from support.zoo_models import CONFIG, EVALUATED, change_weights, foreign, plann
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.zoo import hubs as clients
+from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo import index, lookup
 
 # ---- the journey
@@ -119,7 +119,7 @@ def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
     other = Path(made)
     ok(zoo.run("push", other, "someone/other", "--json"))
     theirs = zoo.hf.files("someone/other")["zoo_index.json"].replace(b'"demo"', b'"other"')
-    publish = clients.HuggingFace.publish
+    publish = HuggingFace.publish
     calls = []
 
     def late(self, repo, *arguments, **options):
@@ -128,7 +128,7 @@ def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
         calls.append(repo)
         return publish(self, repo, *arguments, **options)
 
-    monkeypatch.setattr(clients.HuggingFace, "publish", late)
+    monkeypatch.setattr(HuggingFace, "publish", late)
     ok(zoo.run("push", made, ZOO, "--json"))
     assert len(calls) == 2, "the stale parent was refused"
     models = [
@@ -437,8 +437,8 @@ def test_what_is_published_and_not_pulled_is_listed_with_what_it_is(zoo):
         "what is published for zai-org/GLM-5.3 is not pulled: one matrix a layer for the latent"
         in words
     )
-    found = lookup.Found(content, "the index")
-    entry, _, _ = lookup.choose(found, "Qwen/Qwen3-32B", None, None, ["huggingface"])
+    found = lookup.LoadedIndex(content, "the index")
+    entry, _, _ = lookup.choose_entry(found, "Qwen/Qwen3-32B", None, None, ["huggingface"])
     assert entry.format == "oscar", (
         "the pair, although a model with the same rotations is listed too"
     )
