@@ -10,8 +10,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.hubs import Answer, Fault
 from support.hubs.broken import answer, black_hole, broken, endless, trickle
+from support.hubs.calls import Answer, Fault
 from support.published import ZOO, nothing_left, ok, refused
 from support.zoo_models import save_foreign
 

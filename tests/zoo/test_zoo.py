@@ -15,15 +15,16 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from support.hubs import Fault, huggingface, modelscope
+from support.hubs import huggingface, modelscope
+from support.hubs.calls import Fault
 from support.places import ROOT
 from support.published import ZOO, ms_environment, nothing_left, ok, refused
 from support.zoo_models import CONFIG, EVALUATED, change_weights, foreign, planned, save_foreign
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo import index, lookup
+from rotationzoo.zoo.hubs.huggingface import HuggingFace
 
 # ---- the journey
 
