@@ -31,19 +31,25 @@ ANSWERS = {
     "a-list": lambda _: answer(b"[1, 2, 3]"),
     "null": lambda _: answer(b"null"),
     "a-number": lambda _: answer(b"7"),
-    "types": lambda _: answer(b'{"id": 7, "sha": ["x"], "siblings": 3, "data": 4, "Data": 5, "Code": {}}'),
-    "a-sha-that-is-a-path": lambda _: answer(b'{"id": "a/b", "sha": "../../../escaped", "data": [], "Data": "x"}'),
+    "types": lambda _: answer(
+        b'{"id": 7, "sha": ["x"], "siblings": 3, "data": 4, "Data": 5, "Code": {}}'
+    ),
+    "a-sha-that-is-a-path": lambda _: answer(
+        b'{"id": "a/b", "sha": "../../../escaped", "data": [], "Data": "x"}'
+    ),
     "nested": lambda _: answer(b"[" * 100_000),
     "a-long-number": lambda _: answer(b'{"sha": ' + b"9" * 100_000 + b"}"),
     "compressed": lambda _: answer(b"\x1f\x8b\x08", "Content-Encoding: gzip\r\n"),
-    "redirected-for-ever": lambda _: answer(b"", "Location: /api/models/again/again\r\n", "302 Found"),
+    "redirected-for-ever": lambda _: answer(
+        b"", "Location: /api/models/again/again\r\n", "302 Found"
+    ),
     "redirected-to-a-file": lambda _: answer(b"", "Location: file:///etc/passwd\r\n", "302 Found"),
     "a-wait-of-a-day": lambda _: answer(b"{}", "Retry-After: 86400\r\n", "429 Too Many Requests"),
     "unavailable": lambda _: answer(HTML, "", "503 Service Unavailable"),
     "without-end": lambda _: endless(OK + b"\r\n", b"[" * 65536),
     "an-error-without-end": lambda _: endless(b"HTTP/1.1 500 Oh\r\n\r\n", b"x" * 65536),
     "headers-without-end": lambda _: endless(OK, b"X-More: " + b"x" * 60_000 + b"\r\n"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -42,9 +42,11 @@ def test_files_to_be_pulled_need_a_folder(format):
 
 def test_an_entry_twice_is_refused_and_merged_when_it_is_added():
     entry = index.Entry(
-        model="a/b", recipe="oscar", files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
+        model="a/b",
+        recipe="oscar",
+        files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
         copies=[index.Copy(hub="huggingface", repo="x/y", path="p", revision="r1")],
-    )  # fmt: skip
+    )
     one = index.Index().extended(entry)
     moved = entry.model_copy(
         update={"copies": [index.Copy(hub="modelscope", repo="x/y", path="p", revision="t")]}

@@ -16,13 +16,19 @@ from support.published import ZOO, ms_environment
 def outside(command, tmp_path):
     """Both hubs, and the command line in processes of their own."""
     with huggingface.serve() as hf, modelscope.serve() as ms:
-        environment = {
-            "HF_ENDPOINT": hf.endpoint, "HF_TOKEN": hf.token, "HF_HUB_DISABLE_XET": "1", **ms_environment(ms, tmp_path),
-        }  # fmt: skip
+        variables = {
+            "HF_ENDPOINT": hf.endpoint,
+            "HF_TOKEN": hf.token,
+            "HF_HUB_DISABLE_XET": "1",
+            **ms_environment(ms, tmp_path),
+        }
         yield SimpleNamespace(
-            hf=hf, ms=ms, environment=environment, folder=command.folder, home=tmp_path / "hf",
-            run=lambda *words, **options: command(*words, env=environment, **options), all=command.environment | environment,
-        )  # fmt: skip
+            hf=hf,
+            ms=ms,
+            folder=command.folder,
+            run=lambda *words, **options: command(*words, env=variables, **options),
+            environment=command.environment | variables,
+        )
 
 
 def test_the_commands_as_a_user_runs_them(outside, made):
@@ -50,7 +56,7 @@ def test_killed_in_the_middle(outside, made, words):
     process = subprocess.Popen(
         [sys.executable, "-m", "rotationzoo", *words],
         cwd=outside.folder,
-        env=outside.all,
+        env=outside.environment,
         stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 60

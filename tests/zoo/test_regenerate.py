@@ -11,8 +11,12 @@ from rotationzoo.zoo import index
 def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
     (first,) = planned(zoo)
     assert first | {"revision": ""} == {
-        "model": model, "revision": "", "was": None, "recipe": "configs/model.yaml", "reason": "nothing is published",
-    }  # fmt: skip
+        "model": model,
+        "revision": "",
+        "was": None,
+        "recipe": "configs/model.yaml",
+        "reason": "nothing is published",
+    }
     words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--json"]
     made = ok(zoo.run(*words, "--revision", first["revision"], "--output", "first"))
     assert made["compared_with"] is None

@@ -363,7 +363,8 @@ def serve() -> AbstractContextManager[HuggingFaceHub]:
 
 @contextmanager
 def serve_folders(folders: dict[str, Path]) -> Iterator[HuggingFaceHub]:
-    """A hub with the files of each folder under its repository id, `datasets/...` for a data set."""
+    """A hub with the files of each folder under its repository id; `datasets/...` is a data
+    set."""
     with serve() as hub:
         for name, folder in folders.items():
             paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]

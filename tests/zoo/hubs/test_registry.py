@@ -56,7 +56,7 @@ def test_an_index_that_names_no_such_hub_is_refused(made, tmp_path):
         copies=[index.Copy(hub="huggingface", repo="x/y", path="p")],
     )
     text = index.Index().extended(entry).text().replace('"huggingface"', '"nowhere"')
-    with pytest.raises(Exception, match="copies.0.hub: Input should be 'huggingface' or"):
+    with pytest.raises(Exception, match=r"copies\.0\.hub: Input should be 'huggingface' or"):
         index.parse(text, "it")
 
 
