@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rotationzoo.artifact.store import MANIFEST, PARTS
+from rotationzoo.artifact.store import MANIFEST, PARTS, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import child, regular_file, sha256, size_of
 from rotationzoo.storage.folders import check_name, recover
@@ -28,6 +28,8 @@ class Pulled:
     files: dict[str, str]
     """Name -> sha256 of what is on the disk."""
     notes: list[str] = field(default_factory=list)
+    artifact: Artifact | None = None
+    """The artifact, with what was read of it when it was checked; None of OSCAR's own files."""
 
 
 def cache_folder(copy: Copy, revision: str | None) -> Path:

@@ -63,16 +63,18 @@ def pull(
     what = f"{copy.path} of {copy.repo}"
     hashes = hash_files(target, entry.files)
     if hashes is not None:
-        check_entry(entry, Artifact.open(target), what)
-        return Pulled(target, entry, copy, revision, hashes, ["it was here already"])
+        artifact = Artifact.open(target, hashes)
+        check_entry(entry, artifact, what)
+        return Pulled(target, entry, copy, revision, hashes, ["it was here already"], artifact)
     check_target(target, entry)
     revision = revision or hub.resolve(copy.repo)
     with disk_errors(target), temporary_sibling(target) as work:
         progress(f"downloading from {copy.repo} on {HUBS[copy.hub].title}", 0, 0)
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = download_files(copy, revision, sizes, work)
+        hashes = {name: sha256(downloaded / name) for name in entry.files}
         for name, file in entry.files.items():
-            if sha256(downloaded / name) != file.sha256:
+            if hashes[name] != file.sha256:
                 raise RotationZooError(
                     f"{name} of {copy.repo} is not the file that the index lists: its sha256 "
                     "differs",
@@ -80,12 +82,10 @@ def pull(
                     "repository",
                 )
         progress("checking", 0, 0)
-        artifact = Artifact.open(downloaded)
+        artifact = Artifact.open(downloaded, hashes)
         checked = verify(artifact)
         if not checked.ok:
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
         check_entry(entry, artifact, what)
         install(downloaded, target)
-    hashes = hash_files(target, entry.files)
-    assert hashes is not None
-    return Pulled(target, entry, copy, revision, hashes)
+    return Pulled(target, entry, copy, revision, hashes, artifact=artifact.moved_to(target))

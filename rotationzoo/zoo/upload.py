@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact import card, manifest
-from rotationzoo.artifact.manifest import STATISTICS
+from rotationzoo.artifact.card import render_card
+from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
 from rotationzoo.artifact.store import CARD, MANIFEST, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, UsageError
@@ -80,7 +80,7 @@ def _collect_files(artifact: Artifact, statistics: bool) -> dict[str, Path | byt
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
     # Rendered again: the manifest has no hash of the card in the folder, which may say anything.
-    files[CARD] = card.render(manifest.parse(content, "the manifest")).encode()
+    files[CARD] = render_card(parse_manifest(content, "the manifest")).encode()
     return files
 
 
