@@ -15,7 +15,7 @@ from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
 from rotationzoo.zoo import index
-from rotationzoo.zoo.push import prepare
+from rotationzoo.zoo.upload import prepare_upload
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_a_card_that_is_published_is_made_anew(folder, tmp_path):
     secret.write_text("a private key")
     (folder / "README.md").unlink()
     (folder / "README.md").symlink_to(secret)
-    upload = prepare(Artifact.open(folder), "me/zoo")
+    upload = prepare_upload(Artifact.open(folder), "me/zoo")
     sent = [
         content if isinstance(content, bytes) else content.read_bytes()
         for content in upload.files.values()

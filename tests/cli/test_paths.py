@@ -18,7 +18,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
-from rotationzoo.zoo.push import prepare
+from rotationzoo.zoo.upload import prepare_upload
 
 SMALL = Data(tokens=1024, length=512)
 
@@ -68,7 +68,7 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     )
     assert manifest["calibration"]["note"].endswith("all of my-texts.jsonl")
     assert verify(Artifact.open(artifact.folder), model).ok
-    entry = prepare(Artifact.open(artifact.folder), "someone/zoo").entry.model_dump_json()
+    entry = prepare_upload(Artifact.open(artifact.folder), "someone/zoo").entry.model_dump_json()
     assert "home-of-jane" not in entry
     assert "secret project" not in entry
 
