@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines import recognise
 from rotationzoo.engines.export import export
+from rotationzoo.engines.gather import gather_pair
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.rope_signature import pair_contrast
@@ -58,7 +58,7 @@ def main() -> int:
                 "recomposed_max_difference": max(errors),
             }
         done = export(artifact, Request("sglang", Path(work) / "again"))
-        originals = {side.path.name: side.path for side in recognise.gather([folder])}
+        originals = {side.path.name: side.path for side in gather_pair([folder])}
         report["exported_equal"] = all(  # keys, then values, whatever the files are called
             same(load(done.path / name), load(originals[original]))
             for name, original in zip(sorted(done.files), sorted(originals), strict=True)

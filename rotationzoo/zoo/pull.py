@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from rotationzoo.artifact.store import MANIFEST, PARTS, Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines import recognise
-from rotationzoo.engines.formats import oscar_pt
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.engines.rotation_checks import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import files, strict_json
@@ -254,7 +254,7 @@ def _listed_sizes(entry: Entry, copy: Copy, revision: str | None) -> dict[str, i
 def _check_foreign(path: Path) -> None:
     """Raise `RotationZooError` unless a `.pt` file of OSCAR's makers holds an orthogonal matrix for
     each layer."""
-    recognise.check_matrices(oscar_pt.read(path))
+    check_matrices(read_pt(path))
 
 
 class _Lock(strict_json.Strict):

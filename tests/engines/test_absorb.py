@@ -21,7 +21,9 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import absorb as absorbing
-from rotationzoo.engines.absorb import RECORD, absorb
+from rotationzoo.engines.absorb import absorb
+from rotationzoo.engines.absorbed import RECORD
+from rotationzoo.engines.value_projections import find_projections
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
@@ -350,7 +352,7 @@ def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
 
 
 def projections(model) -> list[tuple[str, str]]:
-    return absorbing._projections(model, geometry_on_meta(model), "this")
+    return find_projections(model, geometry_on_meta(model), "this")
 
 
 def on_meta(kind: str, **changes):
@@ -479,7 +481,7 @@ def test_a_layer_that_reads_the_cache_of_another_is_refused():
     with pytest.raises(
         UnsupportedModel, match="layer 1 of this has no value projection of its own"
     ):
-        absorbing._projections(model, [first, replace(second, owner=0)], "this")
+        find_projections(model, [first, replace(second, owner=0)], "this")
 
 
 def test_the_look_leaves_the_library_as_it_was():

@@ -28,7 +28,6 @@ from support.engine_artifacts import (
     rows_of,
 )
 from support.models import save_tiny
-from support.places import ROOT
 
 from rotationzoo.artifact import card, store
 from rotationzoo.artifact.layout import rotations_from
@@ -40,10 +39,12 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.codec import int2
 from rotationzoo.engines import export as exporting
 from rotationzoo.engines.base import Options
-from rotationzoo.engines.export import ENGINES, export
-from rotationzoo.engines.formats import oscar_pt, sglang
+from rotationzoo.engines.export import export
+from rotationzoo.engines.formats.oscar_lock import markers
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.engines.gather import gather_pair
 from rotationzoo.engines.payload import Request
-from rotationzoo.engines.recognise import gather
+from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.hadamard import hadamard
 from rotationzoo.recipe import PRESETS, Data, Recipe
@@ -469,7 +470,7 @@ def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, ca
     (lock,) = (tmp_path / "locks").iterdir()
     assert (
         lock.stem
-        == f"oscar_{sglang.markers(*(done.path / name for name in sorted(done.files)))[0]}"
+        == f"oscar_{markers(*(done.path / name for name in sorted(done.files)))[0]}"
     )
 
     monkeypatch.setattr(
@@ -565,7 +566,7 @@ def test_the_engines_own_hadamard_is_counted_on(made, tmp_path, dim):
     assert (overlap.amax(0) > 0.999).all(), (
         "columns of R H are eigenvectors: R alone is not what such an engine should have"
     )
-    keys, values = gather([next(done.path.glob("*.gguf"))])
+    keys, values = gather_pair([next(done.path.glob("*.gguf"))])
     assert torch.allclose(keys.content.rotation[0], first, atol=1e-6)
     assert torch.allclose(
         values.content.rotation[0],
@@ -779,30 +780,10 @@ def test_the_command_prints_what_starts_the_engine(made, inside):
     assert "--clip 2" in inside("export", artifact.folder, "--to", "mlx", "--clip", "2").stderr
 
 
-def test_the_engines_page_says_what_the_code_does(made, tmp_path):
-    """Each engine has a row, and its launch line there is the one that export prints for the
-    default recipe."""
-    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    recipe = PRESETS["oscar"]
-    artifact = made(recipe=recipe, head_dim=128)
-    for engine in ENGINES:
-        assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.M), engine
-        changes = (
-            {"options": Options(base=base_for(artifact, tmp_path))} if engine == "llama.cpp" else {}
-        )
-        done = exported(engine, artifact, tmp_path / engine, **changes)
-        line = (
-            exporting.launch_line(done.launch)
-            .replace(str(done.path.absolute()), "FOLDER")
-            .replace("tiny/qwen3", "MODEL")
-        )
-        assert line in page, line
-
-
 def test_torch_files_hold_nothing_that_runs(made, tmp_path):
     done = exported("sglang", made(head_dim=32), tmp_path)
     for name in done.files:
         torch.load(done.path / name, weights_only=True)
-        read = oscar_pt.read(done.path / name)
+        read = read_pt(done.path / name)
         assert read.format == "V2"
     assert verify(made(head_dim=32)).ok

@@ -23,8 +23,9 @@ from support.oscar_files import KEY, VALUE, v1
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.formats import llama_cpp as llama
-from rotationzoo.engines.formats import mlx, oscar_pt
+from rotationzoo.engines.formats.gguf_rotations import read_gguf
+from rotationzoo.engines.formats.mlx import read_safetensors
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
@@ -70,7 +71,7 @@ def test_a_tensor_of_stride_zero_is_not_expanded(tmp_path, elements):
     for name in ("rotation", "eigenvalues", "k_mean"):
         path = torch_file(tmp_path / KEY, {0: entry(**{name: huge})})
         assert path.stat().st_size < 64_000
-        assert "ask for" in refused(oscar_pt.read, path)
+        assert "ask for" in refused(read_pt, path)
 
 
 @pytest.mark.hostile("size")
@@ -78,7 +79,7 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
     matrix = torch.eye(256)
     path = torch_file(tmp_path / KEY, {i: entry(layer_id=i, rotation=matrix) for i in range(1023)})
     assert path.stat().st_size < 1 << 20
-    assert oscar_pt.read(path).content.rotation[1022].shape == (256, 256), (
+    assert read_pt(path).content.rotation[1022].shape == (256, 256), (
         "as many as any model has"
     )
     path = torch_file(
@@ -88,9 +89,9 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
             for i in range(8)
         },
     )
-    assert "ask for" in refused(oscar_pt.read, path)
+    assert "ask for" in refused(read_pt, path)
     path = torch_file(tmp_path / KEY, {i: entry(layer_id=i, rotation=matrix) for i in range(32000)})
-    assert "has a layer 1024, and no model has" in refused(oscar_pt.read, path)
+    assert "has a layer 1024, and no model has" in refused(read_pt, path)
 
 
 @pytest.mark.hostile("size")
@@ -98,10 +99,10 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
     "layer", [1024, 10**9, 10**18, 10**5000], ids=["1024", "1e9", "1e18", "1e5000"]
 )
 def test_layers_that_no_model_has(tmp_path, layer):
-    refused(oscar_pt.read, torch_file(tmp_path / KEY, {layer: entry(layer_id=layer)}))
+    refused(read_pt, torch_file(tmp_path / KEY, {layer: entry(layer_id=layer)}))
     if layer < 10**19:
         save_file({f"layer_{layer}": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
-        refused(mlx.read, tmp_path / "k_rotation.safetensors")
+        refused(read_safetensors, tmp_path / "k_rotation.safetensors")
 
 
 @pytest.mark.hostile("size")
@@ -114,7 +115,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
         for name in source.namelist():
             target.writestr(name, source.read(name))
     assert (tmp_path / KEY).stat().st_size < 1 << 18
-    assert "unpacks to" in refused(oscar_pt.read, tmp_path / KEY)
+    assert "unpacks to" in refused(read_pt, tmp_path / KEY)
 
 
 def gguf_bytes(*, fields: int = 0, tensors: int = 0, body: bytes = b"", version: int = 3) -> bytes:
@@ -163,7 +164,7 @@ ASKS_TOO_MUCH = {
 @pytest.mark.parametrize("name", ASKS_TOO_MUCH)
 def test_a_gguf_that_asks_for_more_than_it_has(tmp_path, name):
     (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH[name] + bytes(512))
-    assert "is no GGUF file" in refused(llama.read, tmp_path / "x.gguf")
+    assert "is no GGUF file" in refused(read_gguf, tmp_path / "x.gguf")
 
 
 @pytest.mark.hostile("size")
@@ -243,7 +244,7 @@ def good(tmp_path_factory) -> Path:
     return folder
 
 
-READERS = {KEY: oscar_pt.read, "k_rotation.safetensors": mlx.read, "x.gguf": llama.read}
+READERS = {KEY: read_pt, "k_rotation.safetensors": read_safetensors, "x.gguf": read_gguf}
 
 
 @pytest.mark.hostile("malformed")
@@ -375,7 +376,7 @@ def test_safetensors_and_gguf_of_other_shapes(tmp_path, shape):
 def test_metadata_that_is_no_json(tmp_path, metadata):
     save_file({"layer_0": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
     (tmp_path / "metadata.json").write_bytes(metadata)
-    assert "is damaged: it is no JSON" in refused(mlx.read, tmp_path / "k_rotation.safetensors")
+    assert "is damaged: it is no JSON" in refused(read_safetensors, tmp_path / "k_rotation.safetensors")
 
 
 @pytest.mark.hostile("malformed")
@@ -385,7 +386,7 @@ def test_metadata_that_is_no_json(tmp_path, metadata):
 def test_metadata_of_other_kinds_is_left_out(tmp_path, metadata):
     save_file({"layer_0": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
     (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    assert mlx.read(tmp_path / "k_rotation.safetensors").calibration == {}
+    assert read_safetensors(tmp_path / "k_rotation.safetensors").calibration == {}
 
 
 @pytest.mark.hostile("malformed")

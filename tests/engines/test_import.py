@@ -21,8 +21,8 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
-from rotationzoo.engines.formats import oscar_pt
-from rotationzoo.engines.formats.sglang import markers
+from rotationzoo.engines.formats.oscar_lock import markers
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.rope_signature import pair_contrast
@@ -575,7 +575,7 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
     )
     for name in done.files:
         if name.endswith(".pt"):
-            one, two = oscar_pt.read(done.path / name), oscar_pt.read(again.path / name)
+            one, two = read_pt(done.path / name), read_pt(again.path / name)
             for i, matrix in one.content.rotation.items():
                 assert torch.equal(matrix, two.content.rotation[i])
                 assert not one.content.mean or torch.equal(one.content.mean[i], two.content.mean[i])

@@ -94,7 +94,7 @@ def exported(engine: str, artifact: Artifact, folder: Path, **changes):
 
 def matrices(artifact: Artifact, layer, side: str, pooled: bool) -> torch.Tensor:
     """What the engine should multiply by, `[H, D, D]`."""
-    rotations = payload.pooled(artifact) if pooled else artifact.rotations
+    rotations = payload.pooled_rotations(artifact) if pooled else artifact.rotations
     return rotations[layer.index][side].matrix.expand(layer.kv_heads, -1, -1)
 
 
