@@ -1,7 +1,7 @@
 """The serving engines, one row each: the command line, `export`, docs/engines.md and the tests
 take them from here.
 
-A new engine is a module in `formats/` (see `engine.Engine` for what it defines) and a row here.
+A new engine is a module in `formats/` (`base.Engine` says what it defines) and a row here.
 """
 
 import importlib

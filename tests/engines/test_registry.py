@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from engines_table import PAGE, current_table, table
@@ -52,12 +53,13 @@ def test_the_command_line_offers_every_engine(inside):
 
 
 def test_texts_that_name_engines_name_no_other():
-    """The card cannot ask the registry, which is above it; a new engine need not be named there."""
-    for text in (card.__file__, ROOT / "README.md"):
-        content = open(text, encoding="utf-8").read()
-        (first, others) = re.search(r"--to (\S+) +# or ([\w., ]+)", content).groups()
-        named = [first, *others.partition(":")[0].rstrip("\n").split(", ")]
-        assert named == list(ENGINE_NAMES), text
+    """The card's package cannot ask the registry, which is above it. It may leave a new engine
+    out; cards that are published must not change with every engine."""
+    for path in (Path(card.__file__), ROOT / "README.md"):
+        line = re.search(r"--to (\S+) +# or ([\w., ]+)", path.read_text(encoding="utf-8"))
+        named = [line[1], *line[2].strip().split(", ")]
+        assert len(named) > 1
+        assert set(named) <= set(ENGINE_NAMES), path
 
 
 def test_the_table_of_the_engines_page_is_the_code_s():
