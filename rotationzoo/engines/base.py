@@ -151,4 +151,5 @@ class Engine(Protocol):
 
 def clip_text(ratio: float, off: float) -> str:
     """A clip ratio as text, with the engine's own number for no clipping, which is 1 here."""
-    return f"{off if ratio == 1 else ratio:g}"
+    number = off if ratio == 1 else ratio
+    return f"{number:g}"

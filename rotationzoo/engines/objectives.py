@@ -28,7 +28,7 @@ class Described:
     """`given` where it names none that is known."""
 
 
-def objective(recipe: Recipe, side: str) -> str:
+def objective_of(recipe: Recipe, side: str) -> str:
     """The name for one side of a recipe's rotations."""
     if not recipe.has_eigenbasis:
         return recipe.composition

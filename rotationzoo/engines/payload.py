@@ -9,7 +9,7 @@ from typing import Any
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import Options, Payload, SideMatrices
-from rotationzoo.engines.objectives import objective
+from rotationzoo.engines.objectives import objective_of
 from rotationzoo.engines.provenance import provenance
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.compositions import GIVEN
@@ -66,11 +66,10 @@ def assemble_payload(
     if pools:
         rotations = pooled_rotations(artifact)
     key, value = (
-        SideMatrices(
-            objective=_objective(artifact, side, pools), **_tables(rotations, side, request)
-        )
-        for side in SIDES
+        _side_matrices(rotations, side, _objective(artifact, side, pools)) for side in SIDES
     )
+    if request.uncentered:
+        key, value = replace(key, mean={}), replace(value, mean={})
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     served = _served(clips, recipe.group_size, sink, recent)
     return Payload(
@@ -128,27 +127,21 @@ def _objective(artifact: Artifact, side: str, pools: bool) -> str:
     imported = artifact.manifest.imported
     if imported and not pools:
         return imported.objectives[side]
-    return objective(artifact.recipe, side)
+    return objective_of(artifact.recipe, side)
 
 
-def _tables(rotations: Rotations, side: str, request: Request) -> dict[str, Any]:
-    """The tensors of `SideMatrices`, without a dimension of heads where all layers share theirs."""
+def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatrices:
+    """One side, without a dimension of heads where the heads of all layers share theirs."""
     layers = {layer: sides[side] for layer, sides in rotations.items()}
-    matrices = {layer: rotation.matrix for layer, rotation in layers.items()}
-    eigenvalues = {
-        layer: rotation.eigenvalues
-        for layer, rotation in layers.items()
-        if rotation.eigenvalues is not None
-    }
-    if not any(rotation.per_head for rotation in layers.values()):
-        matrices = {layer: matrix[0] for layer, matrix in matrices.items()}
-        eigenvalues = {layer: values[0] for layer, values in eigenvalues.items()}
-    means = {
-        layer: rotation.mean for layer, rotation in layers.items() if rotation.mean is not None
-    }
-    if request.uncentered:
-        means = {}
-    return {"rotation": matrices, "eigenvalues": eigenvalues, "mean": means}
+    per_head = any(rotation.per_head for rotation in layers.values())
+    matrices, eigenvalues, means = {}, {}, {}
+    for layer, rotation in layers.items():
+        matrices[layer] = rotation.matrix if per_head else rotation.matrix[0]
+        if rotation.eigenvalues is not None:
+            eigenvalues[layer] = rotation.eigenvalues if per_head else rotation.eigenvalues[0]
+        if rotation.mean is not None:
+            means[layer] = rotation.mean
+    return SideMatrices(matrices, objective, eigenvalues, means)
 
 
 def _model_to_serve(artifact: Artifact) -> str | None:

@@ -59,9 +59,9 @@ def recognise_composition(
         return composition, notes
     unmarked = contrast >= _NO_MARK
     if unmarked and value_contrast is not None and value_contrast <= limit:
-        marked, other = pair.value.path.name, pair.key.path.name
+        keys, values = pair.key.path.name, pair.value.path.name
         raise RotationZooError(
-            f"keys and values are swapped: {marked} bears the mark of RoPE and {other} does not",
+            f"keys and values are swapped: {values} bears the mark of RoPE and {keys} does not",
             hint="give the files their right names",
         )
     contradiction = _STATED_MARK if unmarked else _MARK

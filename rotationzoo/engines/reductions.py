@@ -14,6 +14,12 @@ _CHOSEN = (
     ", for which a search chose its rotations: with higher ones they can be far worse than others"
 )
 
+_CLIP_WORDS = {
+    "one": "a single clip ratio",
+    "side": "one clip ratio for all keys and one for all values",
+    "layer": "one a layer",
+}
+
 
 @dataclass(frozen=True)
 class _Reduction:
@@ -85,35 +91,43 @@ def _means(
 def _clip_ratios(
     artifact: Artifact, request: Request, capabilities: Capabilities, clips: Clips
 ) -> Iterator[_Reduction]:
-    keys, values = ({ratio for sides in clips.values() for ratio in sides[i]} for i in (0, 1))
-    highest_key, highest_value = max(keys), max(values)
-    pair = f"{highest_key:g}/{highest_value:g}"
-    one_a_layer = all(len(ratios) == 1 for sides in clips.values() for ratios in sides)
-    # How many ratios the engine can have -> whether these are no more, words, ratios to accept.
-    fits, words, ratios = {
-        "one": (len(keys | values) == 1, "a single clip ratio", f"{highest_key:g}"),
-        "side": (
-            len(keys) == len(values) == 1,
-            "one clip ratio for all keys and one for all values",
-            pair,
-        ),
-        "layer": (one_a_layer, "one a layer", pair),
+    keys, values = _ratios(clips, 0), _ratios(clips, 1)
+    fits = {
+        "one": len(keys | values) == 1,
+        "side": len(keys) == len(values) == 1,
+        "layer": all(len(ratios) == 1 for ratios in itertools.chain(*clips.values())),
     }[capabilities.clip]
     if request.clip is not None:
-        words_of_request = f"clip ratios {request.clip[0]:g}/{request.clip[1]:g} instead of the "
-        words_of_request += "artifact's own"
+        words = f"clip ratios {_pair(request.clip)} instead of the artifact's own"
         if artifact.manifest.search is not None:
-            words_of_request += _CHOSEN
+            words += _CHOSEN
         unchanged = clips == requested_clips(artifact.rotations, replace(request, clip=None))
-        yield _Reduction(needed=fits and not unchanged, agreed=True, words=words_of_request)
-    yield _Reduction(needed=not fits, agreed=False, words=words, flag=f"--clip {ratios}")
+        yield _Reduction(needed=fits and not unchanged, agreed=True, words=words)
+    # The highest ratio clips least: lower ones were chosen for the heads that bear them.
+    highest = max(keys), max(values)
+    ratios = f"{highest[0]:g}" if capabilities.clip == "one" else _pair(highest)
+    yield _Reduction(
+        needed=not fits,
+        agreed=False,
+        words=_CLIP_WORDS[capabilities.clip],
+        flag=f"--clip {ratios}",
+    )
+
+
+def _ratios(clips: Clips, side: int) -> set[float]:
+    """The different ratios of all keys (0) or all values (1)."""
+    return set(itertools.chain.from_iterable(sides[side] for sides in clips.values()))
+
+
+def _pair(ratios: tuple[float, float]) -> str:
+    return f"{ratios[0]:g}/{ratios[1]:g}"
 
 
 def _windows(
     artifact: Artifact, request: Request, capabilities: Capabilities
 ) -> Iterator[_Reduction]:
-    own = (artifact.recipe.sink, artifact.recipe.recent)
-    windows = request.windows or own
+    of_artifact = (artifact.recipe.sink, artifact.recipe.recent)
+    windows = request.windows or of_artifact
     yield _Reduction(
         needed=not capabilities.windows and windows != (0, 0),
         agreed=False,
@@ -121,7 +135,7 @@ def _windows(
         flag="--windows 0/0",
     )
     yield _Reduction(
-        needed=windows != own,
+        needed=windows != of_artifact,
         agreed=True,
-        words=f"windows {windows[0]}/{windows[1]} instead of {own[0]}/{own[1]}",
+        words=f"windows {windows[0]}/{windows[1]} instead of {of_artifact[0]}/{of_artifact[1]}",
     )

@@ -111,22 +111,18 @@ def _model(payload: Payload, attributes: dict[str, dict[str, Any]]) -> Any:
         for name, side in rotations.items():
             matrices = _matrix_per_head(side, layer).numpy()
             initializers.append(numpy_helper.from_array(matrices, name))
-        inputs, outputs = _node_inputs(prefix, list(rotations)), _node_outputs(prefix)
+        node_inputs = _node_inputs(prefix, list(rotations))
         node_attributes = attributes[str(layer.index)]
-        name = prefix + "attention"
-        nodes.append(
-            helper.make_node(OPERATOR, inputs, outputs, name=name, domain=DOMAIN, **node_attributes)
-        )
+        named = {"name": prefix + "attention", "domain": DOMAIN, **node_attributes}
+        nodes.append(helper.make_node(OPERATOR, node_inputs, _node_outputs(prefix), **named))
         shapes |= _shapes(layer, prefix, payload, node_attributes)
-    inputs = [name for name in shapes if "present" not in name and not name.endswith("output")]
-    outputs = [name for name in shapes if name not in inputs]
-    graph = helper.make_graph(
-        nodes,
-        "rotations",
-        [_value_info(name, shapes[name]) for name in inputs],
-        [_value_info(name, shapes[name]) for name in outputs],
-        initializers,
-    )
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    for name, shape in shapes.items():
+        is_output = "present" in name or name.endswith("output")
+        direction = outputs if is_output else inputs
+        direction.append(_value_info(name, shape))
+    graph = helper.make_graph(nodes, "rotations", inputs, outputs, initializers)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(
         graph, opset_imports=opsets, ir_version=10, producer_name="rotationzoo"

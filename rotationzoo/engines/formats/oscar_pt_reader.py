@@ -192,8 +192,8 @@ def _check_layer_id(path: Path, layer: int, entry: Mapping[str, Any]) -> None:
     stated = _layer_number(entry.get("layer_id", layer))
     if stated == layer:
         return
-    other = "no layer" if stated is None else f"layer {stated}"
-    raise RotationZooError(f"{path.name}: the entry of layer {layer} says that it is {other}")
+    claim = "no layer" if stated is None else f"layer {stated}"
+    raise RotationZooError(f"{path.name}: the entry of layer {layer} says that it is {claim}")
 
 
 def _layer_number(name: Any) -> int | None:
