@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import check_replaceable, library_versions
 from rotationzoo.calibration import soundness
 from rotationzoo.calibration.identity import differences
 from rotationzoo.engines.gather import gather_pair
@@ -65,7 +65,7 @@ def import_(job: Import) -> Artifact:
     Raises `RotationZooError` for what is ambiguous or broken, naming it.
     """
     started = time.monotonic()
-    store.check_replaceable(job.output)
+    check_replaceable(job.output)
     pair = Pair(*(normalise(file, job.transposed) for file in gather_pair(job.files)))
     described = {side: describe(file) for side, file in pair.items()}
     check_pair(pair, described)
@@ -97,7 +97,7 @@ def import_(job: Import) -> Artifact:
         "calibration": None,
         "imported": _imported_content(pair, identity, [*notes, *unrecovered]),
         "identity": identity,
-        "versions": store.versions(),
+        "versions": library_versions(),
         "run": {
             "device": "cpu",
             "dtype": None,
@@ -146,7 +146,7 @@ def _identity(job: Import, source: Source | None, pair: Pair, recipe: Recipe) ->
 def _finished_artifact(job: Import, identity: dict[str, str]) -> Artifact | None:
     """What an earlier import of the same files wrote. Raises `RotationZooError` for other work in
     its place."""
-    if job.restart or not (job.output / store.MANIFEST).is_file():
+    if job.restart or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
     earlier: dict[str, Any] = dict(artifact.manifest.identity)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.source import Source, weight_files
+from rotationzoo.model.files import weight_files
+from rotationzoo.model.source import Source
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

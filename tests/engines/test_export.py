@@ -15,10 +15,10 @@ from support.engine_artifacts import (
 )
 from support.engine_checks import check_engine
 
-from rotationzoo.artifact import store
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
+from rotationzoo.storage.files import sha256
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -30,7 +30,7 @@ def test_an_export_read_as_the_engine_does(engine, made, tmp_path):
         check_engine(engine, artifact, done, transpose=True)
     record = json.loads((done.path / "export.json").read_text())
     assert record["artifact"] == artifact.identity
-    assert record["files"] == {name: store.sha256(done.path / name) for name in record["files"]}
+    assert record["files"] == {name: sha256(done.path / name) for name in record["files"]}
     assert {path.name for path in done.path.iterdir()} == {*record["files"], "export.json"}
 
 

@@ -13,12 +13,12 @@ from support.engine_artifacts import (
     exported,
 )
 
-from rotationzoo.artifact import store
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.engines.formats.oscar_lock import markers
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import folders
+from rotationzoo.storage.files import sha256
 
 
 def test_a_damaged_artifact_is_not_exported(made, tmp_path):
@@ -103,4 +103,4 @@ def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, ca
         with pytest.raises(RotationZooError, match=r"\(an SGLang server\); gave up after 0.2 s"):
             exported("sglang", other, tmp_path)
     whole = exported("sglang", artifact, tmp_path)
-    assert {name: store.sha256(done.path / name) for name in whole.files} == whole.files
+    assert {name: sha256(done.path / name) for name in whole.files} == whole.files

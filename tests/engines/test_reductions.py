@@ -9,8 +9,8 @@ from support.engine_artifacts import (
     exported,
 )
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.layout import rotations_from
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import export as exporting
 from rotationzoo.errors import RotationZooError
@@ -50,24 +50,22 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
     artifact = made(head_dim=32)
     tensors = artifact.rotation_tensors()
     tensors["layers.1.key.clip"][1] = 0.9
-    changed = store.write(
+    changed = write_artifact(
         tmp_path / "changed",
         rotations_from(tensors),
         artifact.statistics,
         dict(artifact.content),
-        card.render,
     )
     for engine, words in (("sglang", "one clip ratio for all keys"), ("onnx", "one a layer")):
         with pytest.raises(RotationZooError, match=words) as refused:
             exported(engine, changed, tmp_path / engine)
         assert refused.value.hint == "to accept that, add: --clip 0.96/0.92"
     tensors["layers.1.key.clip"][0] = 0.9
-    changed = store.write(
+    changed = write_artifact(
         tmp_path / "changed",
         rotations_from(tensors),
         artifact.statistics,
         dict(artifact.content),
-        card.render,
     )
     done = exported("onnx", changed, tmp_path / "onnx")
     attributes = json.loads((done.path / "attributes.json").read_text())["layers"]
@@ -81,12 +79,11 @@ def test_rotations_of_a_search_are_for_their_clip_ratios_and_means(made, tmp_pat
     artifact = made(recipe=CENTERED, head_dim=32)
     ratios = {side: {"clip": ratio} for side, ratio in (("key", 0.96), ("value", 0.92))}
     search = {"layers": {}, "model": {**ratios, "by_side": {}, "kept": "own", "trimmed": 0.1}}
-    searched = store.write(
+    searched = write_artifact(
         tmp_path / "searched",
         artifact.rotations,
         artifact.statistics,
         {**artifact.content, "search": search},
-        card.render,
     )
     done = exported("sglang", searched, tmp_path / "sglang", clip=(1.0, 0.92))
     assert [words.partition(", for which a search chose")[1] != "" for words in done.reduced] == [
@@ -114,8 +111,6 @@ def test_other_refusals(made, tmp_path):
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(RotationZooError, match="holds other files"):
         exported("sglang", artifact, tmp_path)
-    bare = store.write(
-        tmp_path / "bare", artifact.rotations, None, dict(artifact.content), card.render
-    )
+    bare = write_artifact(tmp_path / "bare", artifact.rotations, None, dict(artifact.content))
     with pytest.raises(RotationZooError, match="has no statistics"):
         exported("vllm", bare, tmp_path / "vllm")

@@ -18,7 +18,8 @@ from rotationzoo.engines.base import Options, Payload
 from rotationzoo.engines.formats.gguf_base import CONVERTED_BASE
 from rotationzoo.engines.formats.gguf_file import gguf_package
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.source import Source, config_hash, find, read_json, weight_files
+from rotationzoo.model.files import read_json, weight_files
+from rotationzoo.model.source import Source, config_hash, find
 
 _ROWS = 256  # of the embedding, from its beginning
 # Relative error of an embedding: about .1 where it was quantized to 4 bits, 1.4 against other
