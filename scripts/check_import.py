@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines import recognise
 from rotationzoo.engines.export import export
+from rotationzoo.engines.gather import gather_pair
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.engines.rope_signature import pair_contrast
@@ -59,7 +59,7 @@ def main() -> int:
             }
         done = export(artifact, Request("sglang", Path(work) / "again"))
         exported = [done.path / name for name in sorted(done.files)]
-        originals = {side.path.name: side.path for side in recognise.gather([folder])}
+        originals = {side.path.name: side.path for side in gather_pair([folder])}
         # Whatever the files are called, the one of the keys is the first of their names.
         pairs = zip(exported, [originals[name] for name in sorted(originals)], strict=True)
         report["exported_equal"] = all(same(load(path), load(original)) for path, original in pairs)

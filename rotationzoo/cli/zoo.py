@@ -20,6 +20,7 @@ from rotationzoo.cli.options import (
     named,
 )
 from rotationzoo.cli.output import Output, hush_libraries
+from rotationzoo.engines.registry import PullEngineName
 from rotationzoo.errors import PartlyDone, UsageError
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUB_NAMES, HubName
 
@@ -105,7 +106,7 @@ def pull(
         Path | None, typer.Option(help="Put them here and not into the cache.")
     ] = None,
     to: Annotated[
-        Literal["sglang", "vllm", "mlx", "onnx"] | None,
+        PullEngineName | None,
         typer.Option("--to", help="Also export them for this engine."),
     ] = None,
     index: IndexPlace = None,

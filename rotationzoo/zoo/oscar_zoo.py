@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rotationzoo.engines import recognise
-from rotationzoo.engines.formats import oscar_pt
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.engines.rotation_checks import check_matrices
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress
 from rotationzoo.storage import strict_json
@@ -70,7 +70,7 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
                     hint="its owners may have replaced it; to take the new one, remove "
                     f"{target} and run the command again",
                 )
-            recognise.check_matrices(oscar_pt.read(path))
+            check_matrices(read_pt(path))
         _write_lock(downloaded, copy, revision, files)
         install(downloaded, target)
     return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
