@@ -16,7 +16,7 @@ from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.zoo.push import prepare
+from rotationzoo.zoo.upload import prepare_upload
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
             Evaluation(str(tiny), [artifact.folder], Data(tokens=1024, length=512), device="cpu")
         )
     with pytest.raises(RotationZooError, match="nobody has said which model"):
-        prepare(artifact, "some/zoo")
+        prepare_upload(artifact, "some/zoo")
 
 
 def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path, inside):
