@@ -7,6 +7,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+from support.makefile import TEXT, recipe_of
 from support.places import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -27,14 +28,6 @@ def lowest(requirement: Requirement) -> str:
 def pinned(name: str) -> dict[str, str]:
     lines = (ROOT / name).read_text("utf-8").splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
-
-
-def recipe_of(target: str) -> list[str]:
-    """The commands of a target of the Makefile."""
-    text = (ROOT / "Makefile").read_text("utf-8")
-    recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", text, re.MULTILINE)
-    assert recipe, f"the Makefile has no target {target}"
-    return [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe[1].splitlines()]
 
 
 def test_the_oldest_dependencies_are_the_lowest_that_are_allowed():
@@ -71,8 +64,7 @@ def test_pre_commit_runs_what_make_lint_runs():
 
 @pytest.mark.parametrize("target", ["lint", "format", "test", "demo", "gpu", "coverage"])
 def test_every_target_says_what_it_does(target):
-    text = (ROOT / "Makefile").read_text("utf-8")
-    assert re.search(rf"^{target}: .*## \w+", text, re.MULTILINE)
+    assert re.search(rf"^{target}: .*## \w+", TEXT, re.MULTILINE)
     assert recipe_of(target)
 
 
