@@ -12,7 +12,7 @@ TORCH_CPU := install --quiet $(addprefix -c ,$(filter-out constraints-cpu.txt,$(
 # Arguments for pytest: make test ARGS="tests/linalg -x"
 ARGS ?=
 
-.PHONY: help demo test lint format gpu coverage architecture security clean
+.PHONY: help demo test lint format gpu coverage docs security clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
@@ -39,8 +39,9 @@ gpu: $(VENV)/.ready-dev  ## the tests that need an NVIDIA GPU
 coverage: $(VENV)/.ready-dev  ## all tests with coverage: the lines that no test runs
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing $(ARGS)
 
-architecture: $(VENV)/.ready  ## write the list of packages and modules into docs/architecture.md
+docs: $(VENV)/.ready  ## write the lists and tables in docs/ that are made from the code
 	$(BIN)/python scripts/write_architecture.py
+	$(BIN)/python scripts/engines_table.py
 
 security: $(VENV)/.ready-dev  ## print the table of hostile inputs for docs/security.md
 	$(BIN)/python scripts/count_hostile.py

@@ -20,7 +20,7 @@ ROOM = re.compile(rf"`((?:{'|'.join(order())})/[\w/]+)`")
 
 
 def test_the_page_lists_what_there_is():
-    assert page(TEXT) == TEXT, "run: make architecture"
+    assert page(TEXT) == TEXT, "run: make docs"
 
 
 def test_every_module_is_listed_once():

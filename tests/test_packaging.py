@@ -68,6 +68,12 @@ def test_every_target_says_what_it_does(target):
     assert recipe_of(target)
 
 
+def test_the_scripts_that_targets_run_exist():
+    named = re.findall(r"scripts/\w+\.py", TEXT)
+    assert named
+    assert all((ROOT / name).is_file() for name in named)
+
+
 def test_continuous_integration_runs_the_same_command():
     assert recipe_of("test")
     assert (ROOT / ".ci" / "run").read_text("utf-8").rstrip().endswith("exec make test")

@@ -13,7 +13,7 @@ from support.places import ROOT
 
 PACKAGE = ROOT / "rotationzoo"
 # A package or a top-level module imports only from those before it; inside a package, modules
-# import without a cycle. docs/architecture.md is written from this order: `make architecture`.
+# import without a cycle. docs/architecture.md is written from this order: `make docs`.
 ORDER = [
     "errors",
     "progress",
