@@ -75,9 +75,8 @@ def test_capture_sees_every_layer_and_is_undone(name):
     assert all(torch.isfinite(tensor).all() for tensor in statistics.values())
 
 
-def test_the_table_in_the_docs_is_what_the_probe_finds():
-    """Rewrites docs/architectures.md where it is out of date, and fails so that the change is
-    committed."""
+def test_the_table_in_the_docs_is_what_the_probe_finds(request):
+    """`pytest tests/model/test_capture.py --write-docs` writes it into docs/architectures.md."""
     rows = []
     for name in filter(architectures.available, NAMES):
         model = architectures.build(name)
@@ -103,9 +102,12 @@ def test_the_table_in_the_docs_is_what_the_probe_finds():
     text = TABLE.read_text(encoding="utf-8")
     head, _ = text.split("| architecture |")
     body = "| architecture | | what is found |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-    if text != head + body and len(rows) == len(NAMES):
+    if len(rows) < len(NAMES):
+        pytest.skip("this transformers lacks some of the architectures")
+    if request.config.getoption("--write-docs"):
         TABLE.write_text(head + body, encoding="utf-8")
-        pytest.fail("docs/architectures.md was out of date; it has been rewritten")
+    else:
+        assert text == head + body, "run this test with --write-docs"
 
 
 def test_restored_when_the_forward_raises():
