@@ -11,8 +11,9 @@ import torch
 
 from rotationzoo.artifact import store
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration import soundness
+from rotationzoo.calibration.claim import ORTHOGONAL
 from rotationzoo.calibration.identity import differences
+from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines import recognise
 from rotationzoo.engines.base import RotationFile, Side
 from rotationzoo.engines.recognise import Described
@@ -90,7 +91,7 @@ def import_(job: Import) -> Artifact:
         return finished
     rotations = _rotations(key, value, recipe, geometry)
     error = rotations.orthogonality_error
-    exact = error <= soundness.ORTHOGONAL
+    exact = error <= ORTHOGONAL
     statistics = recover_statistics(rotations, recipe) if exact else {}
     if not exact:
         notes.append(
@@ -127,7 +128,7 @@ def import_(job: Import) -> Artifact:
         },
         "metrics": {"orthogonality_error": error},
     }
-    return soundness.write(
+    return write_sound_artifact(
         job.output,
         rotations,
         statistics or None,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rotationzoo.calibration.soundness import ORTHOGONAL_IMPORTED
+from rotationzoo.calibration.claim import ORTHOGONAL_IMPORTED
 from rotationzoo.engines.base import SIDES, WORDS, RotationFile, Side, check_regular
 from rotationzoo.engines.formats import llama_cpp, mlx, oscar_pt, sglang
 from rotationzoo.engines.rope_signature import pair_contrast
