@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from rotationzoo.calibration.search import learn
 from rotationzoo.calibration.search.learn import LearningSettings, learn_rotations
 from rotationzoo.calibration.search.straight_through import straight_through
 from rotationzoo.codec import int2
@@ -61,3 +62,15 @@ def test_learning_follows_the_metric():
     assert errors(learned)[:8].sum() < 0.8 * errors(start)[:8].sum()  # measured 0.70
     assert errors(learned)[8:].sum() > 0.9 * errors(start)[8:].sum()  # measured 0.95
     assert curve[-1][0] < 0.8 * curve[0][0]
+
+
+def test_a_step_turns_and_does_not_stretch():
+    """The Cayley transform of a skew-symmetric matrix is orthogonal, and the exponential to second
+    order."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(3, 16, 16, generator=generator) * 1e-2
+    skew = drawn - drawn.mT
+    step = learn._cayley(skew)
+    assert orthogonality_error(step) < 1e-6  # measured 2e-7
+    third_order = torch.linalg.matrix_norm(skew, 2) ** 3
+    assert (torch.linalg.matrix_norm(step - torch.matrix_exp(skew), 2) < third_order).all()
