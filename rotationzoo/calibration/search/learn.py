@@ -73,9 +73,7 @@ def learn_rotations(
             break
         # Drawn on the CPU, so that every device learns from the same rows.
         drawn = torch.randint(rows.shape[1], (settings.tokens,), generator=generator)
-        rotated = rows[:, drawn.to(rows.device)] @ matrix
-        error = (codec(rotated) - rotated) @ (matrix.mT @ root)
-        loss = error.square().sum(-1).mean(-1) / energy
+        loss = _mean_error(rows[:, drawn.to(rows.device)], matrix, root, codec) / energy
         (gradient,) = torch.autograd.grad(loss.sum(), matrix)
         with torch.no_grad():
             along = matrix.mT @ gradient
@@ -88,6 +86,16 @@ def learn_rotations(
     with torch.no_grad():
         left, _, right = torch.linalg.svd(matrix.double())
         return (left @ right).float(), [losses.tolist() for losses in curve]
+
+
+def _mean_error(
+    rows: torch.Tensor, matrix: torch.Tensor, root: torch.Tensor, codec: Codec
+) -> torch.Tensor:
+    """`E[e M e^T]` `[S, H]` of rows `[H, T, D]`, for a root L of M. A function of its own, so that
+    nothing but the graph holds its large tensors while the gradient is taken."""
+    rotated = rows @ matrix
+    error = (codec(rotated) - rotated) @ (matrix.mT @ root)
+    return error.square().sum(-1).mean(-1)
 
 
 def _metric_root(metric: torch.Tensor) -> torch.Tensor:
