@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact import layout
-from rotationzoo.artifact.layout import sentences
+from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
+from rotationzoo.artifact.tensor_check import sentences, tensor_problems
 from rotationzoo.calibration.fit import fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
@@ -60,11 +60,12 @@ class Claim:
 
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, misshapen, superfluous or not finite."""
-        expected = self.recipe, self.geometry, self.imported
-        problems = layout.problems(ROTATIONS, layout.rotation_tensors(rotations), *expected)
+        claimed = self.recipe, self.geometry, self.imported
+        layout = expected_layout(ROTATIONS, *claimed)
+        problems = tensor_problems(rotation_tensors(rotations), layout)
         if statistics is not None:
-            tensors = layout.statistics_tensors(statistics)
-            problems += layout.problems(STATISTICS, tensors, *expected)
+            layout = expected_layout(STATISTICS, *claimed)
+            problems += tensor_problems(statistics_tensors(statistics), layout)
         return problems
 
     def orthogonality_problems(self, rotations: Rotations) -> list[str]:

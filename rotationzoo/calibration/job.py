@@ -4,8 +4,8 @@ resumed, and is silent but for a progress callback."""
 import time
 from contextlib import ExitStack, suppress
 
-from rotationzoo.artifact import store
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import library_versions
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.model_run import CalibrationResult, run_model
@@ -22,8 +22,8 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import held
-from rotationzoo.text import documents
-from rotationzoo.text.documents import Corpus
+from rotationzoo.text.prompts import read_prompts
+from rotationzoo.text.rows import Corpus, read_corpus
 
 
 def calibrate(job: Job, progress: Progress = silent) -> Artifact:
@@ -52,7 +52,7 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
 def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     """The job, under a lock that `locks` keeps until all is done: no other calibration may touch
     the checkpoint or the artifact's place."""
-    started, versions = time.monotonic(), store.versions()
+    started, versions = time.monotonic(), library_versions()
     progress("looking at the model", 0, 0)
     planned = plan(job)
     if planned.refusal is not None:
@@ -94,11 +94,11 @@ def _read_source_text(planned: Plan) -> Corpus | None:
     fetch(planned.source, weights=False)
     tokenizer = loading.load_tokenizer(planned.source)
     if data.source == SELF:
-        prompts = documents.prompts(data, tokenizer)
+        prompts = read_prompts(data, tokenizer)
         if data.packing != "document":
             check_held_out(recipe, data.row_lengths)
         return prompts
-    text = documents.read(data, tokenizer)
+    text = read_corpus(data, tokenizer)
     check_held_out(recipe, [len(row) for row in text.rows])
     return text
 

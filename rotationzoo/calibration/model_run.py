@@ -28,11 +28,12 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.centering import layers_moved
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
+from rotationzoo.model.placement import Placement, place_weights
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import Rotations
-from rotationzoo.text import documents
-from rotationzoo.text.documents import Corpus
+from rotationzoo.text.rows import Corpus, pack_texts
+from rotationzoo.text.tokenizing import start_tokens
 
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
 
@@ -65,7 +66,7 @@ def run_model(
     - `checkpoint`: what a stopped run left, and where this one saves.
     """
     job = planned.job
-    with loading.placement(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = _load_model(planned, placement)
         ids = _first_tokens(model, source_text)
@@ -100,7 +101,7 @@ def run_model(
         return replace(result, rotations=searched, search=record)
 
 
-def _load_model(planned: Plan, placement: loading.Placement | None) -> PreTrainedModel:
+def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
     """The model with its weights; with its language-model head, where something is made of its
     predictions."""
     job = planned.job
@@ -152,11 +153,11 @@ def _write_text(
         batch=planned.job.batch,
         sampling=read_sampling(planned.source),
         end_tokens=find_end_tokens(model, tokenizer),
-        start_tokens=len(documents.start_tokens(tokenizer)),
+        start_tokens=len(start_tokens(tokenizer)),
         seed=data.seed,
     )
     texts = write_texts(model, prompts.rows, settings, checkpoint, progress)
-    text = documents.written(texts, data, tokenizer)
+    text = pack_texts(texts, data, tokenizer)
     check_held_out(recipe, [len(row) for row in text.rows])
     notes = [note for note in (prompts.note, text.note) if note]
     return replace(text, note="; ".join(notes) or None)

@@ -5,8 +5,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import check_replaceable
 from rotationzoo.calibration.identity import Identity, differences
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.errors import RotationZooError
@@ -20,7 +20,7 @@ def check_output(job: Job) -> None:
     replaced."""
     with disk_errors(job.output):
         folders.recover(job.output)
-        store.check_replaceable(job.output)
+        check_replaceable(job.output)
         if _holds_artifact(job):
             _check_recipe_of(job, Artifact.open(job.output))
         if job.output.parent.exists():
@@ -64,7 +64,7 @@ def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
 
 
 def _holds_artifact(job: Job) -> bool:
-    return (job.output / store.MANIFEST).is_file()
+    return (job.output / MANIFEST).is_file()
 
 
 def _check_recipe_of(job: Job, artifact: Artifact) -> None:

@@ -19,6 +19,7 @@ from rotationzoo.calibration.recipe_checks import (
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
+from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import files, folders
@@ -109,7 +110,7 @@ def plan(job: Job) -> Plan:
     cannot be done as asked. A model that cannot be calibrated is no error here: it is the plan's
     `refusal`.
     """
-    loading.memory_limits(job.device_map, job.max_memory)  # for its errors
+    memory_limits(job.device_map, job.max_memory)  # for its errors
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source)
@@ -131,7 +132,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     """The plan with its estimates; `model` is on `meta`."""
     job = known.job
     assert known.config is not None
-    stored = loading.weights_bytes(known.source, model)
+    stored = weights_bytes(known.source, model)
     dtype = job.torch_dtype
     if isinstance(dtype, torch.dtype) and not getattr(known.config, "quantization_config", None):
         loaded = dtype.itemsize * model.num_parameters()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from transformers import PretrainedConfig
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering

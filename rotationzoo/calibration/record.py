@@ -14,7 +14,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_json
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
 from rotationzoo.recipe import SELF, digest
-from rotationzoo.text.documents import Corpus
+from rotationzoo.text.rows import Corpus
 
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
 _PROMPT_KEYS = ("prompts", "prompt_tokens")

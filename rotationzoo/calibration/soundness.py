@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.errors import Unsound
@@ -54,7 +54,7 @@ def write_sound_artifact(
     Raises `Unsound` with the first problem and `hint`, and then writes nothing.
     """
     _refuse_problems(check(rotations, statistics, content), hint)
-    return store.write(folder, rotations, statistics, content, card.render)
+    return write_artifact(folder, rotations, statistics, content)
 
 
 def check_before_search(

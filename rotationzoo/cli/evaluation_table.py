@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rotationzoo.artifact.card import chunks
+from rotationzoo.artifact.card_results import describe_prefill
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.output import Output, say, table
 
@@ -15,7 +15,7 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
         text = f"{report['tokens']:,} tokens from position {report['first_position']} on in {report['text']['rows']} texts"
         exact = report["exact"]["perplexity"]
         say(
-            f"{report['model']}, {text}, format {report['format']}{chunks(report['prefill_chunk'], report['prefill_layout'])}; exact perplexity {exact:.4f}"
+            f"{report['model']}, {text}, format {report['format']}{describe_prefill(report['prefill_chunk'], report['prefill_layout'])}; exact perplexity {exact:.4f}"
         )
         for window in report["windows"]:
             _arm_table(window)

@@ -127,22 +127,17 @@ def pull(
     if to is None:
         show_pull(out, pulled)
         return
-    from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.tables import show_export
     from rotationzoo.engines.export import export
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.engines.payload import Request
 
-    artifact = (
-        Artifact.open(pulled.path)
-        if entry.format == "rotationzoo"
-        else import_(
-            Import(
-                [pulled.path],
-                default_output(entry.model, "imported"),
-                model=entry.model,
-                revision=revision,
-            )
+    artifact = pulled.artifact or import_(
+        Import(
+            [pulled.path],
+            default_output(entry.model, "imported"),
+            model=entry.model,
+            revision=revision,
         )
     )
     show_export(

@@ -23,7 +23,8 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data, Recipe
-from rotationzoo.text import documents
+from rotationzoo.text.prompts import read_prompts
+from rotationzoo.text.rows import pack_texts
 
 SELF = Data(source="self", tokens=1024, length=128, prompt_tokens=16)
 
@@ -193,7 +194,7 @@ def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
         sampling=read_sampling(source),
         end_tokens=find_end_tokens(model, tokenizer),
     )
-    texts = write_texts(model, documents.prompts(SELF, tokenizer).rows, settings)
-    expected = documents.written(texts, SELF, tokenizer).rows
+    texts = write_texts(model, read_prompts(SELF, tokenizer).rows, settings)
+    expected = pack_texts(texts, SELF, tokenizer).rows
     assert all(torch.equal(row, other) for row, other in zip(rows, expected, strict=True))
     assert artifact.content["calibration"]["rows"] == len(rows) == 8

@@ -16,7 +16,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 
 def test_the_config_is_part_of_the_job(tiny, tmp_path):
@@ -102,7 +102,7 @@ def test_work_of_an_earlier_version_is_the_same_job(
     threads."""
     monkeypatch.setattr("rotationzoo.calibration.record.device_name", lambda device: "x86_64 CPU")
     source = find(str(tiny))
-    text = documents.read(SMALL, loading.load_tokenizer(source))
+    text = read_corpus(SMALL, loading.load_tokenizer(source))
     present = identify_job(job(tiny, tmp_path, **options), source, text)
     new = ("threads", "device_map", "max_memory", "budget")
     shared = {key: value for key, value in present.items() if key not in new}

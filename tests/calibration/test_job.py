@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.spectra import summarize
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration import model_run
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -98,12 +98,11 @@ def test_a_recipe_that_centers_keeps_the_mean(base, side, tiny, tmp_path):
         )
     assert f"({side[0]} - mean) R_{side[0].upper()}" in (artifact.folder / "README.md").read_text()
     rotations[f"layers.1.{side}.mean"] += 1
-    changed = store.write(
+    changed = write_artifact(
         artifact.folder,
         rotations_from(rotations),
         statistics_from(statistics),
         dict(artifact.content),
-        card.render,
     )
     assert verify(changed).problems == [f"{side} mean not that of the statistics: layer 1"]
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from support.models import save_tiny
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration import machine
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit

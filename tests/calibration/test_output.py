@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.jobs import RECIPE, job
 
-from rotationzoo.artifact import store
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
@@ -50,7 +50,7 @@ def test_an_artifact_that_cannot_be_replaced_is_put_back(calibrated, tmp_path, m
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(RotationZooError, match="cannot be written: No space left"):
-        store.write(folder, calibrated.rotations, None, calibrated.content, lambda manifest: "")
+        write_artifact(folder, calibrated.rotations, None, calibrated.content)
     monkeypatch.undo()
     assert verify(Artifact.open(folder)).ok
     folder.rename(tmp_path / ".out.old")  # as a kill between the two renames leaves it

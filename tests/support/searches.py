@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.search.run import SearchTask

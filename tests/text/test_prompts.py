@@ -8,7 +8,9 @@ import transformers
 from support.models import DATA
 
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
+from rotationzoo.text.documents import BUNDLED
+from rotationzoo.text.prompts import read_prompts
+from rotationzoo.text.rows import pack_texts
 
 SELF = Data(source="self", tokens=1024, length=128, prompt_tokens=16)
 
@@ -32,8 +34,8 @@ def chats(tmp_path):
 
 
 def test_prompts_are_spread_over_the_texts(tokenizer):
-    found = documents.prompts(SELF, tokenizer)
-    texts = [json.loads(line)["text"] for line in documents.BUNDLED.read_text().splitlines()]
+    found = read_prompts(SELF, tokenizer)
+    texts = [json.loads(line)["text"] for line in BUNDLED.read_text().splitlines()]
     pieces = {
         tuple(ids[at : at + 16])
         for ids in tokenizer(texts).input_ids
@@ -49,11 +51,11 @@ def test_chats_end_where_it_is_the_models_turn(chats, tokenizer):
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
-    whole = documents.prompts(SELF.model_copy(update={"prompts": str(chats)}), tokenizer)
+    whole = read_prompts(SELF.model_copy(update={"prompts": str(chats)}), tokenizer)
     found = {tokenizer.decode(row) for row in whole.rows}
     assert found == {"u:first\na:", "u:first\na:second\nu:third\na:"}
     assert whole.note is None
-    short = documents.prompts(
+    short = read_prompts(
         SELF.model_copy(update={"prompts": str(chats), "length": 20, "prompt_tokens": 8}), tokenizer
     )
     assert {tokenizer.decode(row) for row in short.rows} == {"u:first\na:"}
@@ -67,9 +69,9 @@ def test_a_start_token_is_given_and_not_doubled(tokenizer):
     starting._tokenizer.post_processor = __import__("tokenizers").processors.TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", 0)]
     )
-    prompts = documents.prompts(SELF, starting).rows
+    prompts = read_prompts(SELF, starting).rows
     assert all(row[0] == 0 and row[1] != 0 for row in prompts)
-    rows = documents.written(
+    rows = pack_texts(
         [torch.cat([row, torch.arange(1, 113)]) for row in prompts], SELF, starting
     ).rows
     assert all(

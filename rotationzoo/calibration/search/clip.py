@@ -10,7 +10,7 @@ import math
 import time
 from typing import Any
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.choice import BASELINE
 from rotationzoo.calibration.search.divergence import ModelDivergence
 from rotationzoo.codec import int2

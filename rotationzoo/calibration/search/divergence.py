@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.rotations import Rotations

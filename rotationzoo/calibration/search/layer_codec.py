@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rotationzoo.cache.simulated import stored
+from rotationzoo.cache.arm import fake_quantize
 from rotationzoo.calibration.search.learn import Codec
 from rotationzoo.calibration.search.samples import QuerySample
 from rotationzoo.calibration.search.straight_through import straight_through
@@ -51,9 +51,9 @@ class LayerCodec:
         expected without their mean, values with it."""
         clip = self._clip_ratios(side, matrix)
         if side == "key":
-            return stored(rows, matrix, clip, self.group_size, self.format)
+            return fake_quantize(rows, matrix, clip, self.group_size, self.format)
         mean = self.means[side].to(rows.device)[:, None]
-        return stored(rows - mean, matrix, clip, self.group_size, self.format) + mean
+        return fake_quantize(rows - mean, matrix, clip, self.group_size, self.format) + mean
 
     def learnable(self, side: str, matrix: torch.Tensor) -> Codec:
         """The codec with a gradient, for S rotations `[S, H, D, D]` at a time."""

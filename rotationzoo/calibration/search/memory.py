@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.closed_forms import count_closed_forms
 from rotationzoo.calibration.search.divergence import POSITIONS
 from rotationzoo.calibration.search.layer import BATCH

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.cache.simulated import divergence
+from rotationzoo.cache.divergence import divergence
 from rotationzoo.model.capture import Attention
 
 

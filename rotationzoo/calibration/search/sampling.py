@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Cache, additive, two_copy_mask
+from rotationzoo.cache.masks import as_additive, two_copy_mask
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.samples import QuerySample
 from rotationzoo.model.capture import Attention, capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
@@ -75,7 +76,7 @@ class _QuerySampler:
         if layer in self.owners:
             positions = self.positions.to(query.device)
             whole_mask = two_copy_mask(attend, query, self.cache)
-            mask = additive(whole_mask[:, :, positions], torch.float32)
+            mask = as_additive(whole_mask[:, :, positions], torch.float32)
             length = key.shape[2]
             # Whichever copy a query reads: the mask of exact attention.
             exact_mask = torch.maximum(mask[..., :length], mask[..., length:])

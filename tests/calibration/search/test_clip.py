@@ -7,7 +7,9 @@ import torch
 from support.searches import CACHE, ROWS
 
 from rotationzoo.artifact.layout import rotation_tensors
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.search import clip
 from rotationzoo.calibration.search.clip import search_clip

@@ -8,7 +8,7 @@ from support import architectures
 from support.searches import ROWS, search_recipe, task_for
 
 from rotationzoo.artifact.layout import rotation_tensors
-from rotationzoo.cache.simulated import Arm
+from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.search import memory, run
@@ -59,10 +59,10 @@ def test_centred_values_are_served_and_searched_without_their_mean(name):
     mean = task.statistics[0]["value"].mean.float()
     assert torch.equal(rotations[0].value.mean, mean)
     rows = mean[None, :, None].expand(1, -1, 5, -1)
-    restored = Arm("best", rotations).stored(rows, 0, "value", int2.SGLANG)
+    restored = Arm("best", rotations).fake_quantize(rows, 0, "value", int2.SGLANG)
     assert torch.allclose(restored, rows, atol=1e-6)
     uncentered = rotations.replace(lambda layer, side, rotation: replace(rotation, mean=None))
-    restored = Arm("best", uncentered).stored(rows, 0, "value", int2.SGLANG)
+    restored = Arm("best", uncentered).fake_quantize(rows, 0, "value", int2.SGLANG)
     assert not torch.allclose(restored, rows, atol=1e-3)
     scores = [score for layer in record["layers"].values() for score in layer["value"]["chosen"]]
     assert max(scores) <= 1 + 1e-6

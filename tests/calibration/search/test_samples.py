@@ -7,7 +7,8 @@ import torch
 from support import architectures
 from support.searches import CACHE, FAMILIES, ROWS, samples_of
 
-from rotationzoo.cache.simulated import Arm, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.job import attention_modules
 from rotationzoo.recipe import PRESETS
@@ -38,7 +39,7 @@ def test_samples_read_what_the_simulated_cache_reads(name):
     ):
         model(input_ids=ids, use_cache=False)
     sample = samples[first][0]
-    restored = arm.stored(sample.key, first, "key", CACHE.format)
+    restored = arm.fake_quantize(sample.key, first, "key", CACHE.format)
     attention, part = sample.attention(restored)
     assert attention.shape == part.shape == sample.exact.shape
     p, q = (
