@@ -14,23 +14,29 @@ _CORES = re.compile(r"(?P<device>.* CPU), \d+ threads")
 
 
 def differences(
-    theirs: Mapping[str, Any], ours: Identity, parts: Iterable[str] | None = None
+    saved: Mapping[str, Any], present: Identity, parts: Iterable[str] | None = None
 ) -> list[str]:
-    """The keys, of all or of some `parts`, in which the identity on disk and that of the job at
-    hand differ."""
-    theirs = _in_present_form(theirs)
-    keys = dict.fromkeys([*ours, *theirs]) if parts is None else parts
-    return [key for key in keys if theirs.get(key) != ours.get(key) and not _unknown(key, theirs)]
+    """The keys in which the identity saved on disk and that of the present job differ.
+
+    `parts` are the keys to compare; None compares all.
+    """
+    saved = _upgrade(saved)
+    keys = dict.fromkeys([*present, *saved]) if parts is None else parts
+    return [
+        key for key in keys if saved.get(key) != present.get(key) and not _is_unknown(key, saved)
+    ]
 
 
-def _unknown(key: str, theirs: Mapping[str, Any]) -> bool:
+def _is_unknown(key: str, saved: Mapping[str, Any]) -> bool:
     """Earlier versions did not say with how many threads torch computes."""
-    return key == "threads" and key not in theirs
+    return key == "threads" and key not in saved
 
 
-def _in_present_form(identity: Mapping[str, Any]) -> dict[str, str]:
-    found = dict(identity)
+def _upgrade(identity: Mapping[str, Any]) -> dict[str, str]:
+    """An identity that an earlier version wrote, with the keys of this one."""
+    upgraded = dict(identity)
     for key, pattern in (("dtype", _BUDGET), ("device", _DEVICE_MAP), ("device", _CORES)):
-        if match := pattern.fullmatch(str(found.get(key, ""))):
-            found |= {name: value for name, value in match.groupdict().items() if value}
-    return found
+        match = pattern.fullmatch(str(upgraded.get(key, "")))
+        if match:
+            upgraded |= {name: value for name, value in match.groupdict().items() if value}
+    return upgraded

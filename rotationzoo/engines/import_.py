@@ -8,8 +8,9 @@ from typing import Any
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.artifact.writer import check_replaceable, library_versions
-from rotationzoo.calibration import soundness
+from rotationzoo.calibration.claim import ORTHOGONAL
 from rotationzoo.calibration.identity import differences
+from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.gather import gather_pair
 from rotationzoo.engines.import_geometry import find_geometry
 from rotationzoo.engines.import_recipe import recipe_of_files
@@ -107,7 +108,7 @@ def import_(job: Import) -> Artifact:
         "metrics": {"orthogonality_error": rotations.orthogonality_error},
     }
     hint = "fetch the files again, or ask who made them"
-    return soundness.write(job.output, rotations, statistics or None, content, hint=hint)
+    return write_sound_artifact(job.output, rotations, statistics or None, content, hint=hint)
 
 
 def _check_centering(job: Import, key: RotationFile, geometry: Geometry) -> None:
@@ -163,7 +164,7 @@ def _finished_artifact(job: Import, identity: dict[str, str]) -> Artifact | None
 def _statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages, list[str]]:
     """The statistics inside the rotations, or none and a remark on why."""
     error = rotations.orthogonality_error
-    if not error <= soundness.ORTHOGONAL:
+    if not error <= ORTHOGONAL:
         return {}, [
             f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered "
             "from them"

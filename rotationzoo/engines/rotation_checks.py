@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rotationzoo.calibration.soundness import ORTHOGONAL_IMPORTED
+from rotationzoo.calibration.claim import ORTHOGONAL_IMPORTED
 from rotationzoo.engines.objectives import Described
 from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError

@@ -16,10 +16,8 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 
 BATCHES = list(torch.randint(3, 59, (2, 3, 32), generator=torch.Generator().manual_seed(2)))
-SDPA, OWN_FLOAT32_SOFTMAX = (
-    1e-9,
-    1e-6,
-)  # measured 4e-16 and 2e-8; eager attention computes its softmax in float32
+SDPA = 1e-9  # measured 4e-16
+OWN_FLOAT32_SOFTMAX = 1e-6  # measured 2e-8; eager attention computes its softmax in float32
 FLOAT32 = 1e-5  # measured 7e-8
 
 
@@ -103,7 +101,8 @@ def test_rows_within_the_sink_are_refused():
         collect(model, geometry_of(model), BATCHES, Recipe(sink=32))
 
 
-# ---- the published recipe, from its formulas (V1 files: pooled over KV heads, value weights from key energy)
+# ---- the published recipe, from its formulas: V1 files are pooled over KV heads, with value
+# weights from key energy
 
 
 def published(queries, keys, values):

@@ -12,17 +12,17 @@ import torch
 import transformers
 from support.models import save_tiny
 
-from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.windows import Cache
-from rotationzoo.calibration import memory
+from rotationzoo.calibration import machine
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
-from rotationzoo.calibration.search.clip import divergences
-from rotationzoo.calibration.search.closed_forms import closed_forms
-from rotationzoo.calibration.search.closed_forms import count as count_candidates
-from rotationzoo.calibration.search.layer import LayerSearch, Side
-from rotationzoo.calibration.search.samples import sample_queries, size_of, stored_rows
+from rotationzoo.calibration.search.choice import Choice
+from rotationzoo.calibration.search.closed_forms import closed_forms, count_closed_forms
+from rotationzoo.calibration.search.divergence import ModelDivergence
+from rotationzoo.calibration.search.layer import LayerSearch
+from rotationzoo.calibration.search.memory import TextLengths, sample_bytes
+from rotationzoo.calibration.search.sampling import sample_queries, sample_rows
 from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.model.projection import output_projections
 from rotationzoo.recipe import PRESETS, Data, Search
@@ -51,9 +51,15 @@ def medium():
     sampled."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=LENGTH,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LENGTH,
+    )
     model = transformers.Qwen3ForCausalLM(config).eval()
     geometry = geometry_of(model)
     recipe = PRESETS["best"].model_copy(
@@ -68,99 +74,113 @@ def medium():
     statistics = collect(model, geometry, [row[None] for row in rows[:6]], recipe)
     projections = {0: output_projections(model, geometry)[0].read()[0]}
     cache = Cache(sink=16, recent=48)
-    _, sampled, judge = allocated(
-        lambda: sample_queries(model, geometry, rows[6:], cache, 32, {0}, projections)
+    _, sampled_bytes, samples = allocated(
+        lambda: sample_queries(model, geometry, rows[6:], cache, 32, projections)
     )
-    _, learned, rows_of = allocated(lambda: stored_rows(model, rows[:6], 16, {0}, 2048))
-    held = sampled + learned + projections[0].nbytes
-    own = fit(statistics, recipe, geometry)
-    chooser = LayerSearch(geometry[0], statistics[0], recipe, own[0], judge[0], rows_of[0])
+    _, learned_bytes, learned = allocated(lambda: sample_rows(model, rows[:6], 16, {0}))
+    baseline = fit(statistics, recipe, geometry)
+    search = LayerSearch(geometry[0], statistics[0], recipe, baseline[0], samples[0], learned[0])
     needs = Footprint(recipe, geometry, config, batch=1, item=4, on_cpu=True)
     return SimpleNamespace(
-        model=model, geometry=geometry, recipe=recipe, statistics=statistics, own=own, needs=needs, held=held,
-        chooser=chooser, rows=rows, cache=cache,
-    )  # fmt: skip
+        model=model,
+        geometry=geometry,
+        recipe=recipe,
+        statistics=statistics,
+        baseline=baseline,
+        needs=needs,
+        sample_bytes=sampled_bytes + learned_bytes + projections[0].nbytes,
+        search=search,
+        rows=rows,
+        cache=cache,
+    )
 
 
 def test_samples_are_as_large_as_planned(medium):
-    judged, taught = [LENGTH] * 3, [LENGTH] * 6
-    planned = size_of(
-        medium.geometry, medium.geometry[0], medium.recipe.search, judged, taught, 256
+    lengths = TextLengths(held_out=[LENGTH] * 3, fitted=[LENGTH] * 6)
+    assert TextLengths.from_recipe(medium.recipe, medium.recipe.search) == lengths
+    planned = sample_bytes(
+        medium.geometry, medium.geometry[0], medium.recipe.search, lengths, hidden=256
     )
-    assert LEAST < planned / medium.held < MOST  # measured 0.99
+    assert LEAST < planned / medium.sample_bytes < MOST  # measured 0.99
 
 
 def test_trying_takes_what_is_planned(medium):
-    chooser, layer = medium.chooser, medium.geometry[0]
+    search, layer = medium.search, medium.geometry[0]
 
-    def whole() -> None:
-        key = chooser.keys()
-        chooser.values(key)
-        chooser._output_metric()
+    def search_layer() -> None:
+        key = search.choose_keys()
+        search.choose_values(key)
+        search._output_metric()
 
-    most, _, _ = allocated(whole)
-    assert LEAST < medium.needs.trying(layer) / most < MOST  # measured 0.93
+    most, _, _ = allocated(search_layer)
+    assert LEAST < medium.needs.search.layer_search(layer) / most < MOST  # measured 0.93
 
 
 def test_learning_takes_what_is_planned(medium, monkeypatch):
-    chooser, layer = medium.chooser, medium.geometry[0]
-    start = Side(chooser.baseline.key.matrix, ["own", "own"], torch.zeros(3, 2))
+    search, layer = medium.search, medium.geometry[0]
+    start = Choice(search.baseline.key.matrix, ["own", "own"], torch.zeros(3, 2))
     monkeypatch.setattr(
-        chooser, "_scores", lambda side, matrix, score: torch.zeros(3, len(matrix), 2)
+        search, "_score_all", lambda side, matrix, score: torch.zeros(3, len(matrix), 2)
     )
-    metric = chooser.moments["query"].second_moment
+    metric = search.moments["query"].second_moment
     most, _, _ = allocated(
-        lambda: chooser._learn("key", metric, [start] * 3, lambda *_: None, float("inf"))
+        lambda: search._learn("key", metric, [start] * 3, lambda *_: None, float("inf"))
     )
-    planned = medium.needs._learning(layer, medium.recipe.search, [LENGTH] * 6)
+    planned = medium.needs.search.learning(layer)
     assert LEAST < planned / most < MOST  # measured 0.99
 
 
 def test_choosing_clip_ratios_takes_what_is_planned(medium):
-    arm = Arm("own", medium.own)
-    most, _, _ = allocated(
-        lambda: divergences(medium.model, medium.geometry, [arm], medium.cache, medium.rows[8:])
-    )
-    assert LEAST < medium.needs.trimming / most < MOST  # measured 1.03
+    loss = ModelDivergence(medium.model, medium.geometry, medium.cache, None, medium.rows[8:])
+    most, _, _ = allocated(lambda: loss.measure([medium.baseline]))
+    assert LEAST < medium.needs.search.clip_search / most < MOST  # measured 1.03
 
 
 def test_statistics_and_rotations_are_as_large_as_planned(medium):
-    raw = sum(
-        m.second.nbytes + m.first.nbytes
-        for kinds in medium.statistics.values()
-        for m in kinds.values()
-    )
+    sums = [moment for kinds in medium.statistics.values() for moment in kinds.values()]
+    raw = sum(moment.second.nbytes + moment.first.nbytes for moment in sums)
     assert LEAST < medium.needs.statistics / raw < MOST
-    assert medium.needs.rotations == sum(
-        t.nbytes for name, t in medium.own.items() if name.endswith("rotation")
-    )
+    matrices = [rotation.matrix for _, _, rotation in medium.baseline.each()]
+    assert medium.needs.rotations == sum(matrix.nbytes for matrix in matrices)
 
 
 @pytest.mark.parametrize("dim", [16, 20, 64, 80, 128])
 def test_candidates_are_as_many_as_counted(dim):
     eye = torch.eye(dim, dtype=torch.float64)[None]
-    assert len(closed_forms(eye, eye)) == count_candidates(dim)
+    assert len(closed_forms(eye, eye)) == count_closed_forms(dim)
 
 
 def test_projections_are_held_a_group_at_a_time(medium):
     """Those of a model of 70 B parameters would be 21.5 GB at once."""
     config = transformers.Qwen3Config(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=128,
-    )  # fmt: skip
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
     geometry = [Layer(index, index, 64, 8, 128, 128) for index in range(80)]
     needs = Footprint(PRESETS["best"], geometry, config, batch=4, item=2, on_cpu=False)
-    assert needs.search < 15e9
+    assert needs.search_peak < 15e9
 
 
 def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     """The peak of the process itself, libraries and the allocator's holes included."""
     model = save_tiny(
-        tmp_path / "model", hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        max_position_embeddings=2048, num_hidden_layers=1,
-    )  # fmt: skip
+        tmp_path / "model",
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+        num_hidden_layers=1,
+    )
     (command.folder / "mine.yaml").write_text(
-        "extends: best\nsink: 16\nrecent: 64\ndata: {tokens: 8192, length: 2048}\nsearch: {steps: 2, queries: 64, texts: 1}\n"
+        "extends: best\nsink: 16\nrecent: 64\ndata: {tokens: 8192, length: 2048}\n"
+        "search: {steps: 2, queries: 64, texts: 1}\n"
     )
     words = ["calibrate", model, "--recipe", "mine.yaml", "--device", "cpu", "--json"]
     planned = json.loads(command(*words, "--dry-run").stdout)["peak_memory_bytes"]
@@ -182,13 +202,13 @@ def test_a_dry_run_names_the_memory_that_is_there(inside, monkeypatch):
     assert "not enough" not in said
     limit = inside.folder / "memory.max"
     limit.write_text("1000000\n")
-    monkeypatch.setattr(memory, "_CONTAINER", limit)
+    monkeypatch.setattr(machine, "_CONTAINER_LIMIT", limit)
     assert (
         "of the 1.0 MB here, which is not enough"
         in inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
     )
     limit.write_text("max\n")
-    assert memory.present(on_cpu=True, spread=False) == installed
+    assert machine.total_memory(on_cpu=True, spread=False) == installed
 
 
 def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
@@ -197,11 +217,11 @@ def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     sizes = [SimpleNamespace(total_memory=10), SimpleNamespace(total_memory=20)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
-    main = memory.present(on_cpu=True, spread=False)
-    assert memory.present(on_cpu=False, spread=False) == 20
+    main = machine.total_memory(on_cpu=True, spread=False)
+    assert machine.total_memory(on_cpu=False, spread=False) == 20
     assert (
-        memory.present(on_cpu=False, spread=True)
-        == memory.present(on_cpu=True, spread=True)
+        machine.total_memory(on_cpu=False, spread=True)
+        == machine.total_memory(on_cpu=True, spread=True)
         == main + 30
     )
 

@@ -10,9 +10,10 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration import soundness
+from rotationzoo.calibration import model_run
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import Unsound
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search
@@ -46,9 +47,9 @@ def test_weights_too_large_for_float32_statistics(side, recipe, inside, tmp_path
     done = inside(*words)
     assert done.returncode == 1
     first, second = done.stderr.splitlines()
-    assert (
-        first
-        == f"Error: not written, since it would not pass verify: {side} eigenvalues not finite: layer 1"
+    assert first == (
+        "Error: not written, since it would not pass verify: "
+        f"{side} eigenvalues not finite: layer 1"
     )
     assert second.startswith("Hint: ")
     assert [path.name for path in inside.folder.iterdir()] == ["mine.yaml"], (
@@ -69,7 +70,7 @@ def test_a_search_does_not_begin_with_what_is_unsound(tmp_path, monkeypatch):
             "search": Search(steps=1, queries=4),
         }
     )
-    monkeypatch.setattr("rotationzoo.calibration.job.search", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(model_run, "search_rotations", lambda *_: pytest.fail("searched"))
     with pytest.raises(Unsound, match="key eigenvalues not finite: layer 0"):
         calibrate(Job(str(model), recipe, tmp_path / "out", device="cpu"))
     assert not list(tmp_path.glob("out*"))
@@ -117,7 +118,7 @@ def test_the_one_writer_refuses_what_verify_would(name, change, says, tiny, tmp_
         key: value for key, value in sound.content.items() if key not in ("schema", "files")
     }
     with pytest.raises(Unsound) as refused:
-        soundness.write(
+        write_sound_artifact(
             tmp_path / "out", rotations_from(tensors), statistics, manifest, hint="make it again"
         )
     assert str(refused.value) == f"not written, since it would not pass verify: {says}"
@@ -125,7 +126,7 @@ def test_the_one_writer_refuses_what_verify_would(name, change, says, tiny, tmp_
     assert not (tmp_path / "out").exists()
     before = (sound.folder / "manifest.json").read_bytes()
     with pytest.raises(Unsound):
-        soundness.write(
+        write_sound_artifact(
             sound.folder, rotations_from(tensors), statistics, manifest, hint="make it again"
         )
     assert (sound.folder / "manifest.json").read_bytes() == before, "what was there stays"

@@ -1,9 +1,9 @@
-"""Closed-form rotations to choose from, from the statistics that are kept anyway.
+"""Candidates for a rotation in closed form, from the statistics that calibration collects anyway.
 
 Full mixing gives every channel the same range, and every channel the same error. Where queries read
 some directions much more than others, less is lost by mixing only directions that are read alike,
-and by letting the clip take the rest: so each basis comes with Hadamard blocks of several widths,
-over directions sorted by how much is stored for how much is read.
+and leaving the rest to the clip. So each basis comes with Hadamard blocks of several widths, over
+directions sorted by how much is stored relative to how much is read.
 """
 
 import torch
@@ -12,49 +12,52 @@ from rotationzoo.linalg import compositions
 from rotationzoo.linalg.hadamard import hadamard
 
 _WIDTHS = (1, 4, 8, 16, 32, 64)
-_SMALLEST = 1e-6  # eigenvalues, relative to the largest, below which a logarithm says nothing
-
-
-def bases(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Name -> orthogonal matrices `[H, D, D]`, float64, whose columns are sorted.
-
-    `stored` is the second moment (or covariance) of what is stored, `read` the metric in which its
-    errors count: of keys the second moment of their queries, of values that of the output
-    projection. `joint` diagonalises the difference of their logarithms: what is stored much and
-    read little comes last, and undoing such a scale is what no rotation can do.
-    """
-    ratio = stored.diagonal(dim1=-2, dim2=-1) / read.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300)
-    channels = compositions.identity(stored.shape[-1])[:, ratio.argsort(-1)].transpose(0, 1)
-    return {
-        "read": compositions.eigenbasis(read)[1],
-        "stored": compositions.eigenbasis(stored)[1],
-        "joint": compositions.eigenbasis(_log(stored) - _log(read))[1],
-        "channels": channels,
-    }
+_SMALLEST = 1e-6  # eigenvalues below this, relative to the largest, are noise to a logarithm
 
 
 def closed_forms(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Name -> rotations `[H, D, D]`, float64: each basis times block Hadamard matrices, and the
-    Hadamard matrix alone."""
+    """Name -> rotations `[H, D, D]`, float64: each of the `bases` times block Hadamard matrices,
+    and the Hadamard matrix alone. Arguments as for `bases`."""
     heads, dim = stored.shape[:2]
-    found = {"hadamard": hadamard(dim).expand(heads, -1, -1)}
+    candidates = {"hadamard": hadamard(dim).expand(heads, -1, -1)}
     for name, basis in bases(stored, read).items():
         for width in _widths(dim):
-            found[f"{name} h{width}"] = basis @ compositions.block_hadamard(dim, width)
-    return found
+            candidates[f"{name} h{width}"] = basis @ compositions.block_hadamard(dim, width)
+    return candidates
 
 
-def count(dim: int) -> int:
-    """How many candidates there are for heads of so many channels."""
+def count_closed_forms(dim: int) -> int:
+    """The number of candidates for heads of `dim` channels."""
     return 1 + 4 * len(_widths(dim))
 
 
+def bases(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name -> orthogonal matrices `[H, D, D]`, float64, with sorted columns.
+
+    `stored` `[H, D, D]` is the second moment (or covariance) of what the cache stores; `read` is
+    the metric in which its errors count: for keys the second moment of their queries, for values
+    that of the output projection. `joint` diagonalises the difference of their logarithms, so that
+    directions stored much and read little come last; no rotation can undo such a scale.
+    """
+    stored_energy = stored.diagonal(dim1=-2, dim2=-1)
+    read_energy = read.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300)
+    order = (stored_energy / read_energy).argsort(-1)
+    return {
+        "read": compositions.eigenbasis(read)[1],
+        "stored": compositions.eigenbasis(stored)[1],
+        "joint": compositions.eigenbasis(_logarithm(stored) - _logarithm(read))[1],
+        "channels": compositions.identity(stored.shape[-1])[:, order].transpose(0, 1),
+    }
+
+
 def _widths(dim: int) -> list[int]:
-    """Of the Hadamard blocks."""
+    """Widths of the Hadamard blocks that fit `dim` channels, the whole head last."""
     return [*(width for width in _WIDTHS if width < dim and dim % width == 0), dim]
 
 
-def _log(moment: torch.Tensor) -> torch.Tensor:
+def _logarithm(moment: torch.Tensor) -> torch.Tensor:
+    """The matrix logarithm of second moments `[H, D, D]`, whose smallest eigenvalues are raised to
+    a floor."""
     eigenvalues, vectors = compositions.eigenbasis(moment)
     floor = eigenvalues.amax(-1, keepdim=True) * _SMALLEST
     return vectors @ torch.diag_embed(eigenvalues.clamp(min=floor).log()) @ vectors.mT

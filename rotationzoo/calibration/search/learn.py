@@ -1,122 +1,114 @@
-"""Learning a rotation through the exact codec, with a straight-through gradient for the
-rounding."""
+"""Learning rotations by gradient descent on the orthogonal group, through the exact codec."""
 
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.codec import int2
-
-
-def straight_through(
-    rows: torch.Tensor, clip: torch.Tensor, group_size: int | None, form: int2.Format
-) -> torch.Tensor:
-    """`int2.round_trip`, bit by bit, with the gradient of its formula in which rounding counts as
-    nothing.
-
-    Scale and threshold are part of that gradient: a smaller range is what makes a rotation better.
-    """
-    groups = rows.unflatten(-1, (-1, group_size or rows.shape[-1]))
-    return _Rounded.apply(groups, int2.group_threshold(groups, clip, form), form).flatten(-2)
-
-
-class _Rounded(torch.autograd.Function):
-    """Clamped groups through the codec: `code * (high - low) / 3 + low`, where a code's derivative
-    is that of its exact value.
-
-    The derivative along an entry is then 1, and that along the range the rounding error in units of
-    the range. Written out, since this is most of the time that learning takes.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, groups: torch.Tensor, threshold: torch.Tensor, form: int2.Format
-    ) -> torch.Tensor:
-        clamped = torch.clamp(groups, -threshold, threshold)
-        quantized = int2.encode(clamped, form)
-        exact = int2.dequantize(quantized, form).view_as(groups)
-        (low, lowest), (high, highest) = (
-            clamped.min(-1, keepdim=True),
-            clamped.max(-1, keepdim=True),
-        )
-        rounding = (exact - clamped) / (high - low).clamp(min=int2.SMALLEST_RANGE)
-        ctx.save_for_backward(groups, threshold, rounding, low, lowest, high, highest)
-        return exact
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        groups, threshold, rounding, low, lowest, high, highest = ctx.saved_tensors
-        (gradient,) = gradients
-        by_range = (gradient * rounding).sum(-1, keepdim=True)
-        # An entry beyond the threshold, and a range that ends there, move with the threshold.
-        sign = (groups > threshold).float() - (groups < -threshold).float()
-        above, below = high == threshold, low == -threshold
-        by_threshold = (gradient * sign).sum(-1, keepdim=True) + by_range * (
-            above.float() + below.float()
-        )
-        by_entry = gradient * (sign == 0)
-        by_entry.scatter_add_(-1, highest, by_range.masked_fill(above, 0))
-        by_entry.scatter_add_(-1, lowest, -by_range.masked_fill(below, 0))
-        return by_entry, by_threshold.sum_to_size(threshold.shape), None
-
-
 TOKENS = 4096  # rows of a step of learning
-_LEAST = 1e-9  # of the metric's trace, so that a metric of low rank has a root
+_RIDGE = 1e-9  # of the metric's trace, so that a metric of low rank has a Cholesky factor
+
+Codec = Callable[[torch.Tensor], torch.Tensor]
+"""Rotated rows `[S, H, T, D]` -> what comes back from the cache, with a gradient."""
 
 
-def learn(
+@dataclass(frozen=True)
+class LearningSettings:
+    """How long and how fast to learn; `deadline` (`time.monotonic()`) ends learning early, before
+    the first step if it has passed."""
+
+    steps: int
+    rate: float
+    """Adam's first learning rate; it falls to 0 along a cosine."""
+    seed: int = 0
+    tokens: int = TOKENS
+    deadline: float = math.inf
+
+
+def learn_rotations(
     rows: torch.Tensor,
     metric: torch.Tensor,
     start: torch.Tensor,
-    codec: Callable[[torch.Tensor], torch.Tensor],
-    steps: int,
-    rate: float,
-    tokens: int = TOKENS,
-    seed: int = 0,
-    deadline: float = math.inf,
+    codec: Codec,
+    settings: LearningSettings,
 ) -> tuple[torch.Tensor, list[list[float]]]:
-    """Rotations `[S, H, D, D]` float32 that lower `E[e M e^T]`, e the error of a stored row, and
-    the S losses by step.
+    """Rotations `[S, H, D, D]` float32 learned from S starts at once, and the S losses by step.
 
-    `rows` are `[H, N, D]`, `metric` M `[H, D, D]` is how errors count, `codec` maps rotated rows
-    `[S, H, T, D]` to what comes back. Every step multiplies by the Cayley transform `(I - A/2)^-1
-    (I + A/2)` of a skew-symmetric A: Adam's step, with a cosine rate, on `tokens` random rows.
-    Losses are relative to the rows' own energy. `deadline` (`time.monotonic()`) ends it early,
-    before the first step if it has passed. Re-orthogonalised in float64 by the polar decomposition.
+    - `rows` `[H, N, D]`: keys or values that a cache stores; each step draws `settings.tokens`.
+    - `metric` `[H, D, D]`: M, how errors of rows count.
+    - `start` `[S, H, D, D]`: orthogonal matrices R to begin with.
+    - `codec`: what a cache gives back of rotated rows.
+    - `settings`: steps, learning rate, seed and deadline.
+
+    What is minimised, for the error e = (codec(x R) - x R) R^T of a stored row x, is
+
+        L(R) = E[e M e^T] / E[x M x^T]
+
+    With G = dL/dR and a step R -> R Q(A), A skew-symmetric, dL/dA = R^T G at A = 0, of which only
+    the skew-symmetric part R^T G - G^T R matters. Adam maps a skew-symmetric gradient to a
+    skew-symmetric step A, since it acts on each entry alone and is odd. The Cayley transform
+
+        Q(A) = (I - A/2)^-1 (I + A/2)
+
+    makes an orthogonal matrix of it, equal to exp(A) to second order (Wen and Yin 2013, "A feasible
+    method for optimization with orthogonality constraints"; SpinQuant, arXiv:2405.16406, learns its
+    rotations so). A product of many float32 matrices drifts, so the result is replaced by the
+    nearest orthogonal matrix, the polar factor U V^T of R = U S V^T, in float64.
 
     A fixed metric is a far smoother target than the softmax of some sampled queries: learning that
     fits them lowers their divergence by half and raises that of others.
     """
-    metric = metric.double().cpu()
-    trace = metric.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-    eye = torch.eye(metric.shape[-1], dtype=torch.float64)
-    root = torch.linalg.cholesky(metric / trace + _LEAST * eye).float().to(rows.device)
+    root = _metric_root(metric).to(rows.device)
     energy = (rows @ root).square().sum(-1).mean(-1)
-    matrix, unit = start.clone().requires_grad_(), eye.float().to(rows.device)
-    turn = torch.zeros_like(start)
-    adam = torch.optim.Adam([turn], lr=rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-    draw = torch.Generator().manual_seed(seed)
+    matrix = start.clone().requires_grad_()
+    skew = torch.zeros_like(start)
+    adam = torch.optim.Adam([skew], lr=settings.rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, settings.steps)
+    generator = torch.Generator().manual_seed(settings.seed)
     curve: list[torch.Tensor] = []
-    for _ in range(steps):
-        if time.monotonic() > deadline:
+    for _ in range(settings.steps):
+        if time.monotonic() > settings.deadline:
             break
-        rotated = (
-            rows[:, torch.randint(rows.shape[1], (tokens,), generator=draw).to(rows.device)]
-            @ matrix
-        )
-        loss = ((codec(rotated) - rotated) @ (matrix.mT @ root)).square().sum(-1).mean(-1) / energy
+        # Drawn on the CPU, so that every device learns from the same rows.
+        drawn = torch.randint(rows.shape[1], (settings.tokens,), generator=generator)
+        loss = _mean_error(rows[:, drawn.to(rows.device)], matrix, root, codec) / energy
         (gradient,) = torch.autograd.grad(loss.sum(), matrix)
         with torch.no_grad():
             along = matrix.mT @ gradient
-            turn.zero_().grad = along - along.mT
+            # From zero, Adam leaves its step alone in `skew`.
+            skew.zero_().grad = along - along.mT
             adam.step()
-            matrix.copy_(matrix @ torch.linalg.solve(unit - turn / 2, unit + turn / 2))
+            matrix.copy_(matrix @ _cayley(skew))
         schedule.step()
         curve.append(loss.detach().sum(-1))
     with torch.no_grad():
         left, _, right = torch.linalg.svd(matrix.double())
         return (left @ right).float(), [losses.tolist() for losses in curve]
+
+
+def _mean_error(
+    rows: torch.Tensor, matrix: torch.Tensor, root: torch.Tensor, codec: Codec
+) -> torch.Tensor:
+    """`E[e M e^T]` `[S, H]` of rows `[H, T, D]`, for a root L of M. A function of its own, so that
+    nothing but the graph holds its large tensors while the gradient is taken."""
+    rotated = rows @ matrix
+    error = (codec(rotated) - rotated) @ (matrix.mT @ root)
+    return error.square().sum(-1).mean(-1)
+
+
+def _metric_root(metric: torch.Tensor) -> torch.Tensor:
+    """L `[H, D, D]` float32 with `L L^T = M / trace(M)`, so that `e M e^T` is a square."""
+    metric = metric.double().cpu()
+    trace = metric.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    ridge = _RIDGE * torch.eye(metric.shape[-1], dtype=torch.float64)
+    root: torch.Tensor = torch.linalg.cholesky(metric / trace + ridge)
+    return root.float()
+
+
+def _cayley(skew: torch.Tensor) -> torch.Tensor:
+    """`(I - A/2)^-1 (I + A/2)` of skew-symmetric `[..., D, D]`: orthogonal."""
+    identity = torch.eye(skew.shape[-1], device=skew.device)
+    rotation: torch.Tensor = torch.linalg.solve(identity - skew / 2, identity + skew / 2)
+    return rotation

@@ -1,136 +1,145 @@
 """The search over a whole model: samples of its text, a choice in every layer, and clip ratios by
 the model's own loss.
 
-Everything is judged on calibration text that the statistics have not seen, and whatever is not
-clearly better than what was there before is left out.
+Everything is judged on calibration text that the statistics have not seen, and what is not clearly
+better than the recipe's own rotations is not used.
 """
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.cache.windows import Cache
-from rotationzoo.calibration.checkpoint import Checkpoint
-from rotationzoo.calibration.search import samples as query_samples
+from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
+from rotationzoo.calibration.search import memory
 from rotationzoo.calibration.search.clip import search_clip
+from rotationzoo.calibration.search.divergence import ModelDivergence
 from rotationzoo.calibration.search.layer import LayerSearch
-from rotationzoo.calibration.search.samples import sample_queries, size_of, stored_rows
+from rotationzoo.calibration.search.sampling import Rows, Samples, sample_queries, sample_rows
 from rotationzoo.codec import int2
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.model.projection import OutputProjection, output_projections
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import Rotations
+from rotationzoo.recipe import Recipe, Search
+from rotationzoo.rotations import Rotation, Rotations
 
-_LAYERS = 2 / 3  # of the time there is; the clip ratios of the whole model get the rest
+_LAYERS_SHARE = 2 / 3  # of the time there is; the clip ratios of the whole model get the rest
 
 
-def search(
-    model: PreTrainedModel,
-    geometry: Geometry,
-    statistics: Statistics,
-    baseline: Rotations,
-    fitted: Sequence[torch.Tensor],
-    held_out: Sequence[torch.Tensor],
-    recipe: Recipe,
+@dataclass(frozen=True)
+class SearchTask:
+    """What a search starts from."""
+
+    model: PreTrainedModel
+    geometry: Geometry
+    recipe: Recipe
+    statistics: Statistics
+    baseline: Rotations
+    """Those of the recipe without its search, as `fit` makes them."""
+    fitted: Sequence[torch.Tensor]
+    """Token rows `[T]` that the statistics were collected on, to learn from."""
+    held_out: Sequence[torch.Tensor]
+    """Token rows that every choice is made on; one or more is longer than the cache's windows."""
+
+    @property
+    def settings(self) -> Search:
+        """The recipe's settings of the search."""
+        assert self.recipe.search is not None
+        return self.recipe.search
+
+    @property
+    def cache(self) -> Cache:
+        """The cache that everything is tried in."""
+        return Cache(int2.FORMATS[self.settings.format], self.recipe.sink, self.recipe.recent)
+
+
+def search_rotations(
+    task: SearchTask,
     deadline: float = math.inf,
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> tuple[Rotations, dict[str, Any]]:
     """The rotations to serve with, and a record of what was chosen and why.
 
-    `baseline` are those of the recipe without a search, as `fit` makes them. `fitted` and
-    `held_out` are token rows; learning uses the first, every choice the second, of which at least
-    one is longer than the cache's windows. `deadline` (`time.monotonic()`) cuts learning short, and
-    then the search for clip ratios; what every choice is scored on is not cut.
+    `deadline` (`time.monotonic()`) cuts learning short, and then the search for clip ratios; what
+    every choice is scored on is not cut.
     """
-    settings = recipe.search
-    assert settings is not None
-    cache = Cache(int2.FORMATS[settings.format], recipe.sink, recipe.recent)
-    projections = output_projections(model, geometry)
-    layers = cached_layers(geometry)
+    now = time.monotonic()
+    layers_deadline = now + _LAYERS_SHARE * (deadline - now)
+    chosen, record = _search_layers(task, layers_deadline, checkpoint, progress)
+
+    def replace_matrix(layer: int, side: str, rotation: Rotation) -> Rotation:
+        return replace(rotation, matrix=chosen[layer, side])
+
+    searched = task.baseline.replace(replace_matrix)
+    loss = ModelDivergence(
+        task.model, task.geometry, task.cache, task.recipe.group_size, task.held_out
+    )
+    rotations, clip_record = search_clip(loss, task.baseline, searched, deadline, progress)
+    return rotations, {"model": clip_record, "layers": record}
+
+
+def _search_layers(
+    task: SearchTask, deadline: float, checkpoint: Checkpoint | None, progress: Progress
+) -> tuple[Matrices, dict[str, Any]]:
+    """The matrices chosen in every layer, with their record; layers that a checkpoint has are not
+    searched again."""
+    projections = output_projections(task.model, task.geometry)
+    layers = cached_layers(task.geometry)
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
-    left = [layer for layer in layers if str(layer.index) not in record]
-    done = 2 * (len(layers) - len(left))
-    begun = time.monotonic()
-    layers_end = begun + _LAYERS * (deadline - begun)
-    judged, taught = ([len(row) for row in rows] for rows in (held_out, fitted))
-    hidden = model.config.get_text_config(decoder=True).hidden_size
-    for group in _groups(
-        left, [size_of(geometry, layer, settings, judged, taught, hidden) for layer in left]
-    ):
+    remaining = [layer for layer in layers if str(layer.index) not in record]
+    total, done = 2 * len(layers), 2 * (len(layers) - len(remaining))
+    for group in _group_by_memory(task, remaining):
         indices = {layer.index for layer in group}
-        matrices, kept = _read(projections, indices)
-        judge = sample_queries(
-            model, geometry, held_out, cache, settings.queries, indices, matrices
-        )
-        matrices.clear()  # the samples hold what they need, until their layer is done
-        learning = settings.steps > 0 and time.monotonic() < layers_end
-        rows = (
-            stored_rows(model, fitted, recipe.sink, indices, query_samples.LEARNING_TOKENS)
-            if learning
-            else {}
-        )
+        samples, projection_records = _sample_group(task, projections, indices)
+        rows = _sample_rows_to_learn(task, indices, deadline)
         for layer in group:
-            progress("searching", done, 2 * len(layers))
-            # Popped: what a layer was chosen on is not needed once it is, least of all beside the
-            # passes of `trim`.
-            chooser = LayerSearch(
+            progress("searching", done, total)
+            # Popped, so that the samples of a layer are freed once it is done: the passes of the
+            # clip search need the memory.
+            search = LayerSearch(
                 layer,
-                statistics[layer.index],
-                recipe,
-                baseline[layer.index],
-                judge.pop(layer.index),
+                task.statistics[layer.index],
+                task.recipe,
+                task.baseline[layer.index],
+                samples.pop(layer.index),
                 rows.pop(layer.index, None),
             )
-            key = chooser.keys(_pace(layers_end, 2 * len(layers) - done))
-            progress("searching", done := done + 1, 2 * len(layers))
-            value = chooser.values(key, _pace(layers_end, 2 * len(layers) - done))
+            key = search.choose_keys(_next_deadline(deadline, total - done))
             done += 1
-            for name, side in (("key", key), ("value", value)):
-                chosen[layer.index, name] = side.matrix.cpu().contiguous()
+            progress("searching", done, total)
+            value = search.choose_values(key, _next_deadline(deadline, total - done))
+            done += 1
+            chosen[layer.index, "key"] = key.matrix.cpu().contiguous()
+            chosen[layer.index, "value"] = value.matrix.cpu().contiguous()
             record[str(layer.index)] = {
                 "key": key.record,
                 "value": value.record,
-                "projection": kept[layer.index],
+                "projection": projection_records[layer.index],
             }
             if checkpoint is not None:
                 checkpoint.save_search(chosen, record)
-    progress("searching", done, 2 * len(layers))
-    searched = baseline.replace(
-        lambda layer, side, rotation: replace(rotation, matrix=chosen[layer, side])
+    progress("searching", done, total)
+    return chosen, record
+
+
+def _group_by_memory(task: SearchTask, layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Layers whose samples fit in memory together, so that they share their forward passes."""
+    lengths = memory.TextLengths(
+        held_out=[len(row) for row in task.held_out], fitted=[len(row) for row in task.fitted]
     )
-    rotations, trimmed = search_clip(
-        model, geometry, baseline, searched, cache, recipe.group_size, held_out, deadline, progress
-    )
-    return rotations, {"model": trimmed, "layers": record}
-
-
-def _read(
-    projections: Mapping[int, OutputProjection], owners: set[int]
-) -> tuple[dict[int, torch.Tensor | None], dict[int, dict[str, str]]]:
-    """The output projections of all layers that read the caches of `owners`; and by owner, how each
-    of them was read."""
-    matrices: dict[int, torch.Tensor | None] = {}
-    kept: dict[int, dict[str, str]] = {owner: {} for owner in owners}
-    for index, projection in projections.items():
-        if (owner := projection.layer.owner) in owners:
-            matrices[index], kept[owner][str(index)] = projection.read()
-    return matrices, kept
-
-
-def _groups(layers: Sequence[Layer], sizes: Sequence[int]) -> list[list[Layer]]:
-    """Layers whose samples fit in memory together."""
+    hidden = task.model.config.get_text_config(decoder=True).hidden_size
     groups: list[list[Layer]] = []
     used = 0
-    for layer, size in zip(layers, sizes, strict=True):
-        if not groups or used + size > query_samples.SAMPLE_BYTES:
+    for layer in layers:
+        size = memory.sample_bytes(task.geometry, layer, task.settings, lengths, hidden)
+        if not groups or used + size > memory.SAMPLE_BYTES:
             groups.append([])
             used = 0
         groups[-1].append(layer)
@@ -138,7 +147,31 @@ def _groups(layers: Sequence[Layer], sizes: Sequence[int]) -> list[list[Layer]]:
     return groups
 
 
-def _pace(deadline: float, left: int) -> float:
-    """When the next of `left` equal parts should be done."""
+def _sample_group(
+    task: SearchTask, projections: Mapping[int, OutputProjection], owners: set[int]
+) -> tuple[Samples, dict[int, dict[str, str]]]:
+    """Query samples of the layers that read the caches of `owners`; and by owner, how the output
+    projection of each of its readers was read."""
+    matrices: dict[int, torch.Tensor | None] = {}
+    records: dict[int, dict[str, str]] = {owner: {} for owner in owners}
+    for index, projection in projections.items():
+        owner = projection.layer.owner
+        if owner in owners:
+            matrices[index], records[owner][str(index)] = projection.read()
+    samples = sample_queries(
+        task.model, task.geometry, task.held_out, task.cache, task.settings.queries, matrices
+    )
+    return samples, records
+
+
+def _sample_rows_to_learn(task: SearchTask, layers: set[int], deadline: float) -> Rows:
+    """Keys and values to learn from; none where nothing is learned, or no time is left."""
+    if task.settings.steps == 0 or time.monotonic() >= deadline:
+        return {}
+    return sample_rows(task.model, task.fitted, task.recipe.sink, layers)
+
+
+def _next_deadline(deadline: float, left: int) -> float:
+    """When the next of `left` equal parts of the time to `deadline` ends."""
     now = time.monotonic()
     return now + max(0.0, deadline - now) / left

@@ -1,0 +1,174 @@
+"""What a manifest claims of the tensors beside it, and where they contradict it."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
+from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
+from rotationzoo.artifact.tensor_check import sentences, tensor_problems
+from rotationzoo.calibration.fit import fit
+from rotationzoo.linalg import compositions
+from rotationzoo.linalg.moments import Average, Averages
+from rotationzoo.model import centering
+from rotationzoo.model.geometry import Geometry, geometry_from_json, shifted_layers
+from rotationzoo.recipe import Recipe, from_dict
+from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
+
+# Largest `|R R^T - I|` of the stored float32 matrices; measured 8e-8 for D up to 512.
+ORTHOGONAL = 1e-6
+# The same of imported files: what SGLang's own loader allows; the published files have 3e-8.
+ORTHOGONAL_IMPORTED = 5e-3
+# Relative error with which a stored rotation may diagonalise its own statistic; measured 6e-8, and
+# 0.85 and more in that of another side or layer.
+DIAGONAL = 1e-4
+
+_Layers = dict[str, list[int]]
+"""What is wrong -> the layers where it is."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What rotations and statistics are said to be. The methods return one sentence for each kind
+    of problem, with the layers that have it."""
+
+    recipe: Recipe
+    geometry: Geometry
+    clips: Mapping[str, float]
+    """Side -> clip ratio."""
+    imported: bool = False
+
+    @classmethod
+    def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
+        """The claim of a manifest's content. Raises `RotationZooError` for one that is damaged."""
+        recipe = from_dict(content["recipe"], "the manifest's recipe")
+        geometry = geometry_from_json(content["geometry"])
+        claim = cls.from_recipe(recipe, geometry)
+        clips = claim.clips
+        if "search" in content:
+            chosen = content["search"]["model"]
+            clips = {side: chosen[side]["clip"] for side in SIDES}
+        return cls(recipe, geometry, clips, imported="imported" in content)
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, geometry: Geometry) -> "Claim":
+        """The claim of what a recipe makes with its own clip ratios."""
+        return cls(recipe, geometry, {"key": recipe.key_clip, "value": recipe.value_clip})
+
+    def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
+        """Tensors that are missing, misshapen, superfluous or not finite."""
+        claimed = self.recipe, self.geometry, self.imported
+        layout = expected_layout(ROTATIONS, *claimed)
+        problems = tensor_problems(rotation_tensors(rotations), layout)
+        if statistics is not None:
+            layout = expected_layout(STATISTICS, *claimed)
+            problems += tensor_problems(statistics_tensors(statistics), layout)
+        return problems
+
+    def orthogonality_problems(self, rotations: Rotations) -> list[str]:
+        """Matrices that are not orthogonal."""
+        allowed = ORTHOGONAL_IMPORTED if self.imported else ORTHOGONAL
+        layers: _Layers = defaultdict(list)
+        for layer, side, rotation in rotations.each():
+            error = compositions.orthogonality_error(rotation.matrix)
+            if not error <= allowed:  # and not `error > allowed`, which a NaN would pass
+                layers[f"{side} rotation not orthogonal"].append(layer)
+        return sentences(layers)
+
+    def clip_problems(self, rotations: Rotations) -> list[str]:
+        """Clip ratios that are not those of the recipe, or of its search."""
+        layers: _Layers = defaultdict(list)
+        for layer, side, rotation in rotations.each():
+            if not (rotation.clip == self.clips[side]).all():
+                layers[f"{side} clip ratio not that of the recipe"].append(layer)
+        return sentences(layers)
+
+    def origin_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
+        """Rotations that the recipe does not make of the statistics, or of nothing. What was
+        imported or learned follows no formula that could be checked."""
+        recipe = self.recipe
+        if recipe.composition == compositions.GIVEN or recipe.search is not None:
+            return []
+        if not recipe.has_eigenbasis:
+            return self._formula_problems(rotations)
+        if statistics is None:
+            return []
+        return self._eigenbasis_problems(rotations, statistics)
+
+    def mean_problems(self, rotations: Rotations, statistics: Averages) -> list[str]:
+        """Means that are not those of the statistics."""
+        layers: _Layers = defaultdict(list)
+        for layer, side, rotation in rotations.each():
+            average = statistics.get(layer, {}).get(side)
+            if rotation.mean is None or average is None or average.mean is None:
+                continue
+            if not torch.equal(rotation.mean, average.mean.float()):
+                layers[f"{side} mean not that of the statistics"].append(layer)
+        return sentences(layers)
+
+    def centering_problems(self, rotations: Rotations) -> list[str]:
+        """Keys without their mean, where attention is known not to ignore it."""
+        moved = shifted_layers(self.geometry)
+        centered = any(sides.key.mean is not None for sides in rotations.values())
+        if centered and moved:
+            return [f"keys are stored without their mean: {centering.reason(moved)}"]
+        return []
+
+    def _formula_problems(self, rotations: Rotations) -> list[str]:
+        """Rotations that are not those of a recipe without an eigenbasis, made again."""
+        # Without means, which come from statistics and are checked against them.
+        uncentered = self.recipe.model_copy(update={"center_keys": False, "center_values": False})
+        layers: _Layers = defaultdict(list)
+        for layer, side, rotation in fit(None, uncentered, self.geometry).each():
+            stored = rotations[layer][side].matrix
+            if not torch.allclose(rotation.matrix, stored, atol=ORTHOGONAL):
+                what = f"{side} rotation not the one that {self.recipe.name} makes"
+                layers[what].append(layer)
+        return sentences(layers)
+
+    def _eigenbasis_problems(self, rotations: Rotations, statistics: Averages) -> list[str]:
+        """Rotations whose eigenbasis does not diagonalise the statistic that it was made from."""
+        layers: _Layers = defaultdict(list)
+        for layer, sides in rotations.items():
+            averages = statistics.get(layer, {})
+            if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
+                continue
+            if self._diagonalise(sides, averages, {"key": "value", "value": "key"}):
+                layers["key and value swapped"].append(layer)
+            else:
+                what = "rotations that do not come from the statistics beside them"
+                layers[what].append(layer)
+        return sentences(layers)
+
+    def _diagonalise(
+        self, sides: LayerRotations, averages: Mapping[str, Average], statistic_of: dict[str, str]
+    ) -> bool:
+        """Whether each side's rotation diagonalises the statistic of the side in `statistic_of`, as
+        far as that is known."""
+        kinds = {"key": self.recipe.key_statistic, "value": self.recipe.value_statistic}
+        for side in SIDES:
+            average = averages.get(kinds[statistic_of[side]])
+            if average is None:
+                continue
+            if not self._diagonalises(sides[side], average.second_moment):
+                return False
+        return True
+
+    def _diagonalises(self, rotation: Rotation, moment: torch.Tensor) -> bool:
+        """Whether `U^T C U` is the diagonal of the stored eigenvalues, for the eigenbasis U of a
+        rotation and second moments C `[H, D, D]`."""
+        assert rotation.eigenvalues is not None
+        recipe, dim = self.recipe, rotation.dim
+        if dim != moment.shape[-1]:
+            return False
+        if recipe.pooling == "layer":
+            moment = moment.mean(0, keepdim=True)
+        eigenvalues = rotation.eigenvalues.double()
+        group = recipe.group(dim)
+        basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
+        difference = basis.mT @ moment @ basis - torch.diag_embed(eigenvalues)
+        allowed = DIAGONAL * eigenvalues.norm(dim=-1)
+        return bool((difference.norm(dim=(-2, -1)) <= allowed).all())

@@ -1,0 +1,102 @@
+"""What is added to the sums each time the model computes attention."""
+
+import torch
+
+from rotationzoo.errors import UnsupportedModel
+from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.model.geometry import Geometry, Layer, cached_layers
+
+
+def zero_statistics(geometry: Geometry, key_energy: bool) -> Statistics:
+    """The sums to begin with: four moments for each cached layer, five with `key_energy`."""
+    statistics: Statistics = {}
+    for layer in cached_layers(geometry):
+        dims = {
+            "query": layer.key_dim,
+            "output": layer.value_dim,
+            "key": layer.key_dim,
+            "value": layer.value_dim,
+        }
+        if key_energy:
+            dims["key_energy"] = layer.value_dim
+        statistics[layer.index] = {
+            kind: Moment.zeros(layer.kv_heads, dim) for kind, dim in dims.items()
+        }
+    return statistics
+
+
+class MomentObserver:
+    """Second moments of queries, outputs, keys and values, summed for the layer that owns the cache
+    they belong to. Keys and values count from position `skip` on."""
+
+    kinds: tuple[str, ...] = ("query", "key", "value", "output")
+
+    def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
+        self.layers = {layer.index: layer for layer in geometry}
+        self.statistics = statistics
+        self.skip = skip
+
+    def __call__(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        layer = self._layer(index)
+        self._add(layer, "query", query)
+        self._add(layer, "output", output)
+        # A layer that reads another's cache is handed the owner's keys and values: they are counted
+        # there.
+        if layer.owner == layer.index:
+            self._add(layer, "key", key[:, :, self.skip :])
+            self._add(layer, "value", value[:, :, self.skip :])
+
+    def _add(self, layer: Layer, kind: str, tensor: torch.Tensor) -> None:
+        """Add `[B, H, T, D]`, H a multiple of the KV heads, to the sums of the cache's owner."""
+        moments = self.statistics[layer.owner]
+        if layer.owner == layer.index:
+            moments[kind] = moments[kind].to(tensor.device)
+        for row in tensor:  # one row at a time bounds the float64 copies
+            by_kv_head = torch.unflatten(row, 0, (layer.kv_heads, -1))
+            moments[kind].add(by_kv_head.flatten(1, 2))
+
+    def _layer(self, index: int) -> Layer:
+        if index not in self.layers:
+            raise UnsupportedModel(
+                f"layer {index} calls attention although it did not when the model was looked at"
+            )
+        return self.layers[index]
+
+
+class KeyEnergyObserver(MomentObserver):
+    """Second moments of values weighted by `k C_Q k^T`, where C_Q is the second moment of the
+    queries of all rows: the published code's stand-in for the attention that a value receives."""
+
+    kinds = ("key_energy",)
+
+    def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
+        super().__init__(geometry, statistics, skip)
+        self.query_moments = {
+            layer: moments["query"].second_moment for layer, moments in statistics.items()
+        }
+
+    def __call__(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        if self._layer(index).owner != index:
+            return
+        moments = self.statistics[index]
+        moments["key_energy"] = moments["key_energy"].to(value.device)
+        query_moment = self.query_moments[index].to(key.device)
+        self.query_moments[index] = query_moment
+        past_sink = zip(key[:, :, self.skip :].double(), value[:, :, self.skip :], strict=True)
+        for keys, values in past_sink:
+            energy = ((keys @ query_moment) * keys).sum(-1)
+            moments["key_energy"].add(values, energy)

@@ -1,0 +1,96 @@
+"""The place where an artifact is written: whether it can be written there, what may be replaced,
+and whether the work is done already."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import check_replaceable
+from rotationzoo.calibration.identity import Identity, differences
+from rotationzoo.calibration.plan import Job, Plan
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe import digest, without_paths
+from rotationzoo.storage import folders
+from rotationzoo.storage.files import disk_errors
+
+
+def check_output(job: Job) -> None:
+    """Raise `RotationZooError` unless the output can be written, and what is there may be
+    replaced."""
+    with disk_errors(job.output):
+        folders.recover(job.output)
+        check_replaceable(job.output)
+        if _holds_artifact(job):
+            _check_recipe_of(job, Artifact.open(job.output))
+        if job.output.parent.exists():
+            with folders.temporary_sibling(job.output):
+                pass
+        else:
+            # Nothing of this job's name: other jobs may have the same, in other folders that do
+            # not exist yet.
+            tempfile.TemporaryDirectory(dir=_existing_parent(job.output)).cleanup()
+
+
+def check_room(known: Plan) -> None:
+    """Raise `RotationZooError` if the disk has no room for the artifact and a checkpoint beside
+    it."""
+    output = known.job.output
+    free = shutil.disk_usage(_existing_parent(output)).free
+    needed = 2 * known.artifact_bytes
+    if free < needed:
+        raise RotationZooError(
+            f"the disk of {output} has {free / 1e6:,.0f} MB free "
+            f"and {needed / 1e6:,.0f} MB are needed",
+            hint="make room, or choose another place with --output",
+        )
+
+
+def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
+    """The artifact of this very job, if it is there and undamaged and not about to be replaced.
+
+    Raises `RotationZooError` if another job's is there.
+    """
+    if job.restart or job.unfinished or not _holds_artifact(job):
+        return None
+    artifact = Artifact.open(job.output)
+    saved = {**artifact.manifest.identity, "recipe": _asked_recipe(artifact)}
+    if changed := differences(saved, identity):
+        raise RotationZooError(
+            f"{job.output} holds the work of another job: {', '.join(changed)} differ",
+            hint="choose another place with --output, or replace it with --restart",
+        )
+    return None if artifact.damaged_files() else artifact
+
+
+def _holds_artifact(job: Job) -> bool:
+    return (job.output / MANIFEST).is_file()
+
+
+def _check_recipe_of(job: Job, artifact: Artifact) -> None:
+    """Refuse to replace the work of another recipe, unless asked to or going on with a run that
+    was."""
+    if job.restart or job.unfinished:
+        return
+    if _asked_recipe(artifact) != job.recipe.hash:
+        existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
+        raise RotationZooError(
+            f"{job.output} holds the work of another recipe ({existing})",
+            hint="choose another place with --output, or replace it with --restart",
+        )
+
+
+def _asked_recipe(artifact: Artifact) -> str:
+    """The hash of the recipe that was asked for, without the paths that earlier versions wrote into
+    it. It is not the recipe that was followed where only the weights showed that keys cannot be
+    centred."""
+    manifest = artifact.manifest
+    asked = str(manifest.identity.get("recipe", manifest.recipe_sha256))
+    if asked == manifest.recipe_sha256:
+        return digest(without_paths(manifest.recipe))
+    return asked
+
+
+def _existing_parent(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    return next(folder for folder in path.absolute().parents if folder.exists())

@@ -1,0 +1,121 @@
+"""Whether a recipe can be applied to a model and to a text, and how it is adapted where it may
+be."""
+
+from collections.abc import Sequence
+
+from transformers import PretrainedConfig
+
+from rotationzoo.cache.windows import Cache
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg import compositions
+from rotationzoo.model import centering
+from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.recipe import SELF, Recipe
+
+
+def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise `RotationZooError` if a head dimension has no such rotation: no Hadamard matrix, or
+    groups that do not fit."""
+    if recipe.composition == compositions.GIVEN:
+        raise RotationZooError(
+            "the composition 'given' stands for imported matrices and cannot be calibrated",
+            hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
+        )
+    for layer in cached_layers(geometry):
+        for dim in {layer.key_dim, layer.value_dim}:
+            _check_dimension(recipe, layer.index, dim)
+
+
+def _check_dimension(recipe: Recipe, layer: int, dim: int) -> None:
+    group = recipe.group(dim)
+    if dim % group:
+        raise RotationZooError(
+            f"layer {layer}: quantization groups of {group} do not divide the head dimension {dim}",
+            hint=f"set group_size in the recipe to a divisor of {dim}, "
+            "or to null for the whole head",
+        )
+    # Composed for its errors.
+    if recipe.has_eigenbasis:
+        compositions.compose(compositions.identity(dim), recipe.composition, group)
+    else:
+        compositions.data_free(dim, recipe.composition, seed=0)
+
+
+def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
+    """The recipe for a model in which a mean of keys moves the attention of these layers, and notes
+    for the user.
+
+    A recipe that searches then leaves the keys their mean. Raises `RotationZooError` for any other
+    that centres them.
+    """
+    if not recipe.center_keys or not layers:
+        return recipe, []
+    reason = centering.reason(layers)
+    if recipe.search is None:
+        raise RotationZooError(
+            f"keys of this model cannot be centred: {reason}",
+            hint="set center_keys to false in the recipe",
+        )
+    note = f"keys keep their mean, although the recipe {recipe.name} centres them: {reason}"
+    return recipe.model_copy(update={"center_keys": False}), [note]
+
+
+def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
+    """The recipe with rows no longer than the model has positions."""
+    positions = _positions(config)
+    if positions is None or recipe.data.length <= positions:
+        return recipe
+    data = recipe.data.model_copy(update={"length": positions})
+    return recipe.model_copy(update={"data": data})
+
+
+def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raise `RotationZooError` if rows of the recipe's length are too long for the model, or too
+    short to be of use."""
+    if not recipe.needs_statistics:
+        return
+    length, data = recipe.data.length, recipe.data
+    positions = _positions(config)
+    if positions is not None and length > positions:
+        raise RotationZooError(
+            f"rows of {length} tokens are longer than the {positions} positions of the model",
+            hint=f"add: --length {positions}",
+        )
+    if data.source == SELF and data.prompt_tokens >= length:
+        raise RotationZooError(
+            f"prompts of {data.prompt_tokens} tokens leave nothing to write in rows of {length}",
+            hint="give longer rows with --length",
+        )
+    if recipe.exclude_sink and length <= recipe.sink:
+        raise RotationZooError(
+            f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens",
+            hint="give longer rows with --length",
+        )
+    if data.packing != "document" and not data.row_lengths:
+        raise RotationZooError(
+            f"{data.tokens} tokens are less than one row of {length}",
+            hint=f"ask for at least --tokens {length}, or for shorter rows with --length",
+        )
+
+
+def check_held_out(recipe: Recipe, lengths: list[int]) -> None:
+    """Raise `RotationZooError` if rows of these lengths leave a search nothing to choose on."""
+    if recipe.search is None:
+        return
+    if len(lengths) < 3:
+        raise RotationZooError(
+            "a search chooses on rows that the statistics have not seen: "
+            f"of {len(lengths)} there are none to spare",
+            hint="give at least three: more --tokens, or a shorter --length",
+        )
+    exact = Cache(sink=recipe.sink, recent=recipe.recent).first_quantized
+    held_out = lengths[-recipe.search.held_out(len(lengths)) :]
+    if max(held_out) <= exact:
+        raise RotationZooError(
+            f"no held-out row is longer than {exact} tokens", hint="give longer rows with --length"
+        )
+
+
+def _positions(config: PretrainedConfig) -> int | None:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None

@@ -1,0 +1,111 @@
+"""What a manifest records of a calibration: the job's identity, its text and its run."""
+
+from typing import Any
+
+import torch
+import transformers
+
+from rotationzoo.calibration.generate import hash_settings, read_sampling
+from rotationzoo.calibration.identity import Identity
+from rotationzoo.calibration.machine import device_name, peak_memory
+from rotationzoo.calibration.model_run import CalibrationResult
+from rotationzoo.calibration.plan import Job, Plan
+from rotationzoo.model import loading
+from rotationzoo.model.geometry import geometry_json
+from rotationzoo.model.source import Source, config_hash, weights_fingerprint
+from rotationzoo.recipe import SELF, digest
+from rotationzoo.text.rows import Corpus
+
+_DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
+_PROMPT_KEYS = ("prompts", "prompt_tokens")
+
+
+def identify_job(job: Job, source: Source, source_text: Corpus | None) -> dict[str, str]:
+    """What decides the bytes of the result: a checkpoint or a finished artifact must agree with all
+    of it.
+
+    `source_text` is the calibration text, or the prompts where the model writes the text itself;
+    None where the recipe needs no statistics, and little else matters.
+    """
+    identity = {"recipe": job.recipe.hash, "config": config_hash(source), "weights": "", "text": ""}
+    if source_text is None:
+        return identity
+    if job.recipe.data.source == SELF:
+        sampling = read_sampling(source).items()
+        identity["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling)
+        identity["generation_config"] = hash_settings(source)
+        identity["data"] = digest(job.recipe.published()["data"])
+    identity |= {
+        "weights": weights_fingerprint(source),
+        "text": source_text.fingerprint,
+        "batch": str(job.batch),
+        "device": device_name(job.torch_device),
+        "dtype": str(job.torch_dtype),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+    }
+    # On a CPU sums depend on how many threads they are split between.
+    threads = torch.get_num_threads() if job.torch_device == "cpu" else None
+    optional = {
+        "threads": threads,
+        "device_map": job.device_map,
+        "max_memory": job.max_memory,
+        "budget": job.budget,
+    }
+    return identity | {key: str(value) for key, value in optional.items() if value is not None}
+
+
+def manifest_content(
+    planned: Plan,
+    result: CalibrationResult,
+    identity: Identity,
+    versions: dict[str, str],
+    seconds: float,
+) -> dict[str, Any]:
+    """The content of the manifest, but for what is added as it is written.
+
+    - `planned`: the job, its model and the notes so far.
+    - `result`: what the run left.
+    - `identity`: as `identify_job` returns it.
+    - `versions`: of the libraries, as they were when the job started.
+    - `seconds`: how long the job took.
+    """
+    assert planned.config is not None
+    job = planned.job
+    content: dict[str, Any] = {
+        "model": loading.describe(planned.source, planned.config, identity["weights"] or None),
+        "geometry": geometry_json(result.geometry),
+        "recipe": result.recipe.published(),
+        "recipe_sha256": result.recipe.hash,
+        "notes": [*planned.notes, *result.notes],
+        "calibration": None if result.text is None else _describe_text(job, result.text, identity),
+        "identity": dict(identity),
+        "versions": versions,
+        "run": {
+            "device": device_name(job.torch_device),
+            "threads": torch.get_num_threads(),
+            "dtype": result.dtype,
+            "batch": job.batch,
+            "seconds": round(seconds, 3),
+            "peak_memory_bytes": peak_memory(),
+        },
+        "metrics": {"orthogonality_error": result.rotations.orthogonality_error},
+    }
+    if result.search is not None:
+        content["search"] = result.search
+    return content
+
+
+def _describe_text(job: Job, text: Corpus, identity: Identity) -> dict[str, Any]:
+    """Where the text came from, and which it was."""
+    data = job.recipe.published()["data"]
+    description = {key: data[key] for key in _DATA_KEYS}
+    if job.recipe.data.source == SELF:
+        description |= {key: data[key] for key in _PROMPT_KEYS}
+        description["prompts_fingerprint"] = identity["text"]
+        description["sampling"] = identity["sampling"]
+    return description | {
+        "tokens": text.tokens,
+        "rows": len(text.rows),
+        "fingerprint": text.fingerprint,
+        "note": text.note,
+    }

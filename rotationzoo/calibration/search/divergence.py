@@ -1,0 +1,71 @@
+"""What the whole model loses by reading its cache through the codec: the divergence of its
+predictions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
+from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.loading import input_device
+from rotationzoo.rotations import Rotations
+
+POSITIONS = 256  # whose predictions are compared at a time
+
+
+@dataclass(frozen=True)
+class ModelDivergence:
+    """Measures rotations by the predictions of a model on `texts` `[T]`; texts that are too short
+    to have anything quantized do not count."""
+
+    model: PreTrainedModel
+    geometry: Geometry
+    cache: Cache
+    group_size: int | None
+    texts: Sequence[torch.Tensor]
+
+    @torch.no_grad()
+    def measure(self, candidates: Sequence[Rotations]) -> torch.Tensor:
+        """KL in nats of the exact model's predictions to those with each candidate, mean over the
+        positions that read quantized tokens: `[candidates, texts]`, float64."""
+        by_text = []
+        for text in self.texts:
+            if len(text) <= self.cache.first_quantized:
+                continue
+            exact = self._predict(text)
+            by_candidate = []
+            for rotations in candidates:
+                with self._simulate(rotations).running(self.model):
+                    by_candidate.append(_mean_divergence(exact, self._predict(text)))
+            by_text.append(torch.stack(by_candidate))
+        return torch.stack(by_text, dim=1)
+
+    def _simulate(self, rotations: Rotations) -> Simulation:
+        layers = {layer.index for layer in self.geometry}
+        arm = Arm("candidate", rotations, self.group_size)
+        return Simulation(arm, self.cache, self.geometry, layers)
+
+    def _predict(self, text: torch.Tensor) -> torch.Tensor:
+        """Logits `[Q, vocabulary]` at the positions that read quantized tokens."""
+        count = len(text) - self.cache.first_quantized
+        ids = text[None].to(input_device(self.model))
+        output = self.model(input_ids=ids, use_cache=False, logits_to_keep=count)
+        logits: torch.Tensor = output.logits[0, -count:]
+        return logits
+
+
+def _mean_divergence(exact: torch.Tensor, simulated: torch.Tensor) -> torch.Tensor:
+    """Mean KL of predictions given as logits `[Q, vocabulary]`, some positions at a time: float32
+    copies of all of them would be the largest tensors of a job."""
+    total = torch.zeros((), dtype=torch.float64)
+    chunks = zip(torch.split(exact, POSITIONS), torch.split(simulated, POSITIONS), strict=True)
+    for exact_logits, simulated_logits in chunks:
+        p = exact_logits.float().log_softmax(-1)
+        q = simulated_logits.float().log_softmax(-1)
+        by_position = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+        total += by_position.double().sum().cpu()
+    return total / len(exact)

@@ -1,0 +1,79 @@
+"""The 2-bit codec with a gradient, so that rotations can be learned through it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rotationzoo.codec import int2
+
+
+def straight_through(
+    rows: torch.Tensor, clip: torch.Tensor, group_size: int | None, format: int2.Format
+) -> torch.Tensor:
+    """`int2.round_trip` of rows `[..., D]`, bit for bit, with a gradient that ignores the rounding.
+
+    The straight-through estimator (Bengio et al. 2013, arXiv:1308.3432) treats rounding as adding a
+    constant. Scale and clip threshold stay part of the gradient: a smaller range is what makes a
+    rotation better.
+    """
+    groups = torch.unflatten(rows, -1, (-1, group_size or rows.shape[-1]))
+    threshold = int2.group_threshold(groups, clip, format)
+    return _round_trip_groups(groups, threshold, format).flatten(-2)
+
+
+class _RoundTrip(torch.autograd.Function):
+    """Groups `[..., D / group, group]` through the codec, given their clip threshold.
+
+    For one group with entries x and threshold t:
+
+        c = clamp(x, -t, t)     low = min c     high = max c     r = high - low
+        y = low + r k / 3       with the codes k = round(3 (c - low) / r)
+
+    Let e = (y - c) / r, the rounding error in units of the range, so that y = c + r e. The
+    straight-through estimator holds e constant. For the gradient g = dL/dy this gives
+
+        dL/dc = g               dL/dr = G = sum(g e)
+
+    and, since r = high - low, the entry at the maximum receives +G and the one at the minimum -G.
+    What is clamped is +t or -t and passes its gradient on to the threshold:
+
+        dL/dx = g               where |x| <= t, else 0
+        dL/dt = sum(g sign(x))  over |x| > t
+                + G if high = t, + G if low = -t  (instead of to the entries at either end)
+
+    It is written out, and not left to autograd, since it is most of the time that learning takes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, groups: torch.Tensor, threshold: torch.Tensor, format: int2.Format
+    ) -> torch.Tensor:
+        clamped = torch.clamp(groups, -threshold, threshold)
+        restored = int2.dequantize(int2.encode(clamped, format), format).view_as(groups)
+        low, lowest = clamped.min(-1, keepdim=True)
+        high, highest = clamped.max(-1, keepdim=True)
+        rounding_error = (restored - clamped) / (high - low).clamp(min=int2.SMALLEST_RANGE)
+        ctx.save_for_backward(groups, threshold, rounding_error, low, lowest, high, highest)
+        return restored
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        groups, threshold, rounding_error, low, lowest, high, highest = ctx.saved_tensors
+        (gradient,) = gradients
+        by_range = (gradient * rounding_error).sum(-1, keepdim=True)
+        clamped_sign = (groups > threshold).float() - (groups < -threshold).float()
+        high_clamped, low_clamped = high == threshold, low == -threshold
+        clamped_ends = high_clamped.float() + low_clamped.float()
+        by_threshold = (gradient * clamped_sign).sum(-1, keepdim=True) + by_range * clamped_ends
+        by_entry = gradient * (clamped_sign == 0)
+        by_entry.scatter_add_(-1, highest, by_range.masked_fill(high_clamped, 0))
+        by_entry.scatter_add_(-1, lowest, -by_range.masked_fill(low_clamped, 0))
+        # One threshold may serve all groups of a row.
+        return by_entry, by_threshold.sum_to_size(threshold.shape), None
+
+
+# `apply` has no types of its own.
+_round_trip_groups: Callable[[torch.Tensor, torch.Tensor, int2.Format], torch.Tensor] = (
+    _RoundTrip.apply
+)

@@ -1,0 +1,68 @@
+"""Stopping a job and going on with it."""
+
+import pytest
+from support.jobs import SMALL, interrupt_after, job, rotation_bytes
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.checks.verify import verify
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe import PRESETS
+
+
+@pytest.mark.parametrize("name", ["oscar", "oscar-v1"])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path):
+    recipe = PRESETS[name].model_copy(update={"data": SMALL})
+    batch = 4 if name == "oscar-v1" else 2  # four steps either way: v1 makes two passes
+    whole = calibrate(job(tiny, tmp_path / "whole", recipe, batch=batch))
+    passes = []
+
+    def interrupt(stage, done, total):
+        if stage == "calibrating":
+            passes.append(done)
+            if done == stop:
+                raise KeyboardInterrupt
+
+    stopped = job(tiny, tmp_path / "stopped", recipe, batch=batch)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(stopped, interrupt)
+    assert [p.name for p in stopped.output.parent.iterdir()] == ["out.checkpoint.safetensors"]
+
+    def note_batches(stage, done, total):
+        if stage == "calibrating":
+            passes.append(done)
+
+    resumed = calibrate(stopped, note_batches)
+    assert passes[stop] in range(2, stop + 2), "the checkpoint was not used"
+    assert rotation_bytes(resumed) == rotation_bytes(whole)
+    assert (resumed.folder / "statistics.safetensors").read_bytes() == (
+        whole.folder / "statistics.safetensors"
+    ).read_bytes()
+    assert [p.name for p in stopped.output.parent.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_of_another_job_is_refused_until_restart(tiny, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(job(tiny, tmp_path, batch=2), interrupt_after(1))
+    with pytest.raises(RotationZooError, match="of another job: batch differ"):
+        calibrate(job(tiny, tmp_path, batch=4))
+    calibrate(job(tiny, tmp_path, batch=4, restart=True))
+
+
+def test_an_interrupted_restart_goes_on(tiny, tmp_path):
+    """The old artifact stays until the new one is whole, and the printed command goes on with the
+    new one."""
+    first = calibrate(job(tiny, tmp_path, batch=2))
+    other = PRESETS["oscar-v1"].model_copy(update={"data": SMALL})
+    whole = calibrate(job(tiny, tmp_path / "whole", other, batch=2))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(job(tiny, tmp_path, other, batch=2, restart=True), interrupt_after(2))
+    assert verify(first).ok
+    progress = []
+    resumed = calibrate(
+        job(tiny, tmp_path, other, batch=2),
+        lambda stage, done, total: progress.append((stage, done)),
+    )
+    assert ("calibrating", 1) not in progress
+    assert resumed.identity == whole.identity
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "whole"}

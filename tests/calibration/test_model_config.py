@@ -1,0 +1,119 @@
+"""Configs that are damaged, or that name code to run."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support import architectures
+from support.jobs import job, rotation_bytes
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model import loading
+from rotationzoo.model.source import find
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("hidden_size", "wide"),
+        ("model_type", "nonesuch"),
+        ("model_type", None),
+    ],
+)
+def test_damaged_configs_get_a_sentence(key, value, tiny, tmp_path):
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(RotationZooError) as caught:
+        calibrate(job(model, tmp_path))
+    assert caught.value.hint
+    assert "\n" not in str(caught.value)
+
+
+def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
+    """Nor asked about: the question could be answered by whatever stands on stdin."""
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
+    for name, key in {
+        "config.json": "AutoConfig",
+        "tokenizer_config.json": "AutoTokenizer",
+    }.items():
+        content = json.loads((model / name).read_text())
+        auto_map = {
+            key: ["code.C", None] if key == "AutoTokenizer" else "code.C",
+            "AutoModelForCausalLM": "code.C",
+        }
+        (model / name).write_text(json.dumps({**content, "auto_map": auto_map}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    calibrate(job(model, tmp_path))
+    assert not (tmp_path / "ran").exists()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "brand-new"}))
+    with pytest.raises(RotationZooError, match="does not know the model type 'brand-new'"):
+        calibrate(job(model, tmp_path, restart=True))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize(
+    "key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
+)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-vlm"])
+@pytest.mark.parametrize(
+    "implementation", ["someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"]
+)
+def test_a_config_names_no_code_to_fetch(key, name, implementation, tiny, tmp_path, monkeypatch):
+    """Not of kernels on the hub, for the model nor for its text part."""
+    for place in (
+        "modeling_utils.lazy_import_flash_attention",
+        "integrations.hub_kernels.load_and_register_attn_kernel",
+    ):
+        monkeypatch.setattr(
+            f"transformers.{place}", lambda *_, **__: pytest.fail("asked for a kernel")
+        )
+    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
+    if name.endswith("vlm"):
+        changes = {"text_config": architectures.config(name).text_config.to_dict() | changes}
+    folder = tmp_path / "model"
+    architectures.build(name, **changes).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, folder)
+    expected = calibrate(job(folder, tmp_path / "expected"))
+    config = json.loads((folder / "config.json").read_text())
+    nested = {
+        part: {**config[part], key: implementation}
+        for part in ("text_config", "vision_config")
+        if part in config
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **nested, key: implementation}))
+    source = find(str(folder))
+    loaded = loading.load_config(source)
+    for model in (
+        loading.on_meta(loaded, name),
+        loading.load(source, loaded, "cpu", torch.float32),
+    ):
+        used = {
+            module.config._attn_implementation
+            for module in model.modules()
+            if hasattr(module, "config")
+        }
+        assert used <= {"sdpa", "eager"}
+    assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(expected)
+
+
+def test_a_soft_cap_is_never_dropped(tmp_path):
+    """sdpa, which transformers 5.17 chooses for Gemma 2, would ignore it without a word."""
+    architectures.build("gemma2", attn_implementation=None).save_pretrained(tmp_path)
+    source = find(str(tmp_path))
+    config = loading.load_config(source)
+    for model in (
+        loading.on_meta(config, "gemma2"),
+        loading.load(source, config, "cpu", torch.float32),
+    ):
+        assert model.config._attn_implementation == "eager"

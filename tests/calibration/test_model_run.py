@@ -1,0 +1,210 @@
+"""Models of all kinds from disk: spread over devices, in FP8, of other families, damaged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support import architectures
+from support.jobs import RECIPE, SMALL, job, rotation_bytes
+from support.models import save_tiny
+
+from rotationzoo.artifact.layout import statistics_tensors
+from rotationzoo.artifact.spectra import summarize
+from rotationzoo.calibration import plan as plans
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import plan
+from rotationzoo.checks.verify import verify
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.moments import average
+from rotationzoo.model import loading
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.source import find, weights_fingerprint
+from rotationzoo.recipe import PRESETS, Data, Search
+
+
+def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
+    model = save_tiny(tmp_path / "model", num_hidden_layers=4)
+    plain = calibrate(job(model, tmp_path / "plain", dtype="float32"))
+    places = []
+    load = loading.load
+
+    def load_and_note(*arguments):
+        loaded = load(*arguments)
+        places.extend(loaded.hf_device_map.values())
+        return loaded
+
+    monkeypatch.setattr(loading, "load", load_and_note)
+    # Nothing but the embedding would fit in main memory: accelerate fetches the layers from disk
+    # one by one.
+    spread = calibrate(
+        job(model, tmp_path / "spread", dtype="float32", device_map="auto", max_memory="cpu=150KB")
+    )
+    assert "disk" in places
+    statistics = spread.statistics_tensors()
+    for name, tensor in plain.statistics_tensors().items():
+        assert torch.equal(tensor, statistics[name])
+    assert rotation_bytes(plain) == rotation_bytes(spread)
+
+
+def test_weights_in_main_memory_give_the_same_statistics(tiny):
+    """As on a GPU too small for the model: the weights are elsewhere, and each layer's are fetched
+    when it runs."""
+    ids = [torch.randint(2048, (2, 100), generator=torch.Generator().manual_seed(0))]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    geometry = geometry_of(plain)
+    expected = statistics_tensors(average(collect(plain, geometry, ids, RECIPE)))
+    fetched = accelerate.cpu_offload(
+        transformers.AutoModelForCausalLM.from_pretrained(tiny), execution_device="cpu"
+    )
+    assert fetched.device.type == "meta"
+    statistics = statistics_tensors(average(collect(fetched, geometry, ids, RECIPE)))
+    for name, tensor in statistics.items():
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3-vlm", "qwen3_5-vlm", "gemma4", "gpt_oss", "mimo_v2_flash", "lfm2"]
+)
+def test_other_families_from_disk_to_a_sound_artifact(name, tiny, tmp_path):
+    """Saved as their makers save them and loaded by name: vision towers, shared caches, sinks,
+    unequal head dimensions."""
+    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
+    if name == "gemma4":
+        changes["vocab_size_per_layer_input"] = 2048
+    if name.endswith("vlm"):
+        text = architectures.config(name).text_config.to_dict()
+        changes = {"text_config": text | changes}
+    architectures.build(name, **changes).save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, tmp_path / "model")
+    artifact = calibrate(job(tmp_path / "model", tmp_path))
+    assert [layer.layer for layer in summarize(artifact)] == list(
+        architectures.EXPECTED[name].layers
+    )
+    assert verify(artifact, str(tmp_path / "model")).ok
+
+
+def quantize_to_fp8(folder: Path) -> None:
+    """Store the projections in blocks of FP8 with their scales, as released FP8 checkpoints do."""
+    stored = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "_proj" not in name:
+            stored[name] = weight.bfloat16()
+            continue
+        scale = weight.abs().max() / 448  # 128 x 128 at most: one block
+        stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale.view(1, 1)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    blocks = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**config, "dtype": "bfloat16", "quantization_config": blocks})
+    )
+
+
+def test_fp8_weights(tmp_path):
+    """Only activations are read, so quantized weights need nothing of us."""
+    model = save_tiny(tmp_path / "model", hidden_size=128, intermediate_size=128, head_dim=32)
+    plain = calibrate(job(model, tmp_path / "plain"))
+    quantize_to_fp8(model)
+    for dtype in ("auto", "float32"):
+        quantized = calibrate(job(model, tmp_path / dtype, dtype=dtype))
+        assert quantized.content["run"]["dtype"] == "bfloat16"
+        assert verify(quantized, str(model)).ok
+        for name, tensor in quantized.statistics_tensors().items():
+            exact = plain.statistics_tensors()[name].double()
+            if name.endswith("second_moment"):
+                assert 1e-6 < (tensor - exact).norm() / exact.norm() < 0.2  # measured .01 to .10
+
+
+@pytest.mark.parametrize("recipe", ["oscar", "hadamard"])
+def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(
+    recipe, tiny, tmp_path, monkeypatch
+):
+    recipe = PRESETS[recipe].model_copy(update={"data": SMALL})
+    expected = calibrate(job(tiny, tmp_path / "expected", recipe))
+    monkeypatch.setattr(plans, "geometry_on_meta", lambda model: None)
+    planned = plan(job(tiny, tmp_path, recipe))
+    assert (planned.geometry, planned.refusal) == (None, None)
+    artifact = calibrate(job(tiny, tmp_path, recipe))
+    assert artifact.content["geometry"] == expected.content["geometry"]
+    assert rotation_bytes(artifact) == rotation_bytes(expected)
+
+
+@pytest.mark.parametrize("needed", ["nothing", "a search", "text of its own"])
+def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(needed, tiny, tmp_path):
+    """A head that is not in the weights would be random, and clip ratios or text chosen by it."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    recipe = {
+        "nothing": RECIPE,
+        "a search": RECIPE.model_copy(
+            update={"sink": 8, "recent": 16, "search": Search(steps=1, queries=4)}
+        ),
+        "text of its own": RECIPE.model_copy(
+            update={"data": Data(source="self", tokens=512, length=128, prompt_tokens=16)}
+        ),
+    }[needed]
+    if needed == "nothing":
+        expected = calibrate(job(tiny, tmp_path / "expected"))
+        assert rotation_bytes(calibrate(job(folder, tmp_path))) == rotation_bytes(expected)
+        return
+    with pytest.raises(RotationZooError, match=r"lm_head\.weight is missing from its weights"):
+        calibrate(job(folder, tmp_path, recipe))
+
+
+def test_weights_that_are_not_complete(tiny, tmp_path):
+    def spoil(name, change):
+        folder = Path(shutil.copytree(tiny, tmp_path / name))
+        change(folder / "model.safetensors")
+        with pytest.raises(RotationZooError) as caught:
+            calibrate(job(folder, tmp_path))
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    def drop_one(path):
+        weights = load_file(path)
+        weights.pop("model.layers.1.self_attn.q_proj.weight")
+        save_file(weights, path, metadata={"format": "pt"})
+
+    assert "model.layers.1.self_attn.q_proj.weight is missing" in spoil("dropped", drop_one)
+    assert "could not be loaded" in spoil(
+        "cut", lambda path: path.write_bytes(path.read_bytes()[:-1000])
+    )
+    assert "no safetensors file" in spoil(
+        "pointer", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    )
+    assert "no safetensors file" in spoil("empty", lambda path: path.write_bytes(b""))
+    assert "no complete safetensors weights" in spoil("gone", lambda path: path.unlink())
+
+
+def test_a_model_that_fails_when_it_runs_gets_a_sentence(tiny, tmp_path):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:100].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with pytest.raises(RotationZooError, match="fails when it runs: index out of range"):
+        calibrate(job(folder, tmp_path))
+
+
+def test_the_fingerprint_does_not_depend_on_sharding(tiny, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    prints = [weights_fingerprint(find(str(folder))) for folder in (tiny, tmp_path / "sharded")]
+    assert prints[0] == prints[1]
