@@ -1,0 +1,29 @@
+"""The one list of formats: the command line reads it without torch, and the docs name them all."""
+
+import subprocess
+import sys
+
+import pytest
+from support.places import ROOT
+
+from rotationzoo.codec.formats import FORMATS, SIMULATED
+
+
+def test_names_are_listed_without_waiting_for_torch():
+    code = "import sys; import rotationzoo.codec.formats; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_every_format_is_documented(name):
+    text = (ROOT / "docs" / "codec.md").read_text(encoding="utf-8")
+    assert name in text
+
+
+def test_what_a_recipe_can_search_in_can_be_evaluated():
+    assert FORMATS.items() <= SIMULATED.items()
+
+
+@pytest.mark.parametrize(("name", "bits"), [("sglang", 32), ("vllm", 16), ("mlx", 16)])
+def test_metadata_bits(name, bits):
+    assert FORMATS[name].metadata_bits == bits
