@@ -23,7 +23,7 @@ def foreign(objective: str = "qqt_r_h_pbr", layers: int = 2, dim: int = 16, seed
     }
 
 
-def save_foreign(zoo, tmp_path, **contents) -> None:
+def publish_oscar_pair(zoo, tmp_path, **contents) -> None:
     files = {}
     for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
         torch.save(contents.get(name[0], foreign(name[11:-3], seed=ord(name[0]))), tmp_path / name)
@@ -70,6 +70,6 @@ def change_weights(zoo, model: str) -> str:
     from safetensors.torch import load, save
 
     weights = load(zoo.hf.files(model)["model.safetensors"])
-    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    name = next(name for name in sorted(weights) if name.endswith("q_proj.weight"))
     weights[name][0] *= 1.02
     return zoo.hf.commit(model, {"model.safetensors": save(weights, metadata={"format": "pt"})})

@@ -13,7 +13,7 @@ import pytest
 from support.hubs.broken import answer, black_hole, broken, endless, trickle
 from support.hubs.calls import Answer, Fault
 from support.published import ZOO, nothing_left, ok, refused
-from support.zoo_models import save_foreign
+from support.zoo_models import publish_oscar_pair
 
 COMMIT = b"0123456789" * 4
 HTML = b"<!doctype html><title>Sign in to this network</title>"
@@ -178,7 +178,7 @@ def test_sizes_are_added_up_before_anything_is_fetched(zoo, made, tmp_path):
 
 @pytest.mark.hostile("size")
 def test_what_nobody_gave_a_size_has_one_in_the_listing(zoo, tmp_path, monkeypatch):
-    save_foreign(zoo, tmp_path)
+    publish_oscar_pair(zoo, tmp_path)
     monkeypatch.setattr("rotationzoo.zoo.oscar_zoo.MAX_BYTES", 1000)
     assert "more than rotations of a model take" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
     assert not [line for line in zoo.hf.requests if "/resolve/" in line and ".pt" in line]

@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from support.published import ZOO, ok, refused
-from support.zoo_models import save_foreign
+from support.zoo_models import publish_oscar_pair
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -58,7 +58,7 @@ def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
     """What the makers publish is imported, bound to its model and exported; our own is exported as
     it is."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    save_foreign(zoo, tmp_path)
+    publish_oscar_pair(zoo, tmp_path)
     zoo.hf.create("Qwen/Qwen3-8B")
     zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
     done = ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json"))
