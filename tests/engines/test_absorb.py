@@ -337,7 +337,8 @@ def test_a_damaged_artifact_or_checkpoint_is_refused(made, tmp_path):
     damaged = artifact.rotation_tensors()
     damaged["layers.0.value.rotation"][0, 0, 0] += 1
     save_file(damaged, artifact.folder / ROTATIONS)
-    assert refused(artifact, broken, tmp_path / "out", "its sha256 differs")
+    reopened = Artifact.open(artifact.folder)  # an open artifact knows the hashes of its files
+    assert refused(reopened, broken, tmp_path / "out", "its sha256 differs")
 
 
 def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
