@@ -93,6 +93,7 @@ def write_texts(
     Raises `RotationZooError` where the model cannot write.
     """
     texts = checkpoint.read_text() if checkpoint is not None else []
+    # Tried on the model at hand: which layers take padding for text is on no list.
     batch = _usable_batch(model, prompts[0], settings.batch)
     while len(texts) < len(prompts):
         written = sum(map(len, texts)) - settings.start_tokens * len(texts)

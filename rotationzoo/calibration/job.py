@@ -59,6 +59,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
         raise planned.refusal
     job, source = planned.job, planned.source
 
+    # Before anything is fetched: a place that cannot be written to is known at once.
     check_output(job)
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
@@ -70,6 +71,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
 
     identity = identify_job(job, source, source_text)
     checkpoint = Checkpoint(job.checkpoint, identity)
+    # Only under the lock, and once the weights are there: an earlier run stays until then.
     if job.restart:
         checkpoint.remove()
     if (finished := finished_artifact(job, identity)) is not None:
@@ -80,6 +82,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     content = manifest_content(planned, result, identity, versions, seconds)
     averages = None if result.statistics is None else average(result.statistics)
     artifact = write_sound_artifact(job.output, result.rotations, averages, content, FETCH_AGAIN)
+    # Last: a process killed before this line has an artifact and a checkpoint, and neither is lost.
     checkpoint.remove()
     return artifact
 

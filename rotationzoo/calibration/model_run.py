@@ -74,6 +74,7 @@ def run_model(
         if geometry is None:
             geometry = _look_at_model(model, ids, job.recipe)
         dtype = str(model.dtype).removeprefix("torch.")
+        # Nothing but the geometry was missing.
         if source_text is None:
             rotations = fit(None, job.recipe, geometry)
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
@@ -95,6 +96,7 @@ def run_model(
         if recipe.search is None:
             return result
 
+        # A search takes most of a job's time, so what would be refused afterwards is refused now.
         check_before_search(rotations, average(statistics), recipe, geometry)
         task = SearchTask(model, geometry, recipe, statistics, rotations, fitted.rows, held_out)
         searched, record = search_rotations(task, _search_deadline(job), checkpoint, progress)

@@ -56,6 +56,7 @@ class MomentObserver:
     def _add(self, layer: Layer, kind: str, tensor: torch.Tensor) -> None:
         """Add `[B, H, T, D]`, H a multiple of the KV heads, to the sums of the cache's owner."""
         moments = self.statistics[layer.owner]
+        # Sums stay on the device of their layer, whose weights may be spread over several.
         if layer.owner == layer.index:
             moments[kind] = moments[kind].to(tensor.device)
         for row in tensor:  # one row at a time bounds the float64 copies

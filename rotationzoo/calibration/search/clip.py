@@ -37,6 +37,7 @@ def search_clip(
     """
     progress("trimming", 0, 3)
     rotations, record = _choose_sides(loss, baseline, chosen)
+    # Keys first: the ratio of values is then judged with the keys that will be served.
     for number, side in enumerate(SIDES):
         progress("trimming", 1 + number, 3)
         by_clip = _descend(loss, rotations, side, record["trimmed"], deadline)

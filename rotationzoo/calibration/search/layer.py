@@ -138,6 +138,7 @@ class LayerSearch:
         if self.settings.steps and self.rows is not None:
             starts = ranked[: self.settings.starts]
             learned, curve = self._learn(side, metric, starts, score, deadline)
+            # One after the other, each against the best so far: a start that learns little loses.
             for candidate in learned:
                 chosen = choose_better(chosen, candidate)
             means = torch.stack([candidate.scores.mean(0) for candidate in learned])

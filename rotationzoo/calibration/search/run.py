@@ -95,6 +95,7 @@ def _search_layers(
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     remaining = [layer for layer in layers if str(layer.index) not in record]
     total, done = 2 * len(layers), 2 * (len(layers) - len(remaining))
+    # Matrices and records are saved after every layer, so a stopped search loses one at most.
     for group in _group_by_memory(task, remaining):
         indices = {layer.index for layer in group}
         samples, projection_records = _sample_group(task, projections, indices)

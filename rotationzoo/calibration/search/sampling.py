@@ -149,6 +149,7 @@ class _RowCollector:
 
 def _draw(text: int, positions: range, count: int) -> torch.Tensor:
     """At most `count` of the positions, sorted, the same in every run."""
+    # Python's own generator: its draws are the same on every device and version of torch.
     generator = random.Random(f"0 {text}")
     drawn = generator.sample(positions, min(count, len(positions)))
     return torch.tensor(sorted(drawn), dtype=torch.long)
