@@ -18,6 +18,8 @@ from support.models import save_tiny
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.cli import output
+from rotationzoo.cli.export_view import fold_command
+from rotationzoo.cli.progress import show_progress
 from rotationzoo.recipe import load
 from rotationzoo.zoo.index import WHEEL_COPY
 
@@ -90,7 +92,7 @@ def test_a_control_character_is_shown_and_not_obeyed(character, capsys):
     assert shown not in ("ab", f"a{character}b"), "what was hidden is to be seen"
     output.say(f"a{character}b")
     output.table(f"a{character}b", [f"a{character}b"], [[f"a{character}b"]])
-    output.report(output.RotationZooError(f"a{character}b", hint=f"a{character}b"))
+    output.show_error(output.RotationZooError(f"a{character}b", hint=f"a{character}b"))
     output.Output().note(f"a{character}b")
     output.Output(quiet=True).result({}, f"a{character}b".replace("\n", ""), lambda: None)
     printed = capsys.readouterr()
@@ -161,7 +163,7 @@ def test_a_stage_of_a_job_is_no_markup_and_has_no_escapes(monkeypatch):
         "Console",
         lambda **_: real(file=screen, force_terminal=True, width=80, color_system=None),
     )
-    with output.Output().progress() as progress:
+    with show_progress(output.Output()) as progress:
         progress(f"fetching [bold]x{TITLE}", 1, 2)
     assert "fetching [bold]x\\x1b]0;owned\\x07" in screen.getvalue()
     assert "\x07" not in screen.getvalue()
@@ -359,13 +361,13 @@ def test_a_file_gets_whole_lines(capsys):
 
 def test_a_long_command_has_a_flag_a_line_and_is_the_same_command():
     command = "python -m sglang.launch_server --model-path 'my --model' --kv-cache-dtype int2 --kv-cache-quant-group-size 64"
-    folded = output.fold_command(command)
+    folded = fold_command(command)
     assert max(map(len, folded)) < 80
     assert shlex.split("\n".join(folded).replace("\\\n", "")) == shlex.split(command)
-    assert output.fold_command("vllm serve x --y") == ["vllm serve x --y"]
+    assert fold_command("vllm serve x --y") == ["vllm serve x --y"]
     python = f"config = OscarConfig(group_size=64, note='--x', rotation_dir=Path(\"{'p' * 80}\"))"
-    assert output.fold_command(python) == [python]
-    assert output.fold_command(f"# a comment --{'x' * 90}") == [f"# a comment --{'x' * 90}"]
+    assert fold_command(python) == [python]
+    assert fold_command(f"# a comment --{'x' * 90}") == [f"# a comment --{'x' * 90}"]
 
 
 @pytest.mark.parametrize("width", [60, 80])

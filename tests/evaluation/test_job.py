@@ -20,7 +20,8 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli.options import parse_layers, parse_windows
+from rotationzoo.cli.evaluate import parse_layers
+from rotationzoo.cli.option_values import parse_windows
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation, attention_modules, evaluate

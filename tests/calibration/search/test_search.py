@@ -24,7 +24,7 @@ from rotationzoo.calibration.search.learn import learn, straight_through
 from rotationzoo.calibration.search.run import search
 from rotationzoo.calibration.search.samples import sample_queries, stored_rows
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli import tables
+from rotationzoo.cli.search_view import show_search
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import attention_modules
@@ -656,7 +656,7 @@ def test_what_a_search_discarded_is_not_shown_as_chosen(kept, capsys):
     }
     model = {"kept": kept, "by_side": {"own": 0.2, "both": 0.1}, "trimmed": 0.1}
     model |= {side: {"clip": 0.9} for side in ("key", "value")}
-    tables._search_table({"layers": {"0": sides}, "model": model})
+    show_search({"layers": {"0": sides}, "model": model})
     shown = capsys.readouterr().out
     assert ("basis of keys" in shown) == (kept in ("keys", "both"))
     assert ("basis of values" in shown) == (kept in ("values", "both"))
