@@ -13,8 +13,7 @@ SLOW = "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "hug
 
 
 def main() -> None:
-    program = "import sys; from rotationzoo.cli.app import main\n"
-    program += "try: main(['--help'])\nexcept SystemExit: pass\n"
+    program = "import sys; sys.argv[1:] = ['--help']; from rotationzoo.cli.app import app; app(standalone_mode=False); "
     program += f"print([name for name in {SLOW} if name in sys.modules])"
     times = []
     for _ in range(7):

@@ -48,8 +48,13 @@ def command(tmp_path):
     def run(*words, env=None, **options) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, "-m", "rotationzoo", *map(str, words)],
-            cwd=work, env={**environment, **(env or {})}, capture_output=True, text=True, timeout=300, **options,
-        )  # fmt: skip
+            cwd=work,
+            env={**environment, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            **options,
+        )
 
     run.folder, run.environment = work, environment
     return run

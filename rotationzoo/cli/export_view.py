@@ -10,6 +10,7 @@ _SHORT = 80  # columns; a command that is shorter fits on every terminal
 
 
 def show_export(out: Output, exported: Exported) -> None:
+    """The command that starts the engine; in the notes, what the engine does not get."""
     for words in exported.reduced:
         out.note(f"Reduced: {words}")
     out.notes(exported.launch.notes)

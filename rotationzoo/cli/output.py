@@ -31,6 +31,9 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 
 
 class Mode(Enum):
+    """Who reads: a person, or a program that wants one JSON object (`--json`) or names alone
+    (`--quiet`)."""
+
     HUMAN = "human"
     JSON = "json"
     QUIET = "quiet"

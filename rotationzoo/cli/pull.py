@@ -78,6 +78,7 @@ def _export(pulled: "Pulled", engine: str, revision: str | None) -> "Exported":
 
 
 def show_pull(out: Output, pulled: "Pulled") -> None:
+    """Where the files are, and how to make an artifact of those that are none."""
     entry = pulled.entry
     out.notes(pulled.notes)
     data = {

@@ -58,6 +58,7 @@ def push_command(
 
 
 def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
+    """`files`: the path and the size in bytes of everything that would be uploaded."""
     rows = [[file["path"], f"{file['size']:,}"] for file in files]
     names = [file["path"] for file in files]
     out.result(

@@ -43,6 +43,8 @@ def validate_command(
 
 
 def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -> None:
+    """What was compared, and the speed as a share of what the device copies."""
+
     def human() -> None:
         checked = f"{report['rows']:,} rows, {report['elements']:,} elements"
         say(f"{artifact.folder}: {checked}, on {report['device']}")

@@ -86,6 +86,8 @@ def show_verification(
     verification: "Verification",
     agreement: "Agreement | None",
 ) -> None:
+    """What is wrong, and what was checked and holds. `agreement`: with what the model computes,
+    None where the model was not run."""
     data: dict[str, Any] = {
         "ok": verification.ok,
         "problems": verification.problems,

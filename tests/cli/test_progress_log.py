@@ -81,18 +81,28 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
     )
 
 
-LASTING = "from rotationzoo.cli import progress_log; progress_log.QUICK = 0.0\nfrom rotationzoo.cli.app import main; main()"
+PROGRAM = """
+from rotationzoo.cli import progress_log
+progress_log.QUICK = 0.0
+from rotationzoo.cli.app import main
+main()
+"""
 
 
 @pytest.mark.parametrize("flag", [None, "--json", "--quiet"])
 def test_the_command_line_writes_it_to_a_log(flag, command):
-    """Of a run that lasts, which every one does here after no time at all."""
+    """For a run that lasts: here every run counts as one at once."""
     words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", *([flag] if flag else [])]
     with open(command.folder / "log", "w+") as log:
         done = subprocess.run(
-            [sys.executable, "-c", LASTING, *words], cwd=command.folder, env=command.environment, stdout=subprocess.PIPE,
-            stderr=log, text=True, timeout=300,
-        )  # fmt: skip
+            [sys.executable, "-c", PROGRAM, *words],
+            cwd=command.folder,
+            env=command.environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            timeout=300,
+        )
         log.seek(0)
         lines = log.read().splitlines()
     assert done.returncode == 0, lines
@@ -105,9 +115,13 @@ def test_the_command_line_writes_it_to_a_log(flag, command):
         assert lines.pop().startswith("Next, ")
     stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+)?", line)[1] for line in lines]
     assert stages == [
-        "looking at the model", "fetching the weights", "loading the model", "checking the capture", "calibrating",
+        "looking at the model",
+        "fetching the weights",
+        "loading the model",
+        "checking the capture",
+        "calibrating",
         "composing rotations",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(command):

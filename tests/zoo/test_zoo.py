@@ -554,9 +554,9 @@ def test_a_full_disk(outside, made):
 
 def test_help_imports_nothing_heavy():
     program = (
-        "import sys; sys.argv = ['rotationzoo', '--help']\nfrom rotationzoo.cli.app import main\n"
+        "import sys; sys.argv = ['rotationzoo', '--help']\nfrom rotationzoo.cli.app import app\n"
     )
-    program += "try: main()\nexcept SystemExit: pass\n"
+    program += "try: app()\nexcept SystemExit: pass\n"
     heavy = "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub"
     check = f"assert not [m for m in {heavy} if m in sys.modules]"
     assert (
