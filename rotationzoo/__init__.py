@@ -1,3 +1,38 @@
-"""rotationzoo: orthogonal rotations for 2-bit key/value caches, from any causal language model."""
+"""Orthogonal rotations for 2-bit key/value caches, from any causal language model.
+
+>>> from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
+
+Importing this package is cheap: torch and transformers are imported with the first of these names.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+__all__ = ["Artifact", "Rotations", "__version__", "calibrate", "evaluate", "pull"]
+
+if TYPE_CHECKING:
+    from rotationzoo.api import calibrate, evaluate, pull
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.rotations import Rotations
+
+_MODULES = {
+    "Artifact": "rotationzoo.artifact.store",
+    "Rotations": "rotationzoo.rotations",
+    "calibrate": "rotationzoo.api",
+    "evaluate": "rotationzoo.api",
+    "pull": "rotationzoo.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, imported when it is first asked for (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = public
+    return public
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,9 @@ from collections.abc import Callable
 import torch
 from loading import DEVICE, compare, load
 
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.job import attention_modules, losses
 from rotationzoo.recipe import PRESETS, Data

@@ -23,14 +23,16 @@ import transformers
 from loading import DEVICE, Loaded, load
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.evaluation.job import losses
 from rotationzoo.model import loading
 from rotationzoo.model.source import config_hash, fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
 from rotationzoo.rotations import Rotation
-from rotationzoo.text import documents
+from rotationzoo.text.documents import HELD_OUT
 
 RELATIVE, ABSOLUTE, PERPLEXITY = 2e-6, 1e-4, 1e-3
 
@@ -135,7 +137,7 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--data", default=str(documents.HELD_OUT))
+    parser.add_argument("--data", default=str(HELD_OUT))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--length", type=int, default=2048)
     args = parser.parse_args()

@@ -13,8 +13,8 @@ import itertools
 import tempfile
 from pathlib import Path
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.checks.kernel import validate
 from rotationzoo.codec import cuda, int2
@@ -47,7 +47,7 @@ def synthetic(folder: Path, dim: int, group: int) -> Artifact:
         "run": {},
         "metrics": {"orthogonality_error": 0.0},
     }
-    return store.write(folder, fit(None, recipe, geometry), None, manifest, card.render)
+    return write_artifact(folder, fit(None, recipe, geometry), None, manifest)
 
 
 def main() -> None:

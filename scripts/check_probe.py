@@ -26,7 +26,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers, geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import read_corpus
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {
@@ -121,10 +122,10 @@ def texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, list[tor
     sources = {
         "the same": TEXT,
         "code, 2,048 tokens": Data(tokens=2048, length=256, seed=5),
-        "code, 8,192 tokens": Data(source=str(documents.HELD_OUT), tokens=8192, length=2048),
+        "code, 8,192 tokens": Data(source=str(HELD_OUT), tokens=8192, length=2048),
         "prose, 2,048 tokens": Data(source=str(prose), tokens=2048, length=512),
     }
-    rows = {name: documents.read(data, tokenizer).batches(1) for name, data in sources.items()}
+    rows = {name: read_corpus(data, tokenizer).batches(1) for name, data in sources.items()}
     return rows | {
         "random ids": [
             torch.randint(0, 2048, (1, 1024), generator=torch.Generator().manual_seed(1))

@@ -13,8 +13,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of
 from rotationzoo.model.source import fetch, find
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
-from rotationzoo.text.documents import Corpus
+from rotationzoo.text.rows import Corpus, read_corpus
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -34,7 +33,7 @@ def load(model: str, dtype: torch.dtype, data: Data) -> Loaded:
     source = find(model)
     fetch(source)
     loaded = loading.load(source, loading.load_config(source), DEVICE, dtype)
-    text = documents.read(data, loading.load_tokenizer(source))
+    text = read_corpus(data, loading.load_tokenizer(source))
     with torch.no_grad():
         geometry = geometry_of(loaded, text.rows[0][None, :32].to(DEVICE))
     return Loaded(loaded, geometry, text)

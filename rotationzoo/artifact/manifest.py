@@ -1,7 +1,7 @@
-"""What the JSON files of an artifact must hold, so that every command meets only well-typed data.
+"""The schema of an artifact's manifest, so that every command meets only well-typed data.
 
-Keys that a command reads without asking are required here; what only some artifacts have is
-optional. Whether it is true is asked by `verify`.
+Keys that every command relies on are required; keys that only some artifacts have are optional.
+Whether a manifest is true is for `verify` to find out.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
+from rotationzoo.artifact.results import Count, Metrics, Search
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import SIDES
@@ -19,7 +20,6 @@ from rotationzoo.storage.strict_json import Strict
 SCHEMA = 1
 ROTATIONS, STATISTICS = "rotations.safetensors", "statistics.safetensors"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[int, Field(ge=0, le=1 << 16)]
 _Size = Annotated[int, Field(ge=1, le=1 << 16)]
 _Name = Annotated[str, AfterValidator(plain), Field(pattern="^[^/]*$")]
@@ -27,11 +27,15 @@ _Primitive = str | int | float | bool
 
 
 class File(Strict):
+    """Size and hash of a file of the artifact."""
+
     size: Count
     sha256: Sha256
 
 
 class Model(Strict):
+    """The model that the rotations were made for; hashes are None where nobody has named it."""
+
     id: str
     architecture: str
     revision: str | None
@@ -41,6 +45,8 @@ class Model(Strict):
 
 
 class Layer(Strict, extra="forbid"):
+    """An attention layer; `owner` is the layer whose cache it reads, mostly itself."""
+
     index: _Number
     owner: _Number
     query_heads: _Size
@@ -51,6 +57,8 @@ class Layer(Strict, extra="forbid"):
 
 
 class Calibration(Strict):
+    """The text that the statistics were collected on."""
+
     source: str
     tokens: Count
     rows: Count
@@ -67,12 +75,16 @@ class Calibration(Strict):
 
 
 class ForeignFile(Strict):
+    """A file that rotations were imported from."""
+
     name: str
     size: Count
     sha256: Sha256
 
 
 class Imported(Strict):
+    """Where imported rotations come from, and what their files said."""
+
     format: str
     files: dict[str, ForeignFile]
     objectives: dict[str, str]
@@ -86,79 +98,9 @@ class Imported(Strict):
         return self
 
 
-class _Clip(Strict):
-    clip: float
-
-
-_Sides = Literal["own", "keys", "values", "both"]
-
-
-class _Kept(Strict):
-    key: _Clip
-    value: _Clip
-    by_side: dict[_Sides, float]
-    kept: _Sides
-    trimmed: float
-
-
-class _Chosen(Strict):
-    candidate: list[str]
-    chosen: list[float]
-
-    @model_validator(mode="after")
-    def _for_each_head(self) -> "_Chosen":
-        if len(self.candidate) != len(self.chosen):
-            raise ValueError("not every head has a candidate and its score")
-        return self
-
-
-class ChosenSides(Strict):
-    key: _Chosen
-    value: _Chosen
-
-
-class Search(Strict):
-    model: _Kept
-    layers: dict[Annotated[str, Field(pattern="^[0-9]{1,5}$")], ChosenSides]
-
-
-class _Arm(Strict):
-    perplexity_increase: float
-    attention_kl: float | None
-    output_error: float
-    # Missing in what earlier versions measured, as texts and verdict are.
-    standard_error: dict[str, float | None] = Field(default={})
-
-
-class EvaluationSummary(Strict):
-    text: str
-    tokens: Count
-    perplexity: float
-    format: str
-    sink: Count
-    recent: Count
-    arms: dict[str, _Arm]
-    texts: Count | None = None
-    verdict: list[str] = Field(default=[])
-    prefill_chunk: Count | None = None
-    prefill_layout: str | None = None
-
-
-class ValidationSummary(Strict):
-    on_gpu: bool
-    device: str
-    rows: Count
-    codes_equal: bool | None
-    dequantized_equal: bool | None
-
-
-class Metrics(Strict):
-    orthogonality_error: float
-    evaluation: EvaluationSummary | None = None
-    validation: ValidationSummary | None = None
-
-
 class Run(Strict):
+    """How long the job took, and on what."""
+
     seconds: float
     peak_memory_bytes: Count | None
     device: str | None = None
@@ -166,6 +108,8 @@ class Run(Strict):
 
 
 class Versions(Strict):
+    """Versions of the code that ran."""
+
     rotationzoo: str
 
 
@@ -189,11 +133,10 @@ class Manifest(Strict):
 
     @property
     def clip_ratios(self) -> dict[str, float]:
-        """`key` and `value`: the ratios to serve with, which a search finds and any other recipe
-        says."""
+        """`key` and `value`: the ratios to serve with, found by a search or given by the recipe."""
         if self.search is not None:
             return {"key": self.search.model.key.clip, "value": self.search.model.value.clip}
-        return {side: self.recipe[f"{side}_clip"] for side in ("key", "value")}
+        return {side: self.recipe[f"{side}_clip"] for side in SIDES}
 
     @field_validator("imported", "search")
     @classmethod
@@ -206,13 +149,13 @@ class Manifest(Strict):
     @classmethod
     def _layers_once(cls, layers: list[Layer]) -> list[Layer]:
         owners = {layer.index for layer in layers if layer.owner == layer.index}
-        if not owners or len({layer.index for layer in layers}) != len(layers):
+        indices = {layer.index for layer in layers}
+        if not owners or len(indices) != len(layers):
             raise ValueError("a layer is there twice, or none has a cache of its own")
         for layer in layers:
             if layer.owner not in owners or layer.owner > layer.index:
-                raise ValueError(
-                    f"layer {layer.index} reads the cache of layer {layer.owner}, which has none before it"
-                )
+                cache = f"the cache of layer {layer.owner}"
+                raise ValueError(f"layer {layer.index} reads {cache}, which has none before it")
         return layers
 
     @field_validator("recipe")
@@ -222,9 +165,8 @@ class Manifest(Strict):
             Recipe.model_validate(content)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
-            raise ValueError(
-                f"{'.'.join(map(str, problem['loc']))[:80]}: {problem['msg']}"
-            ) from error
+            where = ".".join(map(str, problem["loc"]))[:80]
+            raise ValueError(f"{where}: {problem['msg']}") from error
         return content
 
     @field_validator("files")
@@ -235,31 +177,9 @@ class Manifest(Strict):
         return files
 
 
-class _ByLayer(Strict):
-    layer: Count
-    output_error: float
-    attention_kl: float | None
-
-
-class _LayersOfArm(Strict):
-    by_layer: list[_ByLayer]
-
-
-class _Window(Strict):
-    arms: dict[str, _LayersOfArm]
-
-
-class EvaluationReport(Strict):
-    """`evaluation.json`, as far as pictures are drawn from it."""
-
-    own_arm: str
-    windows: Annotated[list[_Window], Field(min_length=1)]
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The content of a manifest file, every key of it of the type that `Manifest` says. Raises
-    `RotationZooError`."""
-    content = strict_json.read(path)
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The content of a manifest file, which `Manifest` has accepted. Raises `RotationZooError`."""
+    content: Any = strict_json.read(path)
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise RotationZooError(
@@ -271,11 +191,11 @@ def read(path: Path) -> dict[str, Any]:
             f"{path.parent} has schema {schema}; this rotationzoo reads schema {SCHEMA}",
             hint="upgrade rotationzoo",
         )
-    parse(content, str(path))
-    return content
+    parse_manifest(content, str(path))
+    return dict(content)
 
 
-def parse(content: dict[str, Any], origin: str) -> Manifest:
-    """The content of a manifest, typed. Raises `RotationZooError`, naming `origin`, for what no
-    reader would take."""
+def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
+    """The content of a manifest, typed. Raises `RotationZooError`, naming `origin`, where it is
+    damaged."""
     return strict_json.validate(Manifest, content, origin)

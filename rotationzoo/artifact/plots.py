@@ -2,21 +2,45 @@
 layer."""
 
 import io
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
-from rotationzoo.artifact import card, store
-from rotationzoo.artifact.manifest import EvaluationReport
+from rotationzoo.artifact.results import Count
 from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.compositions import strongest_first
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import regular_file
+from rotationzoo.storage.strict_json import Strict
 
 SPECTRA, ERROR_BY_LAYER = "spectra.png", "error_by_layer.png"
 _LONG = 24  # characters of a name of which four do not fit beside each other
 _TICKS = 8  # layers named beside the colours
+
+
+class _ByLayer(Strict):
+    layer: Count
+    output_error: float
+    attention_kl: float | None
+
+
+class _LayersOfArm(Strict):
+    by_layer: list[_ByLayer]
+
+
+class _Window(Strict):
+    arms: dict[str, _LayersOfArm]
+
+
+class EvaluationReport(Strict):
+    """`evaluation.json`, as far as pictures are drawn from it."""
+
+    own_arm: str
+    windows: Annotated[list[_Window], Field(min_length=1)]
 
 
 def report(artifact: Artifact) -> Artifact:
@@ -29,7 +53,7 @@ def report(artifact: Artifact) -> Artifact:
         path = regular_file(artifact.folder, EVALUATION)
         strict_json.validate(EvaluationReport, evaluation := strict_json.read(path), str(path))
         pictures[ERROR_BY_LAYER] = _error_by_layer(evaluation)
-    return store.add(artifact, pictures, {}, card.render)
+    return add_files(artifact, pictures, {})
 
 
 _STATISTICS = {
@@ -50,7 +74,7 @@ def _spectra(artifact: Artifact) -> bytes:
             if stored is None:  # of imported files
                 continue
             eigenvalues = stored.double().clamp(min=1e-30)
-            shares = (eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0).flip(0)
+            shares = strongest_first((eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0))
             axis.plot(
                 torch.arange(1, len(shares) + 1), shares, color=colours.to_rgba(layer), linewidth=1
             )

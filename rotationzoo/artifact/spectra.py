@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.linalg.compositions import orthogonality_error
+from rotationzoo.linalg.compositions import orthogonality_error, strongest
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.rotations import Rotation
 
@@ -57,7 +57,7 @@ def _side(rotation: Rotation) -> Side:
     return Side(
         dim=rotation.dim,
         effective_rank=torch.special.entr(shares).sum(-1).exp().mean().item(),
-        top_1_share=shares[..., -1].mean().item(),
-        top_8_share=shares[..., -TOP:].sum(-1).mean().item(),
+        top_1_share=strongest(shares, 1).mean().item(),
+        top_8_share=strongest(shares, TOP).sum(-1).mean().item(),
         orthogonality_error=error,
     )

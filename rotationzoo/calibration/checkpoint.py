@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rotationzoo.artifact.layout import matrix_name
-from rotationzoo.artifact.manifest import ChosenSides
-from rotationzoo.artifact.store import write_atomically
+from rotationzoo.artifact.results import ChosenSides
+from rotationzoo.artifact.writer import replace_tensors
 from rotationzoo.calibration.identity import Identity, differences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
@@ -157,6 +157,6 @@ class Checkpoint:
         metadata = {"identity": json.dumps(dict(self.identity))} | {
             name: json.dumps(value) for name, value in told.items()
         }
-        write_atomically(path, dict(tensors()), metadata)
+        replace_tensors(path, dict(tensors()), metadata)
         now = time.monotonic()
         self._due = now + _SHARE * (now - start)

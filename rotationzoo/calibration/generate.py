@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model.files import read_json
 from rotationzoo.model.loading import input_device
-from rotationzoo.model.source import Source, read_json
+from rotationzoo.model.source import Source
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import digest
 

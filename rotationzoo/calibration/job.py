@@ -15,9 +15,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import library_versions
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration import soundness
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
@@ -32,13 +32,16 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.centering import layers_moved
 from rotationzoo.model.geometry import Geometry, geometry_json, geometry_of, shifted_layers
+from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, config_hash, fetch, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF, Recipe, digest
 from rotationzoo.rotations import Rotations
+from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import held
-from rotationzoo.text import documents
-from rotationzoo.text.documents import Corpus
+from rotationzoo.text.prompts import read_prompts
+from rotationzoo.text.rows import Corpus, pack_texts, read_corpus
+from rotationzoo.text.tokenizing import start_tokens
 
 _UNSOUND = "fetch the weights again; activations as large as theirs have no float32 statistics"
 _CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
@@ -69,19 +72,19 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
 def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     """`locks` keeps other calibrations from the checkpoint and from the artifact's place until all
     is done."""
-    started, versions = time.monotonic(), store.versions()
+    started, versions = time.monotonic(), library_versions()
     progress("looking at the model", 0, 0)
     known = plan(job)
     if known.refusal is not None:
         raise known.refusal
     job, source, recipe = known.job, known.source, known.job.recipe
     check_output(job)
-    with store.disk_errors(job.output):
+    with disk_errors(job.output):
         locks.enter_context(held(job.lock, f"calibrating {job.output}"))
     text = None
     if recipe.needs_statistics:
         fetch(source, weights=False)
-        text = (documents.prompts if recipe.data.source == SELF else documents.read)(
+        text = (read_prompts if recipe.data.source == SELF else read_corpus)(
             recipe.data, loading.load_tokenizer(source)
         )
         if recipe.data.source != SELF:
@@ -184,7 +187,7 @@ def _run_model(
     the statistics, fit and search. `text` holds prompts where the model writes the text itself."""
     geometry, recipe = known.geometry, job.recipe
     assert known.config is not None
-    with loading.placement(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         predicts = recipe.search is not None or recipe.data.source == SELF
         model = loading.load(
@@ -249,7 +252,7 @@ def _written(
 ) -> Corpus:
     """The rows that the model writes."""
     data, tokenizer = job.recipe.data, loading.load_tokenizer(source)
-    start, ends = len(documents.start_tokens(tokenizer)), end_tokens(model, tokenizer)
+    start, ends = len(start_tokens(tokenizer)), end_tokens(model, tokenizer)
     texts = write(
         model,
         prompts.rows,
@@ -263,7 +266,7 @@ def _written(
         checkpoint,
         progress,
     )
-    text = documents.written(texts, data, tokenizer)
+    text = pack_texts(texts, data, tokenizer)
     _check_rows(job.recipe, [len(row) for row in text.rows])
     return replace(text, note="; ".join(filter(None, (prompts.note, text.note))) or None)
 
@@ -302,7 +305,7 @@ def _identity(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
 
 def _finished(job: Job, identity: dict[str, str]) -> Artifact | None:
     """The artifact of this very job, if it is there and whole and not about to be replaced."""
-    if job.restart or job.unfinished or not (job.output / store.MANIFEST).is_file():
+    if job.restart or job.unfinished or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
     theirs = {**artifact.manifest.identity, "recipe": asked_recipe(artifact)}

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.clip import POSITIONS
 from rotationzoo.calibration.search.closed_forms import count as count_candidates
 from rotationzoo.calibration.search.layer import BATCH

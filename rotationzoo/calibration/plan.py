@@ -9,17 +9,19 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import check_replaceable
 from rotationzoo.calibration import checkpoint, memory
 from rotationzoo.calibration.fit import check_recipe, settle_centering
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
+from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import SELF, Recipe, digest, without_paths
 from rotationzoo.storage import files, folders
+from rotationzoo.storage.files import disk_errors
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def plan(job: Job) -> Plan:
     cannot be honoured. A model that cannot be calibrated is no error here: it is the plan's
     `refusal`.
     """
-    loading.memory_limits(job.device_map, job.max_memory)
+    memory_limits(job.device_map, job.max_memory)
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source)
@@ -112,7 +114,7 @@ def plan(job: Job) -> Plan:
     job = replace(job, recipe=recipe)
     check_recipe(job.recipe, geometry or [])
     _check_length(job.recipe, config)
-    weights = loading.weights_bytes(source, model)
+    weights = weights_bytes(source, model)
     dtype, loaded = job.torch_dtype, weights
     if isinstance(dtype, str) or getattr(config, "quantization_config", None):  # the makers' own
         dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
@@ -184,10 +186,10 @@ def _check_length(recipe: Recipe, config: PretrainedConfig) -> None:
 
 def check_output(job: Job) -> None:
     """The output can be written, and what is there may be replaced."""
-    with store.disk_errors(job.output):
+    with disk_errors(job.output):
         folders.recover(job.output)
-        store.check_replaceable(job.output)
-        if (job.output / store.MANIFEST).is_file():
+        check_replaceable(job.output)
+        if (job.output / MANIFEST).is_file():
             _check_recipe_of(job, Artifact.open(job.output))
         if job.output.parent.exists():
             with folders.temporary_sibling(job.output):

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact import card, layout
-from rotationzoo.artifact import store as artifacts
-from rotationzoo.artifact.layout import sentences
+from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.tensor_check import sentences, tensor_problems
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.fit import check_recipe, fit
 from rotationzoo.errors import Unsound
 from rotationzoo.linalg import compositions
@@ -69,7 +69,7 @@ def write(
     then.
     """
     _refuse(check(rotations, statistics, content), hint)
-    return artifacts.write(folder, rotations, statistics, content, card.render)
+    return write_artifact(folder, rotations, statistics, content)
 
 
 def check_before_search(
@@ -120,10 +120,12 @@ def _check_claim(rotations: Rotations, statistics: Averages | None, claim: _Clai
 
 
 def _layout_problems(rotations: Rotations, statistics: Averages | None, claim: _Claim) -> list[str]:
-    expected = claim.recipe, claim.geometry, claim.imported
-    problems = layout.problems(ROTATIONS, layout.rotation_tensors(rotations), *expected)
+    claimed = claim.recipe, claim.geometry, claim.imported
+    layout = expected_layout(ROTATIONS, *claimed)
+    problems = tensor_problems(rotation_tensors(rotations), layout)
     if statistics is not None:
-        problems += layout.problems(STATISTICS, layout.statistics_tensors(statistics), *expected)
+        layout = expected_layout(STATISTICS, *claimed)
+        problems += tensor_problems(statistics_tensors(statistics), layout)
     return problems
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact import card, store
+from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.codec import cuda, int2, throughput
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Average
@@ -20,7 +21,7 @@ from rotationzoo.model.geometry import cached_layers
 from rotationzoo.model.source import config_hash, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 VALIDATION, SOURCE = "validation.json", "int2.cu"
 EDGES = 8
@@ -60,7 +61,7 @@ def validate(
                 drawn = torch.cat([drawn, captured[layer.index, side]], dim=1)
             if rotation.mean is not None:
                 drawn = drawn - rotation.mean[:, None]
-            name = f"layers.{layer.index}.{side}"
+            name = side_name(layer.index, side)
             check(name, drawn, rotation.matrix.expand(layer.kv_heads, -1, -1), rotation.clip)
             progress("validating", done := done + 1, total)
     report = check.report() | {
@@ -81,7 +82,7 @@ def validate(
     summary = {
         key: report[key] for key in ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")
     }
-    store.add(artifact, files, {"validation": summary}, card.render)
+    add_files(artifact, files, {"validation": summary})
     return report
 
 
@@ -276,7 +277,7 @@ def _captured(
     loaded = loading.load(
         source, config, target, loading.torch_dtype("auto", device, None), predicts=False
     )
-    text = documents.read(Data(tokens=rows, length=min(rows, 1024)), loading.load_tokenizer(source))
+    text = read_corpus(Data(tokens=rows, length=min(rows, 1024)), loading.load_tokenizer(source))
     seen: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def observe(

@@ -14,10 +14,11 @@ from rotationzoo.linalg import compositions
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.text import documents
+from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
 _FLOOR = 1e-6  # of the largest eigenvalue: below it a moment holds rounding alone
@@ -63,7 +64,7 @@ def check_membership(
 ) -> Agreement:
     """Run a model on the bundled text and compare. Raises `RotationZooError` for rotations that
     hold no eigenbasis."""
-    loading.memory_limits(device_map, max_memory)
+    memory_limits(device_map, max_memory)
     recipe, geometry = artifact.recipe, artifact.geometry
     bases = _bases(artifact, recipe, geometry)
     if not artifact.bound:
@@ -74,8 +75,8 @@ def check_membership(
     source = find(model, revision)
     config = loading.load_config(source)
     fetch(source)
-    text = documents.read(TEXT, loading.load_tokenizer(source))
-    with loading.placement(device_map, max_memory) as placement:
+    text = read_corpus(TEXT, loading.load_tokenizer(source))
+    with place_weights(device_map, max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = loading.torch_dtype("auto", device, device_map)
         loaded = loading.load(

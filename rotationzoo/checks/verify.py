@@ -1,7 +1,7 @@
 """Is an artifact what it says it is: the bytes that were written, orthogonal, of this geometry,
 from these statistics?"""
 
-from rotationzoo.artifact import layout
+from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.soundness import Verification, check
@@ -50,8 +50,8 @@ def _check_files(artifact: Artifact) -> Verification:
         problems += others
     if problems:
         return Verification(problems, None, ["geometry", "finiteness"])
-    averages = None if statistics is None else layout.statistics_from(statistics)
-    return check(layout.rotations_from(rotations), averages, artifact.content)
+    averages = None if statistics is None else statistics_from(statistics)
+    return check(rotations_from(rotations), averages, artifact.content)
 
 
 def _model_problems(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:

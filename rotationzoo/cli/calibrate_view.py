@@ -5,7 +5,7 @@ from typing import Any
 from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.output import Output, say
-from rotationzoo.codec.int2 import FORMATS
+from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
 from rotationzoo.recipe import Recipe, Search
 

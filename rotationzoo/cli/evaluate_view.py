@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rotationzoo.artifact.card import chunks
+from rotationzoo.artifact.card_results import describe_prefill
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.output import Output, say, table
 
@@ -17,7 +17,7 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     windows = report["windows"]
     tokens = f"{report['tokens']:,} tokens from position {report['first_position']} on"
     text = f"{tokens} in {report['text']['rows']} texts"
-    prefill = chunks(report["prefill_chunk"], report["prefill_layout"])
+    prefill = describe_prefill(report["prefill_chunk"], report["prefill_layout"])
     exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
     say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
     for window in windows:

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rotationzoo.codec.formats import SIMULATED
+
 ENGINES = ("sglang", "vllm", "llama.cpp", "mlx", "onnx")
 PULL_ENGINES = ("sglang", "vllm", "mlx", "onnx")
 """Those whose files need nothing but an artifact; llama.cpp's also need the model's GGUF file."""
 HUBS = ("huggingface", "modelscope")
-FORMATS = ("sglang", "sglang-bisected", "vllm", "mlx")
+FORMATS = tuple(SIMULATED)
 
 if TYPE_CHECKING:
     Engine = str

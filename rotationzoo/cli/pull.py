@@ -62,15 +62,13 @@ def pull_command(
 
 def _export(pulled: "Pulled", engine: str, revision: str | None) -> "Exported":
     """Export what was pulled; files of others become an artifact first."""
-    from rotationzoo.artifact.store import Artifact
     from rotationzoo.engines.export import export
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.engines.payload import Request
 
     entry = pulled.entry
-    if entry.format == "rotationzoo":
-        artifact = Artifact.open(pulled.path)
-    else:
+    artifact = pulled.artifact
+    if artifact is None:
         output = default_output(entry.model, "imported")
         artifact = import_(Import([pulled.path], output, model=entry.model, revision=revision))
     target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{engine}"

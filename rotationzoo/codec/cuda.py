@@ -1,4 +1,4 @@
-"""`int2.cu` compiled and launched: the functions of `rotationzoo.int2` on an NVIDIA GPU.
+"""`int2.cu` compiled and launched: the functions of `rotationzoo.codec.int2` on an NVIDIA GPU.
 
 NVIDIA's own cuda.core compiles the one source file with NVRTC for the GPU it finds, keeps the
 result in the user's cache, and launches it on torch's stream. So no CUDA toolkit, host compiler or
@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec.int2 import LARGEST, SGLANG, Format, check_shape, clip_position
+from rotationzoo.codec.clip import clip_position
+from rotationzoo.codec.formats import SGLANG, Format
+from rotationzoo.codec.int2 import LARGEST, METADATA_TYPES, check_shape
 from rotationzoo.errors import RotationZooError
 
 SOURCE = Path(__file__).with_name("int2.cu")
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_THREADS, _LARGEST_DIM = 128, 512
+"""Types of rows that the kernels read and write -> the number that `int2.cu` has for each."""
+_LARGEST_DIM = 512
+_THREADS = 128  # of a block: WARPS in `int2.cu`, times 32
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,59 @@ class Packed:
     codes: torch.Tensor
     metadata: torch.Tensor
     format: Format = SGLANG
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernels are compiled for: the shape and type of rows, the format, and the steps that
+    are wanted."""
+
+    dim: int
+    group: int
+    dtype: torch.dtype
+    format: Format = SGLANG
+    clips: bool = False
+    """Whether any ratio is below 1."""
+    rotates: bool = False
+    """Whether rows are multiplied by a matrix."""
+
+    def macros(self) -> list[tuple[str, str]]:
+        """The macros that make `int2.cu` this variant. Raises `RotationZooError` for shapes and
+        types that the kernels do not take."""
+        dim, group, format = self.dim, self.group, self.format
+        check_shape(dim, group)
+        if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise RotationZooError(
+                f"the CUDA kernel has no rows of {dim} {dtype} in groups of {group}: it takes "
+                f"multiples of 16 up to {_LARGEST_DIM} in float32, float16 or bfloat16, "
+                "and groups of multiples of 4"
+            )
+        values = {
+            "D": dim,
+            "GROUP": group,
+            "TYPE": TYPES[self.dtype],
+            "CLIP": self.clips,
+            "ROTATE": self.rotates,
+            "GROUP_CLIP": format.clip_scope == "group",
+            "INTERPOLATED": format.interpolated,
+            "HALF": format.metadata == "float16",
+            "COMPUTED": format.rounded_with == "computed",
+            "MINIMUM": format.offset == "minimum",
+            "STRIDED": format.packing == "strided",
+        }
+        return [(name, str(int(value))) for name, value in values.items()]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that a block of threads handles, as `int2.cu` has it: a row is shared by `lanes`
+        threads, each of which holds runs of neighbouring channels from every quarter of it."""
+        quarter = self.dim // 4
+        wide = self.dtype != torch.float32 and quarter % 8 == 0 and self.group % 8 == 0
+        run = 8 if wide and not self.rotates else 4
+        lanes = max(2, 1 << (quarter // run - 1).bit_length())
+        rows_of_a_lane = 4 if self.rotates else 1
+        return _THREADS // lanes * rows_of_a_lane
 
 
 def quantize(
@@ -51,19 +108,21 @@ def quantize(
             "the CUDA reference sorts: it has no bisected threshold", hint="use int2.quantize"
         )
     heads, count, dim = rows.shape
-    group = group_size or dim
+    group, device = group_size or dim, rows.device
+    ratios = torch.as_tensor(clip)
     channels = group if format.clip_scope == "group" else dim
-    positions = clip_position(torch.as_tensor(clip).expand(heads), channels, format.interpolated)
-    rank, weight = positions[0].int().to(rows.device), positions[1].to(rows.device)
-    codes = torch.empty(heads, count, dim // 4, dtype=torch.uint8, device=rows.device)
-    metadata = torch.empty(heads, count, dim // group, 2, dtype=format.metadata, device=rows.device)
-    refused = torch.zeros((), dtype=torch.int32, device=rows.device)
-    clips = bool((torch.as_tensor(clip) < 1).any())
+    entry, weight = clip_position(ratios.expand(heads), channels, format.interpolated)
+    codes = torch.empty(heads, count, dim // 4, dtype=torch.uint8, device=device)
+    metadata_shape = heads, count, dim // group, 2
+    metadata = torch.empty(metadata_shape, dtype=METADATA_TYPES[format.metadata], device=device)
+    refused = torch.zeros((), dtype=torch.int32, device=device)
     matrix = None if rotation is None else rotation.float().contiguous()
+    clips = bool((ratios < 1).any())
     kernel = compiled(
-        "quantize", dim, group, rows.dtype, format, clips, rotation is not None, rows.device
+        "quantize", Variant(dim, group, rows.dtype, format, clips, matrix is not None), device
     )
-    kernel(rows.contiguous(), count, matrix, rank, weight, codes, metadata, rotated, refused)
+    positions = entry.int().to(device), weight.to(device)
+    kernel(rows.contiguous(), count, matrix, *positions, codes, metadata, rotated, refused)
     if refused.item():
         raise RotationZooError(
             f"a row to be quantized is not finite or exceeds {LARGEST:.0e}",
@@ -77,60 +136,54 @@ def dequantize(
 ) -> torch.Tensor:
     """What `int2.dequantize` makes of the rows, `[H, N, D]`, rounded to `dtype`; times the
     transposed `rotation` if given."""
-    heads, count, quarter = packed.codes.shape
-    dim, groups = 4 * quarter, packed.metadata.shape[2]
-    rows = torch.empty(heads, count, dim, dtype=dtype, device=packed.codes.device)
+    heads, count, bytes_of_a_row = packed.codes.shape
+    dim, groups, device = 4 * bytes_of_a_row, packed.metadata.shape[2], packed.codes.device
+    rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
     matrix = None if rotation is None else rotation.float().mT.contiguous()
-    group, device = dim // groups, packed.codes.device
-    kernel = compiled(
-        "dequantize", dim, group, dtype, packed.format, False, rotation is not None, device
-    )
+    variant = Variant(dim, dim // groups, dtype, packed.format, rotates=matrix is not None)
+    kernel = compiled("dequantize", variant, device)
     kernel(packed.codes, packed.metadata, count, matrix, rows)
     return rows
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled function of one GPU, launched on torch's current stream there without waiting
-    for it."""
+    """A compiled function of one GPU, launched on torch's current stream there without waiting for
+    it."""
 
     function: Any
     block_rows: int
 
     def __call__(self, *arguments: torch.Tensor | int | None) -> None:
+        """Launch with the arguments of the function in `int2.cu`: first a tensor `[H, ...]`, and
+        the number of rows the only integer. None is a null pointer."""
         from cuda.core import LaunchConfig, Stream, launch
 
-        first, count = arguments[0], next(a for a in arguments if isinstance(a, int))
+        first = arguments[0]
         assert isinstance(first, torch.Tensor)
         if not first.numel():
             return
+        count = next(argument for argument in arguments if isinstance(argument, int))
         grid = (-(-count // self.block_rows), first.shape[0])
-        pointers = (a.data_ptr() if isinstance(a, torch.Tensor) else a or 0 for a in arguments)
-        with torch.cuda.device(
-            first.device
-        ):  # the default stream is that of whichever GPU is current
+        pointers = [_pointer(argument) for argument in arguments]
+        # Torch's current stream is that of whichever GPU is current.
+        with torch.cuda.device(first.device):
             stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
             launch(stream, LaunchConfig(grid=grid, block=_THREADS), self.function, *pointers)
 
 
+def _pointer(argument: torch.Tensor | int | None) -> int:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0
+
+
 @cache
-def compiled(
-    name: str,
-    dim: int,
-    group: int,
-    dtype: torch.dtype,
-    format: Format,
-    clips: bool,
-    rotates: bool,
-    device: torch.device,
-) -> Kernel:
-    """The kernel `quantize` or `dequantize` for these shapes, compiled for this GPU or taken from
-    the cache.
+def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
+    """The kernel `quantize` or `dequantize`, compiled for this GPU or taken from the cache.
 
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the
     kernel does not take.
     """
-    macros = definitions(dim, group, dtype, format, clips, rotates)
+    macros = variant.macros()
     try:
         from cuda.core import Device, Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache
@@ -139,31 +192,10 @@ def compiled(
             "the CUDA kernels need NVIDIA's cuda.core",
             hint="install it with: pip install 'rotationzoo[cuda]'",
         ) from error
-    run = 4 if rotates or dtype == torch.float32 or dim // 4 % 8 or group % 8 else 8
-    lanes = max(2, 1 << (dim // 4 // run - 1).bit_length())
     with torch.cuda.device(device):
         gpu = Device(torch.cuda.current_device())
         gpu.set_current()
         options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=macros)
         with FileStreamProgramCache() as programs:
             code = Program(SOURCE.read_text(), "c++", options).compile("cubin", cache=programs)
-        return Kernel(code.get_kernel(name), _THREADS // lanes * (4 if rotates else 1))
-
-
-def definitions(
-    dim: int, group: int, dtype: torch.dtype, format: Format, clips: bool, rotates: bool
-) -> list[tuple[str, str]]:
-    """The macros that make `int2.cu` the kernel for these shapes."""
-    check_shape(dim, group)
-    if dim % 16 or dim > _LARGEST_DIM or group % 4 or dtype not in TYPES:
-        raise RotationZooError(
-            f"the CUDA kernel has no rows of {dim} {str(dtype).removeprefix('torch.')} in groups of {group}: it takes "
-            f"multiples of 16 up to {_LARGEST_DIM} in float32, float16 or bfloat16, and groups of multiples of 4"
-        )
-    values = {
-        "D": dim, "GROUP": group, "TYPE": TYPES[dtype], "CLIP": clips, "ROTATE": rotates,
-        "GROUP_CLIP": format.clip_scope == "group", "INTERPOLATED": format.interpolated,
-        "HALF": format.metadata == torch.float16, "COMPUTED": format.rounded_with == "computed",
-        "MINIMUM": format.offset == "minimum", "STRIDED": format.packing == "strided",
-    }  # fmt: skip
-    return [(name, str(int(value))) for name, value in values.items()]
+        return Kernel(code.get_kernel(name), variant.block_rows)

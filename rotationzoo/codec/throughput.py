@@ -2,13 +2,17 @@
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from rotationzoo.codec.cuda import compiled
-from rotationzoo.codec.int2 import SGLANG, Format, clip_position
+from rotationzoo.codec.clip import clip_position
+from rotationzoo.codec.cuda import Variant, compiled
+from rotationzoo.codec.formats import SGLANG, Format
+from rotationzoo.codec.int2 import METADATA_TYPES
 
 _REPEATS = 20
+_WARM_UP = 3  # launches that pay for compiling and allocating, and do not count
 
 
 def measure(
@@ -23,60 +27,69 @@ def measure(
     medians of repeated launches.
 
     A kernel's bytes are the rows, the packed codes and the metadata; a rotation's reads of its
-    matrix are not counted.
+    matrix are not counted. Fewer rows are taken where 80 % of the free memory holds no more.
     """
     group = group_size or dim
     free, _ = torch.cuda.mem_get_info()
-    rows = min(rows, int(free * 0.8) // (dim * (2 * dtype.itemsize + 1)))
-    x = torch.randn(1, rows, dim, device="cuda", dtype=dtype)
-    y = torch.empty_like(x)
+    bytes_of_a_row = dim * (2 * dtype.itemsize + 1)
+    rows = min(rows, int(free * 0.8) // bytes_of_a_row)
+    exact = torch.randn(1, rows, dim, device="cuda", dtype=dtype)
+    restored = torch.empty_like(exact)
     codes = torch.empty(1, rows, dim // 4, dtype=torch.uint8, device="cuda")
-    metadata = torch.empty(1, rows, dim // group, 2, dtype=format.metadata, device="cuda")
+    metadata_type = METADATA_TYPES[format.metadata]
+    metadata = torch.empty(1, rows, dim // group, 2, dtype=metadata_type, device="cuda")
     refused = torch.zeros((), dtype=torch.int32, device="cuda")
     rotation = torch.linalg.qr(torch.randn(1, dim, dim))[0].cuda().contiguous()
     channels = group if format.clip_scope == "group" else dim
-    rank, weight = (
-        t.cuda() for t in clip_position(torch.tensor([clip]), channels, format.interpolated)
-    )
-    rank = rank.int()
+    entry, weight = clip_position(torch.tensor([clip]), channels, format.interpolated)
+    entry, weight = entry.cuda().int(), weight.cuda()
 
     def quantize(clips: bool, rotates: bool) -> Callable[[], None]:
-        kernel = compiled("quantize", dim, group, dtype, format, clips, rotates, x.device)
-        return lambda: kernel(x, rows, rotation, rank, weight, codes, metadata, None, refused)
+        variant = Variant(dim, group, dtype, format, clips, rotates)
+        kernel = compiled("quantize", variant, exact.device)
+        return lambda: kernel(exact, rows, rotation, entry, weight, codes, metadata, None, refused)
 
     def dequantize(rotates: bool) -> Callable[[], None]:
-        kernel = compiled("dequantize", dim, group, dtype, format, False, rotates, x.device)
-        return lambda: kernel(codes, metadata, rows, rotation, y)
+        variant = Variant(dim, group, dtype, format, rotates=rotates)
+        kernel = compiled("dequantize", variant, exact.device)
+        return lambda: kernel(codes, metadata, rows, rotation, restored)
 
-    stored = sum(t.numel() * t.itemsize for t in (x, codes, metadata))
-    jobs = {
+    moved = sum(tensor.numel() * tensor.itemsize for tensor in (exact, codes, metadata))
+    launches = {
         "quantize": quantize(False, False),
         "quantize, clip": quantize(True, False),
         "dequantize": dequantize(False),
         "rotate, clip, quantize": quantize(True, True),
         "dequantize, rotate back": dequantize(True),
     }
-    copy = 2 * x.numel() * x.itemsize / _seconds(lambda: y.copy_(x))
-    rates = {name: stored / _seconds(job) for name, job in jobs.items()}
+    copied = 2 * exact.numel() * exact.itemsize
+    copy_rate = copied / _seconds(lambda: restored.copy_(exact))
+    rates = {name: moved / _seconds(launch) for name, launch in launches.items()}
     return {
         "quantize_bytes_per_second": rates["quantize, clip"],
         "dequantize_bytes_per_second": rates["dequantize"],
-        "copy_bytes_per_second": copy,
+        "copy_bytes_per_second": copy_rate,
         "throughput": rates,
         "measured": {
-            "head_dim": dim, "group_size": group, "clip": clip, "rows": rows, "dtype": str(dtype).removeprefix("torch.")
+            "head_dim": dim,
+            "group_size": group,
+            "clip": clip,
+            "rows": rows,
+            "dtype": str(dtype).removeprefix("torch."),
         },
-    }  # fmt: skip
+    }
 
 
-def _seconds(job: Callable[[], object]) -> float:
-    times = []
-    for number in range(_REPEATS + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def _seconds(launch: Callable[[], object]) -> float:
+    """Median time of a launch on the GPU."""
+    event: Any = torch.cuda.Event
+    times: list[float] = []
+    for number in range(_REPEATS + _WARM_UP):
+        start, end = event(enable_timing=True), event(enable_timing=True)
         start.record()
-        job()
+        launch()
         end.record()
         end.synchronize()
-        if number >= 3:  # the first pay for compiling and allocating
+        if number >= _WARM_UP:
             times.append(start.elapsed_time(end) / 1000)
     return statistics.median(times)

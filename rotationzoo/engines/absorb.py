@@ -26,8 +26,9 @@ from rotationzoo.engines.export import ABSORBED as RECORD
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
 from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.files import weight_files
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, same_shapes
-from rotationzoo.model.source import Source, fetch, find, weight_files, weights_fingerprint
+from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling

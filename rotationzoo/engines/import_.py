@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import check_replaceable, library_versions
 from rotationzoo.calibration import soundness
 from rotationzoo.calibration.identity import differences
 from rotationzoo.engines import recognise
@@ -32,6 +32,7 @@ from rotationzoo.model.geometry import (
 from rotationzoo.model.source import Source, config_hash, find, has_weights, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Recipe, name_of
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.storage.files import sha256
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def import_(job: Import) -> Artifact:
     Raises `RotationZooError` for what is ambiguous or broken, naming it.
     """
     started = time.monotonic()
-    store.check_replaceable(job.output)
+    check_replaceable(job.output)
     key, value = (recognise.normalise(side, job.transposed) for side in recognise.gather(job.files))
     described = {"key": recognise.describe(key), "value": recognise.describe(value)}
     recognise.check(key, value, described)
@@ -118,7 +119,7 @@ def import_(job: Import) -> Artifact:
             "notes": notes,
         },
         "identity": identity,
-        "versions": store.versions(),
+        "versions": library_versions(),
         "run": {
             "device": "cpu",
             "dtype": None,
@@ -157,15 +158,15 @@ def _identity(
     """What decides the result."""
     model = {"model": source.label, "revision": job.revision or ""} if source else {}
     return {
-        "key": store.sha256(key.path),
-        "value": store.sha256(value.path),
+        "key": sha256(key.path),
+        "value": sha256(value.path),
         "recipe": recipe.hash,
         **model,
     }
 
 
 def _finished(job: Import, identity: dict[str, str]) -> Artifact | None:
-    if job.restart or not (job.output / store.MANIFEST).is_file():
+    if job.restart or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
     theirs: dict[str, Any] = dict(artifact.manifest.identity)

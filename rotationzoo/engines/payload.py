@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.store import Artifact, digest
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import SIDES, WORDS, Options, Payload, Side
 from rotationzoo.errors import RotationZooError
@@ -15,6 +15,7 @@ from rotationzoo.linalg.moments import sums
 from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
+from rotationzoo.storage.files import digest
 
 PLACEHOLDER = "MODEL"
 """What a launch line has for a model whose place is not known."""

@@ -2,7 +2,7 @@
 calibration."""
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Arm
+from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.recipe import PRESETS, Recipe

@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.size import bits_per_element
+from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES, arms_of, shared_recipe
@@ -28,10 +30,12 @@ from rotationzoo.model.geometry import (
     same_shapes,
     shifted_layers,
 )
+from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.source import Source, config_hash, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
-from rotationzoo.text import documents
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import Corpus, read_corpus
 
 _PROBE_TOKENS = 8
 
@@ -74,7 +78,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
-    loading.memory_limits(job.device_map, job.max_memory)
+    memory_limits(job.device_map, job.max_memory)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     for artifact in artifacts:
         if artifact.folder in job.save_to:
@@ -98,11 +102,11 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             hint="more --tokens, or a shorter --length",
         )
     fetch(source, weights=False)
-    held_out = {"source": str(documents.HELD_OUT)} if job.data.source == "bundled" else {}
-    text = documents.read(job.data.model_copy(update=held_out), loading.load_tokenizer(source))
+    held_out = {"source": str(HELD_OUT)} if job.data.source == "bundled" else {}
+    text = read_corpus(job.data.model_copy(update=held_out), loading.load_tokenizer(source))
     progress("fetching the weights", 0, 0)
     fetch(source)
-    with loading.placement(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
         model = loading.load(source, config, loading.torch_device(job.device), dtype, placement)
@@ -277,7 +281,7 @@ def _caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
 
 
 def _notes(
-    text: documents.Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
+    text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
 ) -> list[str]:
     """What the reader of the numbers should know."""
     notes = [text.note] if text.note else []

@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.evaluation.verdict import judge
 
 
@@ -32,4 +32,4 @@ def save(report: dict[str, Any], artifact: Artifact, own: str, baselines: Sequen
         "texts": first["verdict"]["texts"], "verdict": first["verdict"]["words"],
     }  # fmt: skip
     content = json.dumps({**shared, "own_arm": own, "windows": windows}, indent=2) + "\n"
-    store.add(artifact, {EVALUATION: content.encode()}, {"evaluation": summary}, card.render)
+    add_files(artifact, {EVALUATION: content.encode()}, {"evaluation": summary})

@@ -1,0 +1,2 @@
+"""The mathematics without models or files: Hadamard matrices, second moments, compositions, paired
+tests."""

@@ -2,7 +2,8 @@
 
 Row vectors throughout: a key `k` is stored as `k R` and its query reads it as `q R`, so every
 rotation is orthogonal and scores are unchanged. The composition names list the factors left to
-right and are those of OSCAR's published code.
+right and are those of OSCAR's published code. A new composition is one row of a table below;
+`COMPOSITIONS`, recipes and `import` take it from there.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,22 @@ from rotationzoo.linalg.hadamard import bit_reversal, hadamard
 Factors = tuple[torch.Tensor, torch.Tensor]
 
 
+def strongest_first(directions: torch.Tensor) -> torch.Tensor:
+    """Eigenvalues `[..., D]` or eigenvectors as columns `[..., D, D]`, largest eigenvalue first.
+
+    `eigenbasis`, artifacts and the published files have them ascending. Nothing but this function
+    and `strongest` relies on that.
+    """
+    return directions.flip(-1)
+
+
+def strongest(directions: torch.Tensor, count: int) -> torch.Tensor:
+    """Those of the `count` largest eigenvalues, still ascending."""
+    return directions[..., -count:]
+
+
 def identity(dim: int) -> torch.Tensor:
+    """The identity `[D, D]`, float64."""
     return torch.eye(dim, dtype=torch.float64)
 
 
@@ -22,12 +38,17 @@ def permutation(dim: int) -> torch.Tensor:
     """`P` `[D, D]`: column `br(i)` of `X P` is the column of `X` that belongs to the i-th largest
     eigenvalue.
 
-    Eigenvalues are ascending, so that column is always `D - 1 - i`: P is the same matrix for every
+    Which column that is depends on the order of eigenvalues alone: P is the same matrix for every
     model and layer.
     """
     columns = torch.empty(dim, dtype=torch.long)
-    columns[bit_reversal(dim)] = torch.arange(dim).flip(0)
+    columns[bit_reversal(dim)] = strongest_first(torch.arange(dim))
     return identity(dim)[:, columns]
+
+
+def descending(dim: int) -> torch.Tensor:
+    """`[D, D]`: the columns of `X descending(D)` are those of `X`, largest eigenvalue first."""
+    return strongest_first(identity(dim))
 
 
 def block_hadamard(dim: int, group: int) -> torch.Tensor:
@@ -36,8 +57,8 @@ def block_hadamard(dim: int, group: int) -> torch.Tensor:
     return torch.kron(identity(dim // group), hadamard(group))
 
 
-# name -> (left, right) with R = left U right, U the eigenbasis; `group` is the quantization group
-# size.
+# Name -> (left, right) with R = left U right, where U is the eigenbasis; `group` is the
+# quantization group size.
 _AROUND_EIGENBASIS: dict[str, Callable[[int, int], Factors]] = {
     "plain": lambda dim, group: (identity(dim), identity(dim)),
     "br": lambda dim, group: (identity(dim), permutation(dim)),
@@ -48,13 +69,12 @@ _AROUND_EIGENBASIS: dict[str, Callable[[int, int], Factors]] = {
     "r_h_pbr": lambda dim, group: (identity(dim), hadamard(dim) @ permutation(dim)),
     # Eigenvectors in descending order, as published files per KV head and a fork of llama.cpp's
     # calibrator have them.
-    "rdesc_h": lambda dim, group: (identity(dim), identity(dim).flip(0) @ hadamard(dim)),
+    "rdesc_h": lambda dim, group: (identity(dim), descending(dim) @ hadamard(dim)),
     "rdesc_h_br": lambda dim, group: (
         identity(dim),
-        identity(dim).flip(0) @ hadamard(dim)[:, bit_reversal(dim)],
+        descending(dim) @ hadamard(dim)[:, bit_reversal(dim)],
     ),
-    # Permuting before a block-diagonal Hadamard is what sends strong directions to different
-    # groups.
+    # Permuting before a block-diagonal Hadamard matrix sends strong directions to different groups.
     "r_pbr_hblock": lambda dim, group: (
         identity(dim),
         permutation(dim) @ block_hadamard(dim, group),
@@ -66,9 +86,12 @@ _DATA_FREE: dict[str, Callable[[int], torch.Tensor]] = {
     "pbr": permutation,
     "h_pbr": lambda dim: hadamard(dim) @ permutation(dim),
 }
-COMPOSITIONS = (*_AROUND_EIGENBASIS, *_DATA_FREE, "random")
+DATA_FREE = (*_DATA_FREE, "random")
+"""Compositions without an eigenbasis; `random` alone takes a seed."""
+COMPOSITIONS = (*_AROUND_EIGENBASIS, *DATA_FREE)
+"""The name of every composition that a recipe may ask for."""
 GIVEN = "given"
-"""Matrices taken as somebody else made them: nothing is known of their factors."""
+"""The composition of matrices that somebody else computed: nothing is known of their factors."""
 
 
 def needs_statistics(composition: str) -> bool:
@@ -76,17 +99,15 @@ def needs_statistics(composition: str) -> bool:
     return composition in _AROUND_EIGENBASIS
 
 
-DATA_FREE = tuple(name for name in COMPOSITIONS if not needs_statistics(name))
-
-
 def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Ascending eigenvalues `[..., D]` and eigenvectors as columns `[..., D, D]` of a symmetric
-    float64 moment.
+    moment, float64.
 
-    The largest-magnitude entry of each eigenvector is positive, so that one machine writes the same
-    bytes twice.
+    The sign of an eigenvector is arbitrary: its largest-magnitude entry is made positive, so that
+    one machine writes the same bytes twice.
     """
     moment = moment.double().cpu()
+    # Sums of products are symmetric up to rounding; eigh would read one triangle of them.
     eigenvalues, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     return eigenvalues, vectors * largest.sign()
@@ -111,11 +132,11 @@ def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:
     Q)."""
     if composition != "random":
         return _DATA_FREE[composition](dim)
-    gaussian = torch.randn(
-        dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
-    q, r = torch.linalg.qr(gaussian)
-    return q * r.diagonal().sign()
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
+    orthogonal, triangular = torch.linalg.qr(gaussian)
+    rotation: torch.Tensor = orthogonal * triangular.diagonal().sign()
+    return rotation
 
 
 def orthogonality_error(rotation: torch.Tensor) -> float:

@@ -7,8 +7,8 @@ Everything is float64 and deterministic: a rotation built from these is the same
 from functools import cache
 from itertools import product
 
+import scipy.linalg
 import torch
-from scipy.linalg import hadamard as sylvester
 
 from rotationzoo.errors import RotationZooError
 
@@ -29,12 +29,17 @@ def hadamard(order: int) -> torch.Tensor:
     for power in reversed(range(order.bit_length())):
         factor, rest = divmod(order, 1 << power)
         if rest == 0 and (core := _paley(factor)) is not None:
-            signs = torch.kron(torch.from_numpy(sylvester(1 << power)).double(), core)
-            return signs / order**0.5
+            root: float = order**0.5
+            return torch.kron(_sylvester(1 << power), core) / root
     raise RotationZooError(
         f"no Paley x Sylvester construction gives a Hadamard matrix of order {order}",
         hint="use a recipe without a Hadamard factor: composition: plain",
     )
+
+
+def _sylvester(order: int) -> torch.Tensor:
+    """The +-1 Sylvester matrix of a power of two."""
+    return torch.from_numpy(scipy.linalg.hadamard(order)).double()
 
 
 def _paley(order: int) -> torch.Tensor | None:
@@ -51,9 +56,8 @@ def _paley(order: int) -> torch.Tensor | None:
         conference = _bordered(_jacobsthal(*field), corner=1)
         plus = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
         minus = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
-        return torch.kron(conference, plus) + torch.kron(
-            torch.eye(q + 1, dtype=torch.float64), minus
-        )
+        diagonal = torch.eye(q + 1, dtype=torch.float64)
+        return torch.kron(conference, plus) + torch.kron(diagonal, minus)
     return None
 
 
@@ -73,12 +77,12 @@ def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
     modulus = _irreducible(prime, degree)
     squares = {_multiply(a, a, prime, modulus) for a in elements[1:]}
     chi = {a: 1.0 if a in squares else -1.0 for a in elements[1:]} | {elements[0]: 0.0}
-    difference = (
-        tuple((x - y) % prime for x, y in zip(a, b, strict=True))
-        for a in elements
-        for b in elements
-    )
-    return torch.tensor([chi[d] for d in difference], dtype=torch.float64).view(len(elements), -1)
+    values = [chi[_subtract(a, b, prime)] for a, b in product(elements, repeat=2)]
+    return torch.tensor(values, dtype=torch.float64).view(len(elements), -1)
+
+
+def _subtract(a: tuple[int, ...], b: tuple[int, ...], prime: int) -> tuple[int, ...]:
+    return tuple((x - y) % prime for x, y in zip(a, b, strict=True))
 
 
 def _multiply(
@@ -131,7 +135,8 @@ def bit_reversal(order: int) -> torch.Tensor:
     * 2^k + reversed(b)`. Either way the first order / G entries land in distinct groups of G, for
     every power of two G that divides the order.
     """
-    bits = (order & -order).bit_length() - 1
+    bits = (order & -order).bit_length() - 1  # trailing zeros
     odd = order >> bits
-    reverse = [int(f"{b:0{bits}b}"[::-1], 2) if bits else 0 for b in range(1 << bits)]
+    # Without bits, "0" reversed is 0 too.
+    reverse = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits)]
     return torch.tensor([(i % odd << bits) + reverse[i // odd] for i in range(order)])

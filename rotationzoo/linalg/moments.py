@@ -28,6 +28,7 @@ class Moment:
 
     @classmethod
     def zeros(cls, heads: int, dim: int, device: torch.device | str = "cpu") -> "Moment":
+        """The moment of no rows."""
         shapes = (heads, dim, dim), (heads, dim), (heads,)
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
@@ -44,14 +45,15 @@ class Moment:
         self.weight += rows.shape[1] if weights is None else weights.sum(1)
 
     def to(self, device: torch.device) -> "Moment":
-        return (
-            self
-            if self.second.device == device
-            else Moment(*(getattr(self, f.name).to(device) for f in fields(self)))
-        )
+        """The sums on a device."""
+        if self.second.device == device:
+            return self
+        return Moment(self.second.to(device), self.first.to(device), self.weight.to(device))
 
     def __add__(self, other: "Moment") -> "Moment":
-        return Moment(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Moment(
+            self.second + other.second, self.first + other.first, self.weight + other.weight
+        )
 
     @property
     def second_moment(self) -> torch.Tensor:
@@ -133,5 +135,6 @@ def _average(kind: str, moment: Moment) -> Average:
 def sums(averages: Averages) -> Statistics:
     """Inverse of `average`, up to a rounding."""
     return {
-        layer: {kind: one.sums for kind, one in kinds.items()} for layer, kinds in averages.items()
+        layer: {kind: average.sums for kind, average in kinds.items()}
+        for layer, kinds in averages.items()
     }

@@ -5,35 +5,35 @@ import torch
 
 
 def paired_difference(
-    losses: list[float], others: list[float], tokens: list[int]
+    losses: list[float], baseline_losses: list[float], tokens: list[int]
 ) -> tuple[float, float | None]:
-    """Mean difference of the log perplexities of two arms on the same texts, and its standard error
-    (None: a single text)."""
-    one, other = (
-        torch.tensor(losses, dtype=torch.float64),
-        torch.tensor(others, dtype=torch.float64),
+    """Mean difference of two arms' log perplexities on the same texts, and its standard error (None
+    for a single text). Texts weigh as much as they have `tokens`."""
+    difference = torch.tensor(losses, dtype=torch.float64) - torch.tensor(
+        baseline_losses, dtype=torch.float64
     )
-    return weighted_mean(one - other, torch.tensor(tokens, dtype=torch.float64))
+    return weighted_mean(difference, torch.tensor(tokens, dtype=torch.float64))
 
 
 def clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Boolean `[...]`: whether scores `[texts, ...]` are lower by more than a standard error of
     their paired difference."""
     difference = after - before
-    error = (
-        difference.std(0) / len(difference) ** 0.5
-        if len(difference) > 1
-        else torch.zeros_like(difference[0])
-    )
+    texts = len(difference)
+    error = torch.zeros_like(difference[0])  # of a single text, unknown: any decrease counts
+    if texts > 1:
+        error = difference.std(0) / texts**0.5
     return difference.mean(0) < -error
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, float | None]:
     """Weighted mean over texts and its standard error, None where a single text gives none."""
-    held = weights > 0
-    values, weights = values[held], weights[held] / weights.sum()
-    mean = (weights * values).sum()
-    n = len(values)
-    if n < 2:
+    counted = weights > 0
+    shares = weights[counted] / weights.sum()
+    values = values[counted]
+    mean = (shares * values).sum()
+    texts = len(values)
+    if texts < 2:
         return mean.item(), None
-    return mean.item(), ((weights * (values - mean)).square().sum() * n / (n - 1)).sqrt().item()
+    variance = (shares * (values - mean)).square().sum() * texts / (texts - 1)
+    return mean.item(), variance.sqrt().item()

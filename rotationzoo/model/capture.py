@@ -1,10 +1,10 @@
-"""Post-RoPE queries, keys, values and the attention output of every layer, read where the model
-computes attention.
+"""The hook: post-RoPE queries, keys, values and the attention output of every layer, read where the
+model computes attention.
 
-transformers calls one function per attention layer, after RoPE, norms and the cache update, looked
-up by name in a registry. `intercept` swaps that entry under the name the model already uses: a new
-name would lose the mask function registered beside it and the sparse masks that some models apply
-only under the names they know.
+transformers calls one function per attention layer, after RoPE, norms and the cache update, and
+looks it up by name in a registry. `intercept` swaps that entry under the name the model already
+uses: a new name would lose the mask function registered beside it, and the sparse masks that some
+models apply only under the names they know.
 """
 
 import sys
@@ -19,18 +19,22 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel
 
+AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
+"""`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]` and weights or None,
+as transformers registers them."""
+
 
 @dataclass(frozen=True)
 class Attention:
-    """The model's own attention call, with its mask and options; call it to get the output `[B, T,
-    H_q, D_v]`.
+    """The model's own attention call of one layer, with its mask and options; call it to get the
+    output `[B, T, H_q, D_v]`.
 
     `mask` is what the implementation takes: None for plain causal, boolean (True = attend) or
     additive.
     """
 
     module: torch.nn.Module
-    function: Callable[..., tuple[torch.Tensor, Any]]
+    function: AttentionFunction
     mask: torch.Tensor | None
     options: dict[str, Any]
 
@@ -41,7 +45,7 @@ class Attention:
     def weights(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """The softmax `[B, H_q, T_q, T_k]` of this call in float32, with the model's own soft cap
         and sinks: what its eager implementation returns. Needs an additive mask. Raises
-        `UnsupportedModel` where there is none."""
+        `UnsupportedModel` for a model without an eager implementation."""
         try:
             eager = eager_attention(self.module)
         except AttributeError as error:
@@ -50,69 +54,61 @@ class Attention:
                 hint="add: --queries 0",
             ) from error
         query, key = query.float(), key.float()
+        any_value = key[..., :1]  # the weights do not depend on it
         with loaded(self.module):
-            return eager(self.module, query, key, key[..., :1], self.mask, **self.options)[1]
-
-
-@contextmanager
-def loaded(module: torch.nn.Module) -> Iterator[None]:
-    """Within the block the module's own parameters are there, such as sinks of attention, which
-    accelerate may keep elsewhere but while the module runs."""
-    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-        yield  # while it runs: its parameters stay when the block ends
-        return
-    with align_module_device(module):
-        yield
-
-
-def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """The eager implementation: in no registry, each modeling file has its own, to which the
-    registry lookup falls back."""
-    return sys.modules[type(module).__module__].eager_attention_forward
+            _, weights = eager(self.module, query, key, any_value, self.mask, **self.options)
+        softmax: torch.Tensor = weights
+        return softmax
 
 
 Intercept = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
+"""`(layer, query, key, value, attend) -> output`: called in place of the attention of a layer.
+
+Handed are the layer's index; its `query` `[B, H_q, T, D_k]`, `key` `[B, H_kv, T_k, D_k]` and
+`value` `[B, H_kv, T_k, D_v]`, all post-RoPE, not repeated for GQA, in the model's type and on the
+layer's device; and `attend`, the call that the model would have made. What is returned goes on
+through the model in place of the attention's output `[B, T, H_q, D_v]`.
+"""
+
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
-def decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The text decoder without its language-model head and, in a vision model, without the other
-    towers."""
-    inner = model.get_decoder()
-    # Some models name another part "decoder"; some have none and are their own.
-    base = model.base_model
-    assert isinstance(base, PreTrainedModel)
-    return inner if isinstance(inner, PreTrainedModel) and inner is not model else base
+"""`(layer, query, key, value, output)`: called after the attention of a layer, with the tensors that
+`Intercept` is handed, and the output as `[B, H_q, T, D_v]`. They are the model's own: copy what is
+kept, and change nothing."""
 
 
 @contextmanager
 def intercept(model: PreTrainedModel, function: Intercept) -> Iterator[None]:
-    """Within the block, every attention call of the model's decoder becomes `function(layer, query,
-    key, value, attend)`.
+    """Within the block, every attention call of the model's decoder becomes a call of `function`.
 
-    `query` is `[B, H_q, T, D_k]`, `key` and `value` `[B, H_kv, T, D]`, all post-RoPE and not
-    repeated for GQA; `attend` is the call the model would have made and `function` returns what it
-    returns. Attention of other modules (vision towers, other models) is untouched. The registry is
-    restored when the block ends, also by an exception.
+    Attention of other modules (vision towers, other models) is left alone. The registry is restored
+    when the block ends, also by an exception.
     """
     tower = decoder(model)
-    own = set(map(id, tower.modules()))
+    decoder_modules = set(map(id, tower.modules()))
     name = tower.config._attn_implementation
-    swapped: list[tuple[AttentionInterface, Any]] = []
+    swapped: list[tuple[AttentionInterface, AttentionFunction | None]] = []
 
-    def replacement(original: Callable[..., Any] | None) -> Callable[..., Any]:
-        def call(module, query, key, value, attention_mask, **options):
-            real = original or eager_attention(module)
-            if id(module) not in own:
-                return real(module, query, key, value, attention_mask, **options)
-            attend = Attention(module, real, attention_mask, options)
-            return function(module.layer_idx, query, key, value, attend), None
+    def replacement(original: AttentionFunction | None) -> AttentionFunction:
+        def call(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            **options: Any,
+        ) -> tuple[torch.Tensor, Any]:
+            models_own = original or eager_attention(module)
+            if id(module) not in decoder_modules:
+                return models_own(module, query, key, value, attention_mask, **options)
+            attend = Attention(module, models_own, attention_mask, options)
+            layer: Any = module.layer_idx
+            return function(layer, query, key, value, attend), None
 
         return call
 
     try:
         for registry in _registries(tower):
-            original = registry.get(name)
+            original = registry.get(name)  # None for eager, which is in no registry
             swapped.append((registry, original))
             registry[name] = replacement(original)
         yield
@@ -125,12 +121,8 @@ def intercept(model: PreTrainedModel, function: Intercept) -> Iterator[None]:
 
 @contextmanager
 def capture(model: PreTrainedModel, observe: Observe) -> Iterator[None]:
-    """Within the block, `observe(layer, query, key, value, output)` sees every attention call of
-    the decoder.
-
-    Shapes as in `intercept`; `output` is `S V` per query head, `[B, H_q, T, D_v]`. The model
-    computes what it always does.
-    """
+    """Within the block, `observe` sees every attention call of the decoder. The model computes what
+    it always does."""
 
     def watch(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
@@ -151,7 +143,8 @@ def check_transparent(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """
 
     def logits() -> torch.Tensor:
-        return model(input_ids=ids, use_cache=False).logits
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return result
 
     plain = logits()
     with capture(model, lambda *_: None):
@@ -162,14 +155,53 @@ def check_transparent(model: PreTrainedModel, ids: torch.Tensor) -> None:
     noise = (plain - logits()).abs().max().item()
     if not change <= noise:
         raise UnsupportedModel(
-            f"capturing attention changes what {type(model).__name__} computes (logits move by {change:.1e})",
-            hint="report the model and the transformers version as an issue; its statistics would not be trustworthy",
+            f"capturing attention changes what {type(model).__name__} computes "
+            f"(logits move by {change:.1e})",
+            hint="report the model and the transformers version as an issue; its statistics would "
+            "not be trustworthy",
         )
+
+
+def decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The text decoder without its language-model head and, in a vision model, without the other
+    towers."""
+    untyped: Any = model
+    inner = untyped.get_decoder()
+    if isinstance(inner, PreTrainedModel) and inner is not model:
+        return inner
+    # Some models name another part "decoder"; some have none and are their own.
+    base = model.base_model
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
+@contextmanager
+def loaded(module: torch.nn.Module) -> Iterator[None]:
+    """Within the block the module's own parameters are in memory, such as the sinks of an
+    attention: accelerate keeps offloaded ones elsewhere except while their module runs."""
+    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        yield  # they are in memory already, and stay when the block ends
+        return
+    with align_module_device(module):
+        yield
+
+
+def eager_attention(module: torch.nn.Module) -> AttentionFunction:
+    """The eager implementation. It is in no registry: each modeling file has its own, to which the
+    registry lookup falls back. Raises `AttributeError` where there is none."""
+    function: AttentionFunction = sys.modules[type(module).__module__].eager_attention_forward
+    return function
 
 
 def _registries(tower: PreTrainedModel) -> list[AttentionInterface]:
     """Every attention registry that the tower's modeling files use: nearly always the library's,
     some have their own."""
-    homes = (sys.modules[type(module).__module__] for module in tower.modules())
-    found = (getattr(home, "ALL_ATTENTION_FUNCTIONS", None) for home in homes)
-    return list({id(r): r for r in found if isinstance(r, AttentionInterface)}.values())
+    registries: list[AttentionInterface] = []
+    for module in tower.modules():
+        modeling_file = sys.modules[type(module).__module__]
+        registry = getattr(modeling_file, "ALL_ATTENTION_FUNCTIONS", None)
+        # By identity: a registry compares equal to any other with the same entries.
+        known = any(registry is earlier for earlier in registries)
+        if isinstance(registry, AttentionInterface) and not known:
+            registries.append(registry)
+    return registries

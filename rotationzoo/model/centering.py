@@ -1,9 +1,9 @@
 """Whether a mean may be subtracted from all keys, which is exact only where attention ignores what
 they share.
 
-A softmax over keys alone does: `q (k - c)` is less than `q k` by one number for all keys that a
-query reads. Learned sinks beside them keep their logits, and a soft cap is not linear: there it
-moves the output. There is no list of such models: attention is tried, as capture is, on keys with
+A softmax over keys alone does: `q (k - c)` is less than `q k` by the same number for all keys that
+a query reads. With learned sinks, whose logits stay as they are, or with a soft cap, which is not
+linear, the output changes. There is no list of such models: their attention is tried on keys with
 and without a shift.
 """
 
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from rotationzoo.model.capture import Attention, decoder, eager_attention, intercept
 
-# The largest change of an output, relative to the largest output, that counts as none. Measured on
-# tiny models of 20 families: at most 2e-6 where a shift cancels, .5 and more where it does not.
+# The largest change of an output, relative to the largest output, that counts as none. On tiny
+# models of 20 families it is at most 2e-6 where a shift cancels, and .5 or more where it does not.
 NONE = 1e-3
 _LOGITS = 3.0  # of queries and keys: a cap of 50 must show, and 1 - exp(-30) is 1
 _TOKENS = 16
@@ -27,23 +27,42 @@ _TOKENS = 16
 def ignores_shift(
     attend: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
-    """Whether this attention gives the same for keys that are all shifted alike: tried on the CPU
-    with random numbers in place of queries `[B, H_q, T, D]`, keys and values `[B, H, T, D]`, and of
-    the weights that the attention reads, so that no weights are needed. What cannot be tried is not
-    trusted."""
+    """Whether this attention gives the same output for keys that are all shifted alike.
+
+    It is tried on the CPU, with random numbers in place of queries `[B, H_q, T, D]`, keys and
+    values `[B, H, T, D]` and the weights that the attention reads, so that no weights are needed.
+    An attention that cannot be tried counts as moved.
+    """
     generator = torch.Generator().manual_seed(0)
+    drawn = _with_random_numbers(attend, generator)
+    queries, keys, values = (_LOGITS * _rows(like, generator) for like in (query, key, value))
+    shift = _LOGITS * _rows(key, generator)[:, :, :1]
+    for attempt in _attempts(drawn, attend.module):
+        try:
+            plain = attempt(queries, keys, values)
+            up = (attempt(queries, keys + shift, values) - plain).abs().max().item()
+            down = (attempt(queries, keys - shift, values) - plain).abs().max().item()
+        except Exception:  # each attention asks for something else
+            continue
+        return max(up, down) <= NONE * plain.abs().max().item()
+    return False
+
+
+def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Attention:
+    """The same call with random numbers in place of its module's weights and its options."""
     drawn: dict[int, torch.Tensor] = {}
 
     def draw(given: Any) -> Any:
         """Numbers in the shape of a tensor, the same for the same tensor: sinks are a weight and an
-        argument."""
+        option."""
         if not isinstance(given, torch.Tensor):
             return given
         if id(given) not in drawn:
-            like = torch.randn(given.shape, generator=generator, dtype=torch.float64)
-            drawn[id(given)] = (
-                like if given.is_floating_point() else torch.zeros(given.shape, dtype=given.dtype)
-            )
+            # Drawn for integers too, which are then zeros.
+            numbers = torch.randn(given.shape, generator=generator, dtype=torch.float64)
+            if not given.is_floating_point():
+                numbers = torch.zeros(given.shape, dtype=given.dtype)
+            drawn[id(given)] = numbers
         return drawn[id(given)]
 
     module = copy.copy(attend.module)
@@ -52,37 +71,32 @@ def ignores_shift(
     }
     module._buffers = {name: draw(tensor) for name, tensor in attend.module._buffers.items()}
     options = {name: draw(option) for name, option in attend.options.items()}
-    q, k, v = (_LOGITS * _rows(tensor, generator) for tensor in (query, key, value))
-    shift = _LOGITS * _rows(key, generator)[:, :, :1]
-    seen = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()[None, None]
-    hidden = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(
-        ~seen, torch.finfo(torch.float32).min
-    )
-    attempts = [replace(attend, module=module, mask=seen, options=options)]
+    return replace(attend, module=module, options=options)
+
+
+def _attempts(attend: Attention, module: torch.nn.Module) -> list[Attention]:
+    """The call with a causal mask: by the module's eager implementation if it has one, which needs
+    an additive mask, and by the function that is in use."""
+    visible, hidden = _causal_masks(_TOKENS, torch.float64)
+    in_use = replace(attend, mask=visible)
     try:
-        eager = eager_attention(attend.module)
-        attempts.insert(
-            0, replace(attend, module=module, function=eager, mask=hidden, options=options)
-        )
+        eager = replace(attend, function=eager_attention(module), mask=hidden)
     except AttributeError:
-        pass
-    for attempt in attempts:
-        try:
-            plain = attempt(q, k, v)
-            moved = max(
-                (attempt(q, k + sign * shift, v) - plain).abs().max().item() for sign in (1, -1)
-            )
-        except Exception:  # each attention asks for something else
-            continue
-        return moved <= NONE * plain.abs().max().item()
-    return False
+        return [in_use]
+    return [eager, in_use]
+
+
+def _causal_masks(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A causal mask `[1, 1, T, T]`: boolean, and additive."""
+    visible = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    zeros = torch.zeros(visible.shape, dtype=dtype)
+    return visible, zeros.masked_fill(~visible, torch.finfo(torch.float32).min)
 
 
 def _rows(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """`[1, H, T, D]` with the heads and the dimension of a tensor."""
-    return torch.randn(
-        1, like.shape[1], _TOKENS, like.shape[3], generator=generator, dtype=torch.float64
-    )
+    """Random rows `[1, H, T, D]` with the heads and the dimension of a tensor."""
+    shape = (1, like.shape[1], _TOKENS, like.shape[3])
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:
@@ -91,11 +105,9 @@ def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:
 
 @torch.no_grad()
 def layers_moved(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
-    """The layers whose attention weights for `ids` `[B, T]` are others over keys without their
-    mean, in a model as it was loaded, whatever a look at it without weights has said."""
-    length = ids.shape[1]
-    seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-    hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    """The layers of a loaded model whose attention weights for `ids` `[B, T]` change when keys lose
+    their mean. `ignores_shift` has tried the same without weights; this is the last word."""
+    _, hidden = _causal_masks(ids.shape[1], torch.float32)
     moved: dict[int, float] = {}
 
     def compare(
@@ -113,11 +125,11 @@ def layers_moved(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
 
 
 def reason(layers: Sequence[int]) -> str:
-    """Why keys may not be stored without their mean, of the layers whose attention a shift
+    """Why keys may not be stored without their mean, given the layers whose attention a shift
     moves."""
-    shown = (
-        f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers, {layers[0]} the first"
-    )
+    where = f"layer {layers[0]}"
+    if len(layers) > 1:
+        where = f"{len(layers)} layers, {layers[0]} the first"
     return (
-        f"attention depends on what all keys share, as with learned sinks or a soft cap ({shown})"
+        f"attention depends on what all keys share, as with learned sinks or a soft cap ({where})"
     )

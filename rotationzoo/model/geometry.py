@@ -1,9 +1,12 @@
-"""The attention of a model: which layers store keys and values, with what heads and dimensions.
+"""The attention of a model: which layers store keys and values, with what heads and dimensions; and
+why a model cannot be calibrated.
 
 There is no list of models. The model runs on a few tokens, usually on `meta` without weights, and
-what attention was handed is held against what the cache stores.
+what attention was handed is compared with what the cache stores. A model family that fails, fails
+here: every refusal is a sentence in `geometry_of`.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,8 +35,8 @@ class Layer:
     value_dim: int
     shift_invariant: bool | None = None
     """Whether its attention ignores what all keys share, so that a mean subtracted from them
-    changes nothing. None where nobody has tried: files imported for no model, artifacts of earlier
-    versions."""
+    changes nothing. None where it was not tried: in files imported for no model, and in artifacts
+    of earlier versions."""
 
     @property
     def group(self) -> int:
@@ -45,7 +48,7 @@ Geometry = list[Layer]
 
 
 def cached_layers(geometry: Geometry) -> Geometry:
-    """The layers that store keys and values of their own: those that get a rotation."""
+    """The layers that store their keys and values themselves: those that get a rotation."""
     return [layer for layer in geometry if layer.owner == layer.index]
 
 
@@ -55,16 +58,15 @@ def shifted_layers(geometry: Geometry) -> list[int]:
 
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
-    """Whether two geometries have the same layers, heads and dimensions, whatever is known of them
-    besides."""
-    one, two = (
-        [replace(layer, shift_invariant=None) for layer in layers] for layers in (geometry, other)
-    )
-    return one == two
+    """Whether two geometries have the same layers, heads and dimensions, whatever else is known of
+    them."""
+    return [replace(layer, shift_invariant=None) for layer in geometry] == [
+        replace(layer, shift_invariant=None) for layer in other
+    ]
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:
-    """What nobody has tried is left out."""
+    """A manifest's `geometry`. What was not tried is left out."""
     layers = (asdict(layer) for layer in geometry)
     return [{name: value for name, value in layer.items() if value is not None} for layer in layers]
 
@@ -77,9 +79,22 @@ def geometry_from_json(content: list[dict[str, Any]]) -> Geometry:
         raise RotationZooError("the geometry in the manifest is damaged") from error
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What the attention of one layer was handed."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attend: Attention
+
+
+_Shape = tuple[int, int]  # heads and dimension
+
+
 def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
     """The attention geometry of a model on `meta`, or None where its forward needs values (then
-    look at real weights)."""
+    look at real weights). Raises `UnsupportedModel` with the reason."""
     tower = decoder(model)
     # The default experts loop over the tokens each expert got, which needs values; batched ones
     # have the same shapes.
@@ -93,7 +108,7 @@ def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
 
 @torch.no_grad()
 def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geometry:
-    """Who calls attention, with what heads, and whether the cache stores what was captured.
+    """Which layers call attention, with what heads, and whether the cache stores what was captured.
 
     `ids` `[B, T]` defaults to a few zeros on the model's device. Raises `UnsupportedModel` with the
     reason.
@@ -103,88 +118,122 @@ def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geom
     # the latent.
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
-    tower = decoder(model)
     if ids is None:
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device)
-    calls: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    attention: dict[int, Attention] = {}
-
-    def note(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        if layer in calls:
-            raise UnsupportedModel(
-                f"{name} computes attention more than once in a layer, on other values than it caches"
-            )
-        calls[layer], attention[layer] = (query, key, value), attend
-        return attend(query, key, value)
-
-    with intercept(model, note):
-        cache = getattr(tower(input_ids=ids, use_cache=True), "past_key_values", None)
+    calls, stored = _run(model, ids)
     if not calls:
         raise UnsupportedModel(
             f"{name} computes attention in code of its own, or none at all: no hook can read it",
             hint="only models that use transformers' attention interface can be calibrated",
         )
-    acausal = [
-        m
-        for m in tower.modules()
-        if hasattr(m, "layer_idx") and getattr(m, "is_causal", True) is False
-    ]
-    if acausal:
+    if _is_encoder(model):
         raise UnsupportedModel(
             f"{name} is an encoder: its tokens attend to later ones", hint=CAUSAL_HINT
         )
-    stored = _stored(cache)
     if unseen := sorted(stored.keys() - calls.keys()):
         raise UnsupportedModel(
             f"{name} caches keys in layers {unseen} that never called the attention interface"
         )
-    geometry = []
-    for index, (query, key, value) in sorted(calls.items()):
-        shapes = (_heads_and_dim(key), _heads_and_dim(value))
-        # One tensor read as both keys and values is a latent too, although its shape is that of one
-        # head.
-        if key is value or (index in stored and stored[index] != shapes):
-            raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
-        owner = index if index in stored else _owner(index, key, calls, stored.keys())
-        if owner is None:
+    return [_layer(name, index, calls, stored) for index in sorted(calls)]
+
+
+def _run(
+    model: PreTrainedModel, ids: torch.Tensor
+) -> tuple[dict[int, _Call], dict[int, tuple[_Shape, _Shape]]]:
+    """Layer -> what its attention was handed; and layer -> shapes of the keys and values that the
+    cache holds."""
+    calls: dict[int, _Call] = {}
+
+    def record(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        if layer in calls:
             raise UnsupportedModel(
-                f"layer {index} of {name} attends to keys and values that no cache layer stores"
+                f"{type(model).__name__} computes attention more than once in a layer, "
+                "on other values than it caches"
             )
-        ignores = ignores_shift(attention[index], query, key, value)
-        geometry.append(Layer(index, owner, query.shape[1], *shapes[0], shapes[1][1], ignores))
-    return geometry
+        calls[layer] = _Call(query, key, value, attend)
+        return attend(query, key, value)
+
+    with intercept(model, record):
+        output = decoder(model)(input_ids=ids, use_cache=True)
+    return calls, _stored_shapes(getattr(output, "past_key_values", None))
+
+
+def _layer(
+    name: str,
+    index: int,
+    calls: Mapping[int, _Call],
+    stored: Mapping[int, tuple[_Shape, _Shape]],
+) -> Layer:
+    """The attention of one layer. Raises `UnsupportedModel` where the cache stores something else
+    than was captured."""
+    call = calls[index]
+    key_shape, value_shape = _shape(call.key), _shape(call.value)
+    differs = index in stored and stored[index] != (key_shape, value_shape)
+    # One tensor read as both keys and values is a latent too, although its shape is that of one
+    # head.
+    if call.key is call.value or differs:
+        raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
+    owner = index if index in stored else _owner(index, calls, stored)
+    if owner is None:
+        raise UnsupportedModel(
+            f"layer {index} of {name} attends to keys and values that no cache layer stores"
+        )
+    kv_heads, key_dim = key_shape
+    return Layer(
+        index,
+        owner,
+        query_heads=call.query.shape[1],
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_shape[1],
+        shift_invariant=ignores_shift(call.attend, call.query, call.key, call.value),
+    )
+
+
+def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> int | None:
+    """The latest earlier layer with a cache that was handed the very same keys."""
+    key = calls[index].key
+    earlier = [layer for layer in calls if layer < index and layer in stored]
+    for layer in sorted(earlier, reverse=True):
+        if _same_keys(key, calls[layer].key):
+            return layer
+    return None
+
+
+def _same_keys(key: torch.Tensor, earlier: torch.Tensor) -> bool:
+    """Whether keys are one tensor, or equal: on `meta` there are no values to compare."""
+    if key is earlier:
+        return True
+    if key.is_meta or key.shape != earlier.shape:
+        return False
+    return torch.equal(key.cpu(), earlier.cpu())
+
+
+def _is_encoder(model: PreTrainedModel) -> bool:
+    """Whether some attention of the decoder says that it is not causal."""
+    attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
+    return any(getattr(module, "is_causal", True) is False for module in attentions)
 
 
 def _latent(name: str) -> str:
-    return f"{name} caches a compressed latent (MLA or alike), not the keys and values that its attention reads"
+    return (
+        f"{name} caches a compressed latent (MLA or alike), "
+        "not the keys and values that its attention reads"
+    )
 
 
-def _heads_and_dim(tensor: torch.Tensor) -> tuple[int, int]:
+def _shape(tensor: torch.Tensor) -> _Shape:
     return tensor.shape[1], tensor.shape[-1]
 
 
-def _stored(cache: Any) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-    """Layer -> (heads, dim) of the keys and of the values that the cache holds; layers without any
-    are absent."""
+def _stored_shapes(cache: Any) -> dict[int, tuple[_Shape, _Shape]]:
+    """Layer -> shapes of the keys and of the values that the cache holds; layers without any are
+    absent."""
     stored = {}
     for index, layer in enumerate(getattr(cache, "layers", [])):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor):
-            stored[index] = _heads_and_dim(keys), _heads_and_dim(values)
+            stored[index] = _shape(keys), _shape(values)
     return stored
-
-
-def _owner(index: int, key: torch.Tensor, calls: dict[int, Any], stored: Any) -> int | None:
-    """The latest earlier layer with a cache that was handed the very same keys."""
-    for other in sorted(
-        (layer for layer in calls if layer < index and layer in stored), reverse=True
-    ):
-        theirs = calls[other][1]
-        same_values = (
-            not key.is_meta and key.shape == theirs.shape and torch.equal(key.cpu(), theirs.cpu())
-        )
-        if key is theirs or same_values:
-            return other
-    return None

@@ -1,10 +1,8 @@
-"""One causal language model: its config, its shapes on `meta`, its weights on one device or spread
-over many."""
+"""Loading a causal language model: its config, its tokenizer, its shapes on `meta`, its weights on
+one device or spread over many."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +24,17 @@ from rotationzoo.errors import (
     UsageError,
     as_unavailable,
 )
+from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import CAUSAL_HINT
-from rotationzoo.model.source import Source, config_hash, license_of, read_json, weight_files
+from rotationzoo.model.placement import Placement
+from rotationzoo.model.source import Source, config_hash, license_of
 
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
 def load_config(source: Source) -> PretrainedConfig:
-    """The model's config. Raises `ModelUnavailable` if unreadable, `UnsupportedModel` for what is
-    no causal decoder."""
+    """The model's config. Raises `ModelUnavailable` where it cannot be read, and `UnsupportedModel`
+    for a model that is no causal decoder."""
     kind = read_json(source.folder / "config.json").get("model_type")
     if not kind:
         raise ModelUnavailable(
@@ -46,7 +46,9 @@ def load_config(source: Source) -> PretrainedConfig:
             hint="upgrade transformers; models that bring their own code are not supported",
         )
     with as_unavailable(f"the config of {source.name} is not valid", hint=_FETCH_HINT):
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source.folder, trust_remote_code=False
+        )
     if config.is_encoder_decoder:
         raise UnsupportedModel(
             f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT
@@ -56,7 +58,7 @@ def load_config(source: Source) -> PretrainedConfig:
 
 
 def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) -> dict[str, Any]:
-    """A manifest's `model`: what tells which model an artifact is for."""
+    """The table `model` of a manifest, which identifies the model that an artifact is for."""
     return {
         "id": source.label,
         "revision": source.revision,
@@ -68,6 +70,7 @@ def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) 
 
 
 def _model_class(config: PretrainedConfig, name: str) -> Any:
+    """The auto class that builds models of this config. Raises `UnsupportedModel`."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
@@ -79,11 +82,12 @@ def _model_class(config: PretrainedConfig, name: str) -> Any:
 def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
     """The model as its config describes it, on `meta`: shapes without weights."""
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
-        return (
-            _model_class(config, name)
-            .from_config(config, trust_remote_code=False, **_implementations(config))
-            .eval()
-        )
+        model_class = _model_class(config, name)
+        options = _implementations(config)
+        model: PreTrainedModel = model_class.from_config(
+            config, trust_remote_code=False, **options
+        ).eval()
+    return model
 
 
 def _implementations(config: PretrainedConfig) -> dict[str, str | None]:
@@ -105,28 +109,22 @@ def load(
     config: PretrainedConfig,
     device: str,
     dtype: torch.dtype | str,
-    placement: "Placement | None" = None,
+    placement: Placement | None = None,
     predicts: bool = True,
 ) -> PreTrainedModel:
-    """The model with its weights, in eval mode, on one device or spread by accelerate. Raises
-    `ModelUnavailable`.
+    """The model with its weights, in eval mode. Raises `ModelUnavailable`.
 
-    Where nothing is made of what it `predicts`, its language-model head may be missing, as it is in
-    some checkpoints.
-
-    Quantized weights come in the type that their makers chose, whatever `dtype` says.
+    * `device`: where the weights go, unless a `placement` spreads them with accelerate.
+    * `dtype`: the type of the weights. Quantized weights come in the type that their makers chose,
+      whatever it says.
+    * `predicts`: False where only the decoder is run. The language-model head may then be missing,
+      as it is in some checkpoints.
     """
-    # False, not absent: absent, transformers would ask on the terminal whether to run the
-    # repository's own code.
-    options: dict[str, Any] = {
-        "device_map": device,
-        "trust_remote_code": False,
-        **_implementations(config),
-    }
     if getattr(config, "quantization_config", None):
         dtype = "auto"
+    where: dict[str, Any] = {"device_map": device}
     if placement is not None:
-        options |= {
+        where = {
             "device_map": placement.device_map,
             "max_memory": placement.max_memory,
             "offload_folder": placement.offload_folder,
@@ -134,8 +132,16 @@ def load(
     cannot = f"{source.name} could not be loaded"
     try:
         with as_unavailable(cannot, hint=_FETCH_HINT):
-            model, found = _model_class(config, source.name).from_pretrained(
-                source.folder, config=config, dtype=dtype, output_loading_info=True, **options
+            model, loading_info = _model_class(config, source.name).from_pretrained(
+                source.folder,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                # False, not absent: absent, transformers would ask on the terminal whether to run
+                # the repository's own code.
+                trust_remote_code=False,
+                **where,
+                **_implementations(config),
             )
     except ModelUnavailable as error:
         if _is_out_of_memory(error.__cause__):
@@ -147,14 +153,15 @@ def load(
                 f"{cannot}: its weights do not have the shapes of its config", hint=_FETCH_HINT
             ) from error
         raise
-    # transformers fills missing weights with random ones and says so in a warning.
-    if missing := sorted(
-        name for name in found["missing_keys"] if predicts or "lm_head" not in name
-    ):
+    missing = sorted(loading_info["missing_keys"])
+    if not predicts:
+        missing = [name for name in missing if "lm_head" not in name]
+    if missing:  # transformers fills them with random numbers and says so in a warning
         raise ModelUnavailable(
             f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT
         )
-    return model.eval()
+    evaluated: PreTrainedModel = model.eval()
+    return evaluated
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
@@ -173,8 +180,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def torch_device(device: str) -> str:
-    """`auto` is the accelerator where there is one. Raises `UsageError` for one that is not
-    there."""
+    """The name of a device that is there; `auto` is the accelerator if there is one. Raises
+    `UsageError`."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -189,20 +196,22 @@ def torch_dtype(dtype: str, device: str, device_map: str | None) -> torch.dtype 
     """`auto` is the checkpoint's own type on an accelerator or spread over devices, and float32 on
     a CPU alone."""
     if dtype != "auto":
-        return getattr(torch, dtype)
+        named: torch.dtype = getattr(torch, dtype)
+        return named
     return torch.float32 if torch_device(device) == "cpu" and device_map is None else "auto"
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go. Of a model whose first weights are offloaded, accelerate takes them from
-    the CPU."""
+    """Where token ids go. accelerate takes them from the CPU where the model's first weights are
+    offloaded."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 @contextmanager
 def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
-    """What goes wrong inside the model's own forward on batches of so many rows of so many tokens,
-    as one sentence."""
+    """Turn what goes wrong inside the model's own forward, on batches of `batch` rows of `length`
+    tokens, into one sentence. Raises `RotationZooError` with smaller settings as its hint where
+    memory ran out."""
     try:
         with as_unavailable(f"{model} fails when it runs"):
             yield
@@ -220,53 +229,5 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
     # On a full GPU CUDA's libraries fail in their own ways, before torch's allocator does.
-    said = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """accelerate's device map, with memory limits per device and a scratch folder for weights kept
-    on disk."""
-
-    device_map: str
-    max_memory: dict[int | str, str] | None
-    offload_folder: str
-
-
-@contextmanager
-def placement(device_map: str | None, max_memory: str | None) -> Iterator[Placement | None]:
-    """Where the weights go, or None for one device; the scratch folder is gone afterwards."""
-    if device_map is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="rotationzoo-offload-") as folder:
-        yield Placement(device_map, memory_limits(device_map, max_memory), folder)
-
-
-def memory_limits(device_map: str | None, max_memory: str | None) -> dict[int | str, str] | None:
-    """`0=20GiB,cpu=60GiB` as accelerate takes it. Raises `UsageError`."""
-    if max_memory is None:
-        return None
-    if device_map is None:
-        raise UsageError("--max-memory needs a device map", hint="add: --device-map auto")
-    limits: dict[int | str, str] = {}
-    for part in filter(None, max_memory.split(",")):
-        device, _, amount = part.partition("=")
-        if not device or not amount:
-            raise UsageError(
-                f"--max-memory has no amount in {part!r}",
-                hint="write it as: --max-memory 0=20GiB,cpu=60GiB",
-            )
-        limits[int(device) if device.isdigit() else device] = amount
-    return limits
-
-
-def weights_bytes(source: Source, model: PreTrainedModel) -> int:
-    """Size of the weight files where they are local, else of the parameters on `meta` in the
-    config's dtype."""
-    files = weight_files(source.folder)
-    if files:
-        return sum(path.stat().st_size for path in files)
-    dtype = getattr(model.config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
-    return sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    signs = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate")
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)

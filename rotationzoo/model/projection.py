@@ -6,6 +6,7 @@ with scales. It is read where it is, one layer at a time: in float32 those of al
 large as a small model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,9 @@ from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.loading import input_device
 
 WEIGHT, DEQUANTIZED = "weight", "dequantized"
-_SCALES = (
-    "weight_scale_inv",
-    "weight_scale",
-)  # of FP8 weights: by block, by row or one for all; both are multiplied with
+# What FP8 weights are multiplied with, by block, by row or as a whole; despite its name, the first
+# is no inverse of the second.
+_SCALES = ("weight_scale_inv", "weight_scale")
 _PROBE_TOKENS = 8
 
 
@@ -35,9 +35,9 @@ class OutputProjection:
 
     @torch.no_grad()
     def read(self) -> tuple[torch.Tensor | None, str]:
-        """What it makes of each query head, `[H_q, D_v, hidden]` float32, and whether that is the
-        module's `weight` or was `dequantized` from FP8. None, and the words `identity: ` with a
-        reason, where it cannot be told.
+        """The matrix of each query head, `[H_q, D_v, hidden]` float32, and whether it is the
+        module's `weight` or was `dequantized` from FP8. Where it cannot be read: None, and
+        `identity: ` with the reason.
 
         Raises `RotationZooError` where it is not finite.
         """
@@ -45,20 +45,22 @@ class OutputProjection:
             width = self.layer.query_heads * self.layer.value_dim
             return None, f"identity: no linear map of {width} channels runs after the attention"
         with loaded(self.module):
-            weight, kept = _weight(self.module)
+            weight, origin = _weight(self.module)
             if weight is None:
-                return None, kept
-            heads = weight.float().T.unflatten(0, (self.layer.query_heads, -1)).contiguous()
+                return None, origin
+            split = (self.layer.query_heads, -1)
+            heads = torch.unflatten(weight.float().T, 0, split).contiguous()
         if not torch.isfinite(heads).all():
             raise RotationZooError(
                 f"the output projection of layer {self.layer.index} is not finite",
                 hint="fetch the weights again",
             )
-        return heads, kept
+        return heads, origin
 
 
 def _weight(module: torch.nn.Module) -> tuple[torch.Tensor | None, str]:
-    """The weight `[hidden, H_q D_v]` of a module that is loaded."""
+    """The weight `[hidden, H_q D_v]` of a module that is loaded, and its origin, as `read` has
+    them."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         dtype = str(getattr(weight, "dtype", "another form")).removeprefix("torch.")
@@ -67,17 +69,22 @@ def _weight(module: torch.nn.Module) -> tuple[torch.Tensor | None, str]:
         return None, "identity: its weights are not in memory while it runs"
     if weight.itemsize > 1:
         return weight, WEIGHT
-    scale = next(
-        (s for s in (getattr(module, name, None) for name in _SCALES) if s is not None), None
-    )
+    scale = _scale(module)
     if scale is None or not scale.is_floating_point():
         return None, f"identity: its {weight.dtype} weights have no scale".replace("torch.", "")
-    if (dequantized := _dequantize(weight, scale, getattr(module, "block_size", None))) is None:
-        return (
-            None,
-            f"identity: scales {list(scale.shape)} do not fit its weights {list(weight.shape)}",
-        )
+    dequantized = _dequantize(weight, scale, getattr(module, "block_size", None))
+    if dequantized is None:
+        shapes = f"scales {list(scale.shape)} do not fit its weights {list(weight.shape)}"
+        return None, f"identity: {shapes}"
     return dequantized, DEQUANTIZED
+
+
+def _scale(module: torch.nn.Module) -> torch.Tensor | None:
+    for name in _SCALES:
+        scale: torch.Tensor | None = getattr(module, name, None)
+        if scale is not None:
+            return scale
+    return None
 
 
 def _dequantize(weight: torch.Tensor, scale: torch.Tensor, block_size: Any) -> torch.Tensor | None:
@@ -88,25 +95,26 @@ def _dequantize(weight: torch.Tensor, scale: torch.Tensor, block_size: Any) -> t
     if scale.numel() == 1:
         return weight.float() * scale.reshape(())
     grid = scale[:, None] if scale.ndim == 1 else scale
-    sizes = block_size or [
-        -(-size // count) for size, count in zip(weight.shape, grid.shape, strict=True)
-    ]
-    if [-(-size // block) for size, block in zip(weight.shape, sizes, strict=True)] != list(
-        grid.shape
-    ):
+    sizes = block_size or _divide_up(weight.shape, grid.shape)
+    if _divide_up(weight.shape, sizes) != list(grid.shape):
         return None
     for dim, block in enumerate(sizes):
         grid = grid.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
     return weight.float() * grid
 
 
+def _divide_up(sizes: Sequence[int], divisors: Sequence[int]) -> list[int]:
+    """Quotients, rounded up."""
+    return [-(-size // divisor) for size, divisor in zip(sizes, divisors, strict=True)]
+
+
 @torch.no_grad()
 def output_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, OutputProjection]:
-    """Each layer's output projection: the first linear map of the right width that is run after its
-    attention."""
+    """Layer -> its output projection: the first linear map of the right width that is run after
+    its attention."""
     widths = {layer.index: layer.query_heads * layer.value_dim for layer in geometry}
     modules: dict[int, torch.nn.Module] = {}
-    waiting: list[int] = []
+    waiting: list[int] = []  # the layer whose attention was run last, until its projection is
 
     def note_attention(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
@@ -119,8 +127,8 @@ def output_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, 
             modules[waiting.pop()] = module
 
     # Not by class: some libraries' quantized linear maps are no torch.nn.Linear.
-    linear = [module for module in model.modules() if hasattr(module, "in_features")]
-    hooks: list[Any] = [module.register_forward_pre_hook(note_module) for module in linear]
+    linear_maps = [module for module in model.modules() if hasattr(module, "in_features")]
+    hooks: list[Any] = [module.register_forward_pre_hook(note_module) for module in linear_maps]
     try:
         with intercept(model, note_attention):
             ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=input_device(model))

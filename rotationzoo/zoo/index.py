@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rotationzoo.artifact.manifest import ROTATIONS, EvaluationSummary, Sha256
+from rotationzoo.artifact.manifest import ROTATIONS, Sha256
+from rotationzoo.artifact.results import EvaluationSummary
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, strict_json
 

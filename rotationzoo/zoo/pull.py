@@ -39,6 +39,8 @@ class Pulled:
     files: dict[str, str]
     """Name -> sha256 of what is on the disk."""
     notes: list[str] = field(default_factory=list)
+    artifact: Artifact | None = None
+    """Opened, with what was read of it when it was checked; None of files of OSCAR's makers."""
 
 
 def pull_first(
@@ -76,22 +78,24 @@ def pull(
     if entry.format == "oscar":
         return _pull_foreign(entry, copy, target, progress)
     if (there := hashes(target, entry.files)) is not None:
-        check_entry(entry, Artifact.open(target), f"{copy.path} of {copy.repo}")
-        return Pulled(target, entry, copy, revision, there, ["it was here already"])
+        artifact = Artifact.open(target, there)
+        check_entry(entry, artifact, f"{copy.path} of {copy.repo}")
+        return Pulled(target, entry, copy, revision, there, ["it was here already"], artifact)
     _check_target(target, entry)
     revision = revision or client.resolve(copy.repo)
     with disk_errors(target), temporary_sibling(target) as work:
         progress(f"downloading from {copy.repo} on {TITLES[copy.hub]}", 0, 0)
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         got = _download(copy, revision, sizes, work)
+        hashed = {name: sha256(got / name) for name in entry.files}
         for name, file in entry.files.items():
-            if sha256(got / name) != file.sha256:
+            if hashed[name] != file.sha256:
                 raise RotationZooError(
                     f"{name} of {copy.repo} is not the file that the index lists: its sha256 differs",
                     hint="run the same command again; if it stays so, tell the owners of the repository",
                 )
         progress("checking", 0, 0)
-        artifact = Artifact.open(got)
+        artifact = Artifact.open(got, hashed)
         checked = verify(artifact)
         if not checked.ok:
             raise RotationZooError(
@@ -99,9 +103,8 @@ def pull(
             )
         check_entry(entry, artifact, f"{copy.path} of {copy.repo}")
         install(got, target)
-    there = hashes(target, entry.files)
-    assert there is not None
-    return Pulled(target, entry, copy, revision, there)
+    artifact = artifact.moved_to(target)
+    return Pulled(target, entry, copy, revision, hashed, artifact=artifact)
 
 
 def are_there(found: Found, entries: list[Entry]) -> list[bool | None]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact import card as cards
-from rotationzoo.artifact.manifest import parse
-from rotationzoo.artifact.store import CARD, MANIFEST, STATISTICS, Artifact
+from rotationzoo.artifact.card import render_card
+from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
+from rotationzoo.artifact.store import CARD, MANIFEST, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent, UsageError
 from rotationzoo.storage import strict_json
@@ -54,8 +54,8 @@ def prepare(artifact: Artifact, repo: str, statistics: bool = True) -> Upload:
     files: dict[str, Path | bytes] = {name: regular_file(artifact.folder, name) for name in names}
     kept = {**artifact.content, "files": {name: artifact.content["files"][name] for name in names}}
     files[MANIFEST] = strict_json.text(kept)
-    files[CARD] = cards.render(
-        parse(kept, "the manifest")
+    files[CARD] = render_card(
+        parse_manifest(kept, "the manifest")
     ).encode()  # anew: of the file in the folder nothing is known
     slug = f"{artifact.recipe.name}-{artifact.identity[:12]}"
     model = ownership.listed_name(manifest.model)

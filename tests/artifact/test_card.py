@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from support.models import save_tiny
 from support.places import ROOT
 
-from rotationzoo.artifact import card
+from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.calibration.job import calibrate
@@ -66,7 +66,7 @@ def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, cha
 def test_the_size_is_said_for_each_format_and_is_right(model, tmp_path):
     """Of a head dimension of 16 in one group, 64 and 256 of 131,072 tokens exact: computed by
     hand."""
-    page = card.render(made(model, tmp_path).manifest)
+    page = render_card(made(model, tmp_path).manifest)
     exact = 320 / 131072
     for name, kind, bits in (
         ("sglang", "float32", 2 + 64 / 16),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from support.damage import SMALL, refused, small_artifact
 
-from rotationzoo.artifact import manifest as manifests
+from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -168,7 +168,7 @@ def test_a_number_that_is_not_finite_is_never_written(folder):
     with pytest.raises(RotationZooError):
         strict_json.text({"perplexity": float("nan")})
     with pytest.raises(RotationZooError, match=r"metrics\.orthogonality_error"):
-        manifests.check(
+        parse_manifest(
             artifact.content | {"metrics": {"orthogonality_error": float("inf")}}, "the manifest"
         )
 

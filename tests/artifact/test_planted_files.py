@@ -12,9 +12,8 @@ import pytest
 from support.damage import refused, small_artifact
 from support.models import save_tiny
 
-from rotationzoo.artifact import card
-from rotationzoo.artifact import store as artifacts
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError
@@ -126,7 +125,7 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     (folder / name).symlink_to(docs.file)
     artifact = Artifact.open(folder)
     artifact.check_writable()
-    artifacts.add(artifact, {"spectra.png": b"a picture"}, {}, card.render)
+    add_files(artifact, {"spectra.png": b"a picture"}, {})
     assert docs.whole()
     assert verify(Artifact.open(folder)).ok
 

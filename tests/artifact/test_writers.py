@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from support.damage import small_artifact
 
-from rotationzoo.artifact import card
-from rotationzoo.artifact import store as artifacts
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import add_files, write_artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
@@ -95,7 +94,7 @@ def at_every_step(work, check) -> int:
 @pytest.mark.hostile("crash")
 def test_an_artifact_is_sound_after_a_kill_at_any_step_of_adding(folder):
     def add() -> None:
-        artifacts.add(Artifact.open(folder), {"spectra.png": b"picture"}, {"seen": 1}, card.render)
+        add_files(Artifact.open(folder), {"spectra.png": b"picture"}, {"seen": 1})
 
     def check(done: bool) -> None:
         artifact = Artifact.open(folder)
@@ -118,7 +117,7 @@ def test_an_artifact_is_the_old_or_the_new_after_a_kill_at_any_step_of_replacing
     )
 
     def replace() -> None:
-        artifacts.write(folder, other.rotations, None, manifest, card.render)
+        write_artifact(folder, other.rotations, None, manifest)
 
     def check(done: bool) -> None:
         artifact = Artifact.open(folder)
@@ -184,7 +183,7 @@ def add_one(folder: str, name: str, metric: str, ready, go) -> None:
     artifact = Artifact.open(Path(folder))
     ready.release()
     go.wait(60)
-    artifacts.add(artifact, {name: name.encode()}, {metric: {"a": 1}}, card.render)
+    add_files(artifact, {name: name.encode()}, {metric: {"a": 1}})
 
 
 @pytest.mark.hostile("crash")
@@ -218,7 +217,7 @@ def test_nothing_is_added_to_other_rotations(made, folder):
     shutil.rmtree(folder)
     another(made, folder, "hadamard")
     with pytest.raises(RotationZooError, match="holds other rotations by now"):
-        artifacts.add(artifact, {"spectra.png": b""}, {}, card.render)
+        add_files(artifact, {"spectra.png": b""}, {})
     with pytest.raises(RotationZooError, match="was replaced while it was read"):
         artifact.rotation_tensors()
 
@@ -253,7 +252,7 @@ def test_readers_find_the_artifact_while_it_is_replaced(folder):
     reader = threading.Thread(target=look)
     reader.start()
     for number in range(30):
-        artifacts.add(Artifact.open(folder), {"spectra.png": bytes(number)}, {}, card.render)
+        add_files(Artifact.open(folder), {"spectra.png": bytes(number)}, {})
     stop.set()
     reader.join()
     assert problems == []
@@ -326,7 +325,7 @@ def test_what_else_is_in_a_folder_stays(folder):
     (folder / "notes").chmod(0o700)
     folder.chmod(0o750)
     rotations = (folder / "rotations.safetensors").stat()
-    artifacts.add(Artifact.open(folder), {"spectra.png": b""}, {}, card.render)
+    add_files(Artifact.open(folder), {"spectra.png": b""}, {})
     assert (folder / "notes" / "deep" / "a.txt").read_text() == "mine"
     assert os.readlink(folder / "link") == "notes"
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "notes")] == [0o750, 0o700]

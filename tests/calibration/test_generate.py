@@ -19,7 +19,9 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data, Recipe
-from rotationzoo.text import documents
+from rotationzoo.text.documents import BUNDLED
+from rotationzoo.text.prompts import read_prompts
+from rotationzoo.text.rows import pack_texts
 
 GREEDY = {"temperature": 1e-4, "top_k": 0, "top_p": 1.0}
 BARE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -192,8 +194,8 @@ def test_the_makers_settings_are_used(tmp_path):
 
 
 def test_prompts_are_spread_over_the_texts(tokenizer):
-    found = documents.prompts(SELF, tokenizer)
-    texts = [json.loads(line)["text"] for line in documents.BUNDLED.read_text().splitlines()]
+    found = read_prompts(SELF, tokenizer)
+    texts = [json.loads(line)["text"] for line in BUNDLED.read_text().splitlines()]
     pieces = {
         tuple(ids[at : at + 16])
         for ids in tokenizer(texts).input_ids
@@ -207,11 +209,11 @@ def test_prompts_are_spread_over_the_texts(tokenizer):
 def test_chats_end_where_it_is_the_models_turn(chats, tokenizer):
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     tokenizer.chat_template = template
-    whole = documents.prompts(SELF.model_copy(update={"prompts": str(chats)}), tokenizer)
+    whole = read_prompts(SELF.model_copy(update={"prompts": str(chats)}), tokenizer)
     found = {tokenizer.decode(row) for row in whole.rows}
     assert found == {"u:first\na:", "u:first\na:second\nu:third\na:"}
     assert whole.note is None
-    short = documents.prompts(
+    short = read_prompts(
         SELF.model_copy(update={"prompts": str(chats), "length": 20, "prompt_tokens": 8}), tokenizer
     )
     assert {tokenizer.decode(row) for row in short.rows} == {"u:first\na:"}
@@ -225,9 +227,9 @@ def test_a_start_token_is_given_and_not_doubled(tokenizer):
     starting._tokenizer.post_processor = __import__("tokenizers").processors.TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", 0)]
     )
-    prompts = documents.prompts(SELF, starting).rows
+    prompts = read_prompts(SELF, starting).rows
     assert all(row[0] == 0 and row[1] != 0 for row in prompts)
-    rows = documents.written(
+    rows = pack_texts(
         [torch.cat([row, torch.arange(1, 113)]) for row in prompts], SELF, starting
     ).rows
     assert all(
@@ -399,7 +401,7 @@ def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
     ends = generate.end_tokens(model, tokenizer)
     texts = generate.write(
         model,
-        documents.prompts(SELF, tokenizer).rows,
+        read_prompts(SELF, tokenizer).rows,
         128,
         1024,
         2,
@@ -408,6 +410,6 @@ def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
     )
     assert all(
         torch.equal(a, b)
-        for a, b in zip(rows, documents.written(texts, SELF, tokenizer).rows, strict=True)
+        for a, b in zip(rows, pack_texts(texts, SELF, tokenizer).rows, strict=True)
     )
     assert made.content["calibration"]["rows"] == len(rows) == 8

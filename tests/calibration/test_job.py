@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from support import architectures
 from support.models import save_tiny
 
-from rotationzoo.artifact import card
-from rotationzoo.artifact import store as artifacts
 from rotationzoo.artifact.layout import rotations_from, statistics_from, statistics_tensors
 from rotationzoo.artifact.spectra import summarize
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration import job as jobs
 from rotationzoo.calibration import plan as plans
 from rotationzoo.calibration.collect import collect
@@ -31,7 +30,8 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search, override
-from rotationzoo.text import documents
+from rotationzoo.storage.files import sha256
+from rotationzoo.text.rows import read_corpus
 
 SMALL = Data(tokens=2048, length=256)
 RECIPE = Recipe(data=SMALL)
@@ -151,12 +151,11 @@ def test_a_recipe_that_centers_keeps_the_mean(base, side, tiny, tmp_path):
         )
     assert f"({side[0]} - mean) R_{side[0].upper()}" in (artifact.folder / "README.md").read_text()
     rotations[f"layers.1.{side}.mean"] += 1
-    changed = artifacts.write(
+    changed = write_artifact(
         artifact.folder,
         rotations_from(rotations),
         statistics_from(statistics),
         dict(artifact.content),
-        card.render,
     )
     assert verify(changed).problems == [f"{side} mean not that of the statistics: layer 1"]
 
@@ -275,7 +274,7 @@ def test_an_artifact_that_cannot_be_replaced_is_put_back(made, tmp_path, monkeyp
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(RotationZooError, match="cannot be written: No space left"):
-        artifacts.write(folder, made.rotations, None, made.content, lambda manifest: "")
+        write_artifact(folder, made.rotations, None, made.content)
     monkeypatch.undo()
     assert verify(Artifact.open(folder)).ok
     folder.rename(tmp_path / ".out.old")  # as a kill between the two renames leaves it
@@ -442,7 +441,7 @@ def test_work_of_an_earlier_version_is_the_same_job(
     monkeypatch.setattr(jobs, "device_name", lambda device: "x86_64 CPU")
     mine = job(tiny, tmp_path, **options)
     source = find(str(tiny))
-    text = documents.read(SMALL, loading.load_tokenizer(source))
+    text = read_corpus(SMALL, loading.load_tokenizer(source))
     ours = jobs._identity(mine, source, text)
     new = ("threads", "device_map", "max_memory", "budget")
     theirs = {key: value for key, value in ours.items() if key not in new} | {
@@ -752,7 +751,7 @@ def test_verify_finds_each_kind_of_damage(copy):
 
 
 def _known(path: Path) -> dict:
-    return {"size": path.stat().st_size, "sha256": artifacts.sha256(path)}
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
 def test_verify_checks_what_no_statistics_back(tiny, tmp_path):

@@ -12,7 +12,8 @@ import torch
 import transformers
 from support.models import save_tiny
 
-from rotationzoo.cache.simulated import Arm, Cache
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration import memory
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit

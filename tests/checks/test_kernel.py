@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.models import save_tiny
 
-from rotationzoo.artifact import card, store
+from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import draw, edge_rows, validate
@@ -50,7 +51,7 @@ def test_a_report_of_a_gpu_is_kept(folder):
         "codes_equal": True,
         "dequantized_equal": True,
     }
-    store.add(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu}, card.render)
+    add_files(Artifact.open(folder), {"validation.json": b"{}"}, {"validation": gpu})
     validate(Artifact.open(folder), rows=64, device="cpu")
     assert (folder / "validation.json").read_bytes() == b"{}"
     assert "On NVIDIA H200, `int2.cu` gave" in (folder / "README.md").read_text()
@@ -109,7 +110,7 @@ def test_a_full_disk_leaves_the_artifact_as_it_was(folder, monkeypatch):
 
     monkeypatch.setattr(files, "write_new", full)
     with pytest.raises(RotationZooError, match="No space left"):
-        store.add(artifact, {"evaluation.json": b"{}"}, {"new": 1}, card.render)
+        add_files(artifact, {"evaluation.json": b"{}"}, {"new": 1})
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -226,7 +227,7 @@ def test_the_card_has_what_the_hub_understands(tmp_path):
     hub_model = made.content | {
         "model": made.content["model"] | {"id": "a/b", "revision": "0" * 40}
     }
-    front = yaml.safe_load(card.render(hub_model).split("---")[1])
+    front = yaml.safe_load(render_card(hub_model).split("---")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("a/b", "quantized")
     for name, file in made.content["files"].items():
         assert (

@@ -1,7 +1,7 @@
 """The names that options choose from are those that the packages know."""
 
 from rotationzoo.cli import options
-from rotationzoo.codec.int2 import SIMULATED
+from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.export import ENGINES
 from rotationzoo.recipe import PRESETS
 from rotationzoo.zoo.index import HUBS

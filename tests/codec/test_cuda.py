@@ -33,23 +33,13 @@ COMPILED = [
 @pytest.mark.skipif(
     not shutil.which("nvcc"), reason="needs nvcc to compile for sm_80, sm_90 and sm_100"
 )
-@pytest.mark.parametrize(("dim", "group", "dtype", "form", "rotates"), COMPILED)
-def test_no_register_is_spilled(dim, group, dtype, form, rotates, tmp_path):
-    macros = [
-        f"-D{name}={value}"
-        for name, value in cuda.definitions(dim, group, dtype, FORMATS[form], True, rotates)
-    ]
+@pytest.mark.parametrize(("dim", "group", "dtype", "format", "rotates"), COMPILED)
+def test_no_register_is_spilled(dim, group, dtype, format, rotates, tmp_path):
+    variant = cuda.Variant(dim, group, dtype, FORMATS[format], clips=True, rotates=rotates)
+    macros = [f"-D{name}={value}" for name, value in variant.macros()]
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90, 100)]
-    command = [
-        "nvcc",
-        "-fatbin",
-        "-Xptxas=-v",
-        *targets,
-        *macros,
-        "-o",
-        str(tmp_path / "out"),
-        str(cuda.SOURCE),
-    ]
+    files = ["-o", str(tmp_path / "out"), str(cuda.SOURCE)]
+    command = ["nvcc", "-fatbin", "-Xptxas=-v", *targets, *macros, *files]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
@@ -65,16 +55,15 @@ def test_shapes_that_the_kernel_does_not_take_are_refused():
         (64, 64, torch.float64),
     ):
         with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of"):
-            cuda.definitions(dim, group, dtype, int2.SGLANG, True, False)
+            cuda.Variant(dim, group, dtype, clips=True).macros()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without cuda.core")
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    variant = cuda.Variant(64, 64, torch.bfloat16, clips=True)
     with pytest.raises(RotationZooError, match=r"need NVIDIA's cuda\.core") as failure:
-        cuda.compiled(
-            "quantize", 64, 64, torch.bfloat16, int2.SGLANG, True, False, torch.device("cuda", 0)
-        )
+        cuda.compiled("quantize", variant, torch.device("cuda", 0))
     assert "rotationzoo[cuda]" in failure.value.hint
 
 
@@ -82,34 +71,32 @@ def sample(dim: int, dtype: torch.dtype, count: int = 203) -> torch.Tensor:
     """Two heads of rows with tails, behind edge rows."""
     generator = torch.Generator().manual_seed(dim)
     largest = min(int2.LARGEST, torch.finfo(dtype).max) * 0.99
-    spread = (
-        torch.randn(2, count, dim, generator=generator)
-        * torch.randn(2, count, 1, generator=generator).exp()
-    )
-    return torch.cat([edge_rows(dim, largest).expand(2, -1, -1), spread], dim=1).to(dtype)
+    edges = edge_rows(dim, largest).expand(2, -1, -1)
+    normal = torch.randn(2, count, dim, generator=generator)
+    spread = normal * torch.randn(2, count, 1, generator=generator).exp()
+    return torch.cat([edges, spread], dim=1).to(dtype)
 
 
 @on_gpu
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("dim", "group"), [(64, 32), (80, 80), (112, 112), (128, 128), (192, 64), (512, 128)]
 )
 @pytest.mark.parametrize("dtype", cuda.TYPES, ids=str)
-def test_codes_and_values_are_those_of_the_definition(device, dim, group, dtype, form):
+def test_codes_and_values_are_those_of_the_definition(device, dim, group, dtype, format):
     rows = sample(dim, dtype)
     for clip in (1.0, torch.tensor([0.96, 0.5])):
-        packed = cuda.quantize(rows.to(device), clip, group, FORMATS[form])
+        packed = cuda.quantize(rows.to(device), clip, group, FORMATS[format])
         ratio = clip[:, None] if isinstance(clip, torch.Tensor) else clip
-        expected = int2.quantize(rows, ratio, group, FORMATS[form])
-        assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, FORMATS[form].packing))
+        expected = int2.quantize(rows, ratio, group, FORMATS[format])
+        assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, FORMATS[format].packing))
         metadata = torch.stack([expected.scale, expected.offset], dim=-1)
         assert torch.equal(packed.metadata.cpu().view(torch.uint8), metadata.view(torch.uint8))
-        for to in cuda.TYPES:
-            values = cuda.dequantize(packed, to).cpu()
-            assert torch.equal(
-                values.view(torch.uint8),
-                int2.dequantize(expected, FORMATS[form]).to(to).view(torch.uint8),
-            )
+        definition = int2.dequantize(expected, FORMATS[format])
+        for dtype_back in cuda.TYPES:
+            values = cuda.dequantize(packed, dtype_back).cpu()
+            wanted = definition.to(dtype_back)
+            assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @on_gpu
@@ -145,15 +132,14 @@ def test_rows_outside_the_domain_are_refused(device, number):
 @on_gpu
 def test_the_definition_is_the_same_on_a_gpu(device):
     rows = sample(128, torch.float32)
-    for form in FORMATS.values():
-        here, artifact = (
-            int2.quantize(rows, 0.92, 32, form),
-            int2.quantize(rows.to(device), 0.92, 32, form),
-        )
-        assert torch.equal(here.codes, artifact.codes.cpu())
-        assert torch.equal(here.scale, artifact.scale.cpu())
-        assert torch.equal(here.offset, artifact.offset.cpu())
-        assert torch.equal(int2.dequantize(here, form), int2.dequantize(artifact, form).cpu())
+    for format in FORMATS.values():
+        on_cpu = int2.quantize(rows, 0.92, 32, format)
+        on_device = int2.quantize(rows.to(device), 0.92, 32, format)
+        assert torch.equal(on_cpu.codes, on_device.codes.cpu())
+        assert torch.equal(on_cpu.scale, on_device.scale.cpu())
+        assert torch.equal(on_cpu.offset, on_device.offset.cpu())
+        values = int2.dequantize(on_device, format).cpu()
+        assert torch.equal(int2.dequantize(on_cpu, format), values)
 
 
 EVERY = """
@@ -178,7 +164,7 @@ def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, b
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     gpu_device = Device(torch.cuda.current_device())
     gpu_device.set_current()
-    macros = cuda.definitions(128, 128, dtype, int2.SGLANG, False, False)
+    macros = cuda.Variant(128, 128, dtype).macros()
     options = ProgramOptions(arch=f"sm_{gpu_device.arch}", std="c++17", define_macro=macros)
     kernel = (
         Program(cuda.SOURCE.read_text() + EVERY, "c++", options)
@@ -200,15 +186,13 @@ def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, b
 def test_validation_of_an_artifact(device, tmp_path):
     from check_int2 import synthetic
 
-    made = synthetic(tmp_path / "artifact", 64, 64)
-    found = validate(made, rows=64, speed=False)
-    assert found["on_gpu"]
-    assert found["codes_equal"]
-    assert (
-        "`int2.cu` gave codes and values bit-equal to the definition"
-        in (made.folder / "README.md").read_text()
-    )
-    assert Artifact.open(made.folder).damaged_files() == []
+    artifact = synthetic(tmp_path / "artifact", 64, 64)
+    report = validate(artifact, rows=64, speed=False)
+    assert report["on_gpu"]
+    assert report["codes_equal"]
+    card = (artifact.folder / "README.md").read_text()
+    assert "`int2.cu` gave codes and values bit-equal to the definition" in card
+    assert Artifact.open(artifact.folder).damaged_files() == []
 
 
 @on_gpu

@@ -15,7 +15,7 @@ from support import architectures
 from support.architectures import BASE, EXPECTED, NAMES
 from support.models import save_tiny
 
-from rotationzoo.artifact import store as artifacts
+from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -329,7 +329,7 @@ def test_a_damaged_artifact_or_checkpoint_is_refused(made, tmp_path):
     save_file(content | {name: weight}, broken / "model.safetensors")
     damaged = artifact.rotation_tensors()
     damaged["layers.0.value.rotation"][0, 0, 0] += 1
-    save_file(damaged, artifact.folder / artifacts.ROTATIONS)
+    save_file(damaged, artifact.folder / ROTATIONS)
     assert refused(artifact, broken, tmp_path / "out", "its sha256 differs")
 
 

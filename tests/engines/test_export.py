@@ -30,9 +30,9 @@ from support.engine_artifacts import (
 from support.models import save_tiny
 from support.places import ROOT
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.layout import rotations_from
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
@@ -48,6 +48,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.hadamard import hadamard
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.storage import folders
+from rotationzoo.storage.files import sha256
 
 
 def check_engine(engine: str, artifact: Artifact, done, transpose: bool = False) -> None:
@@ -114,7 +115,7 @@ def test_an_export_read_as_the_engine_does(engine, made, tmp_path):
         check_engine(engine, artifact, done, transpose=True)
     record = json.loads((done.path / "export.json").read_text())
     assert record["artifact"] == artifact.identity
-    assert record["files"] == {name: store.sha256(done.path / name) for name in record["files"]}
+    assert record["files"] == {name: sha256(done.path / name) for name in record["files"]}
     assert {path.name for path in done.path.iterdir()} == {*record["files"], "export.json"}
 
 
@@ -252,24 +253,22 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
     artifact = made(head_dim=32)
     tensors = artifact.rotation_tensors()
     tensors["layers.1.key.clip"][1] = 0.9
-    changed = store.write(
+    changed = write_artifact(
         tmp_path / "changed",
         rotations_from(tensors),
         artifact.statistics,
         dict(artifact.content),
-        card.render,
     )
     for engine, words in (("sglang", "one clip ratio for all keys"), ("onnx", "one a layer")):
         with pytest.raises(RotationZooError, match=words) as refused:
             exported(engine, changed, tmp_path / engine)
         assert refused.value.hint == "to accept that, add: --clip 0.96/0.92"
     tensors["layers.1.key.clip"][0] = 0.9
-    changed = store.write(
+    changed = write_artifact(
         tmp_path / "changed",
         rotations_from(tensors),
         artifact.statistics,
         dict(artifact.content),
-        card.render,
     )
     done = exported("onnx", changed, tmp_path / "onnx")
     attributes = json.loads((done.path / "attributes.json").read_text())["layers"]
@@ -283,12 +282,11 @@ def test_rotations_of_a_search_are_for_their_clip_ratios_and_means(made, tmp_pat
     artifact = made(recipe=CENTERED, head_dim=32)
     ratios = {side: {"clip": ratio} for side, ratio in (("key", 0.96), ("value", 0.92))}
     search = {"layers": {}, "model": {**ratios, "by_side": {}, "kept": "own", "trimmed": 0.1}}
-    searched = store.write(
+    searched = write_artifact(
         tmp_path / "searched",
         artifact.rotations,
         artifact.statistics,
         {**artifact.content, "search": search},
-        card.render,
     )
     done = exported("sglang", searched, tmp_path / "sglang", clip=(1.0, 0.92))
     assert [words.partition(", for which a search chose")[1] != "" for words in done.reduced] == [
@@ -316,8 +314,8 @@ def test_other_refusals(made, tmp_path):
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(RotationZooError, match="holds other files"):
         exported("sglang", artifact, tmp_path)
-    bare = store.write(
-        tmp_path / "bare", artifact.rotations, None, dict(artifact.content), card.render
+    bare = write_artifact(
+        tmp_path / "bare", artifact.rotations, None, dict(artifact.content)
     )
     with pytest.raises(RotationZooError, match="has no statistics"):
         exported("vllm", bare, tmp_path / "vllm")
@@ -493,7 +491,7 @@ def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, ca
         with pytest.raises(RotationZooError, match=r"\(an SGLang server\); gave up after 0.2 s"):
             exported("sglang", other, tmp_path)
     whole = exported("sglang", artifact, tmp_path)
-    assert {name: store.sha256(done.path / name) for name in whole.files} == whole.files
+    assert {name: sha256(done.path / name) for name in whole.files} == whole.files
 
 
 # ---- llama.cpp

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from support.models import save_tiny
 
-from rotationzoo.artifact import card
+from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -137,7 +137,7 @@ def test_evaluate_ends_with_it_on_the_screen_in_json_and_in_the_card(inside, mad
     saved = json.loads((folder / "evaluation.json").read_text())
     assert saved["windows"][0]["verdict"] == report["verdict"]
     page = (folder / "README.md").read_text()
-    assert page == card.render(Artifact.open(folder).manifest)
+    assert page == render_card(Artifact.open(folder).manifest)
     for line in report["verdict"]["words"]:
         assert f"* {line}\n" in page
     row = next(line for line in page.splitlines() if line.startswith("| mine | "))

@@ -10,6 +10,8 @@ from rotationzoo.linalg.compositions import (
     orthogonality_error,
     permutation,
     recover_basis,
+    strongest,
+    strongest_first,
 )
 from rotationzoo.linalg.hadamard import hadamard
 
@@ -40,6 +42,15 @@ def test_eigenvalues_ascend_and_signs_are_fixed():
     largest = basis.gather(-2, basis.abs().argmax(-2, keepdim=True))
     assert (largest > 0).all()
     assert torch.allclose(basis @ torch.diag_embed(eigenvalues) @ basis.mT, second, rtol=1e-10)
+
+
+def test_the_strongest_directions_are_those_of_the_largest_eigenvalues():
+    second = moment(64)
+    eigenvalues, basis = eigenbasis(second)
+    assert (strongest_first(eigenvalues).diff() <= 0).all()
+    assert torch.equal(strongest(eigenvalues, 3), eigenvalues.topk(3).values.flip(-1))
+    first = strongest_first(basis)[..., :1]
+    assert torch.allclose(first.mT @ second @ first, eigenvalues.amax(-1)[:, None, None])
 
 
 def test_permutation_is_the_published_one():
@@ -73,12 +84,13 @@ def test_compositions_list_their_factors_left_to_right():
     assert set(expected) == set(AROUND_EIGENBASIS)
     for name, matrix in expected.items():
         assert torch.allclose(compose(u, name, group_size=4), matrix, atol=1e-14)
-    for name, matrix in {
+    data_free_matrices = {
         "pbr": p,
         "h_pbr": h @ p,
         "hadamard": h,
         "identity": torch.eye(16, dtype=torch.float64),
-    }.items():
+    }
+    for name, matrix in data_free_matrices.items():
         assert torch.equal(data_free(16, name, seed=0), matrix)
 
 

@@ -5,9 +5,8 @@ from rotationzoo.linalg.moments import Moment, average, from_raw, to_raw
 
 
 def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
-    return torch.randn(
-        heads, count, dim, generator=torch.Generator().manual_seed(seed), dtype=dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(heads, count, dim, generator=generator, dtype=dtype)
 
 
 def moment_of(x, weights=None):
@@ -19,9 +18,8 @@ def moment_of(x, weights=None):
 def test_second_moment_and_mean():
     x = rows(0)
     moment = moment_of(x)
-    assert torch.allclose(
-        moment.second_moment, torch.einsum("hnd,hne->hde", x, x) / 50, rtol=1e-14, atol=1e-15
-    )
+    expected = torch.einsum("hnd,hne->hde", x, x) / 50
+    assert torch.allclose(moment.second_moment, expected, rtol=1e-14, atol=1e-15)
     assert torch.allclose(moment.mean, x.mean(1), rtol=1e-14, atol=1e-15)
     assert torch.equal(moment.second_moment, moment.second_moment.mT)
 
@@ -35,10 +33,9 @@ def test_shards_merge_by_addition():
 
 def test_weights_count_like_repetitions():
     x = rows(0)
-    doubled = moment_of(x, torch.full(x.shape[:2], 2.0, dtype=torch.float64))
-    assert torch.allclose(
-        doubled.second_moment, moment_of(torch.cat([x, x], 1)).second_moment, rtol=1e-14, atol=1e-15
-    )
+    doubled = moment_of(x, torch.full(x.shape[:2], 2.0, dtype=torch.float64)).second_moment
+    repeated = moment_of(torch.cat([x, x], 1)).second_moment
+    assert torch.allclose(doubled, repeated, rtol=1e-14, atol=1e-15)
 
 
 def test_products_are_formed_in_float64():
@@ -49,8 +46,8 @@ def test_products_are_formed_in_float64():
     x = rows(3, heads=1, count=4096) * scales @ basis.mT
     x32 = x.float()
     expected = torch.linalg.eigvalsh(x32.double().mT @ x32.double() / 4096)[0, 0]
-    found = torch.linalg.eigvalsh(moment_of(x32).second_moment)[0, 0]
-    assert abs(found / expected - 1) < 1e-6
+    smallest = torch.linalg.eigvalsh(moment_of(x32).second_moment)[0, 0]
+    assert abs(smallest / expected - 1) < 1e-6
     in_float32 = torch.linalg.eigvalsh((x32.mT @ x32 / 4096).double())[0, 0]
     assert abs(in_float32 / expected - 1) > 1e-2
 

@@ -11,8 +11,7 @@ import torch
 from support import architectures
 from support.models import save_family
 
-from rotationzoo.artifact import store
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.checks.verify import verify
@@ -203,7 +202,7 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
 def planted(artifact: Artifact, folder: Path, invariant: bool | None) -> Artifact:
     """A copy whose geometry says something else of the attention."""
     shutil.copytree(artifact.folder, folder)
-    path = folder / store.MANIFEST
+    path = folder / MANIFEST
     manifest = json.loads(path.read_text(encoding="utf-8"))
     layers = [
         replace(layer, shift_invariant=invariant)

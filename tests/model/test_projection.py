@@ -10,7 +10,7 @@ from support import architectures
 from support.models import save_tiny
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.search.samples import sample_queries

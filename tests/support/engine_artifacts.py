@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from rotationzoo.artifact import card, store
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.engines import payload
@@ -53,7 +53,7 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
         "versions": {"rotationzoo": "0"}, "run": {"seconds": 0.0, "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": 0.0},
     }  # fmt: skip
-    return store.write(folder, rotations, average(statistics), manifest, card.render)
+    return write_artifact(folder, rotations, average(statistics), manifest)
 
 
 @pytest.fixture(scope="module")

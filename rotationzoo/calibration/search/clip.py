@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.linalg.paired import clearly_less
 from rotationzoo.model.geometry import Geometry

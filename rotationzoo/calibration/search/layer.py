@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.cache.simulated import stored
+from rotationzoo.cache.arm import fake_quantize
 from rotationzoo.calibration.search.closed_forms import closed_forms
 from rotationzoo.calibration.search.learn import learn, straight_through
 from rotationzoo.calibration.search.samples import QuerySample
@@ -202,8 +202,8 @@ class LayerSearch:
         already."""
         clip, mean = self._clip(side, matrix), self.mean[side].to(rows.device)[:, None]
         if side == "key":
-            return stored(rows, matrix, clip, self.recipe.group_size, self.form)
-        return stored(rows - mean, matrix, clip, self.recipe.group_size, self.form) + mean
+            return fake_quantize(rows, matrix, clip, self.recipe.group_size, self.form)
+        return fake_quantize(rows - mean, matrix, clip, self.recipe.group_size, self.form) + mean
 
     def _clip(self, side: str, matrix: torch.Tensor) -> torch.Tensor:
         """The recipe's clip ratio of each of `[S, H]`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Cache
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.search import samples as query_samples
 from rotationzoo.calibration.search.clip import search_clip

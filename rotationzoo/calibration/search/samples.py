@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Cache, additive, divergence, two_copy_mask
+from rotationzoo.cache.divergence import divergence
+from rotationzoo.cache.masks import as_additive, two_copy_mask
+from rotationzoo.cache.windows import Cache
 from rotationzoo.model.capture import Attention, capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.loading import input_device
@@ -161,7 +163,7 @@ def sample_queries(
         ) -> torch.Tensor:
             if layer in owners:
                 here = at.to(query.device)
-                mask = additive(two_copy_mask(attend, query, cache)[:, :, here], torch.float32)
+                mask = as_additive(two_copy_mask(attend, query, cache)[:, :, here], torch.float32)
                 length = key.shape[2]
                 whole = torch.maximum(mask[..., :length], mask[..., length:])
                 some, keys, values = query[:, :, here].float(), key.float(), value.float()

@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from rotationzoo.engines.base import Options, Payload
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model.files import read_json, weight_files
 from rotationzoo.model.geometry import cached_layers
-from rotationzoo.model.source import Source, config_hash, find, read_json, weight_files
+from rotationzoo.model.source import Source, config_hash, find
 
 _ROWS = 256  # of the embedding, from its beginning
 # relative error of an embedding: about .1 where it was quantized to 4 bits, 1.4 against other

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from rotationzoo.artifact.store import sha256
 from rotationzoo.errors import HubError, RotationZooError, first_sentence
 from rotationzoo.network import limits, tokens
 from rotationzoo.network.limits import NETWORK
+from rotationzoo.storage.files import sha256
 from rotationzoo.zoo.hubs.protocol import SPELLING, Hub, Listed, Published, patiently
 
 # What the client reads when it is imported. A call is repeated here, and only here: it would wait

@@ -8,7 +8,9 @@ import pytest
 import torch
 from support import architectures
 
-from rotationzoo.cache.simulated import Arm, Cache, Simulation
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
@@ -199,7 +201,7 @@ def test_samples_read_what_the_simulated_cache_reads(name):
     ):
         model(input_ids=ids, use_cache=False)
     sample = samples[first][0]
-    stored = arm.stored(sample.key, first, "key", CACHE.format)
+    stored = arm.fake_quantize(sample.key, first, "key", CACHE.format)
     attention, part = sample.attention(stored)
     assert attention.shape == part.shape == sample.exact.shape
     p, q = (
@@ -423,11 +425,11 @@ def test_centred_values_are_served_and_searched_without_their_mean(name):
     assert torch.equal(tensors["layers.0.value.mean"], mean)
     rows = mean[None, :, None].expand(1, -1, 5, -1)
     assert torch.allclose(
-        Arm("best", tensors).stored(rows, 0, "value", int2.SGLANG), rows, atol=1e-6
+        Arm("best", tensors).fake_quantize(rows, 0, "value", int2.SGLANG), rows, atol=1e-6
     )
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("value.mean")}
     assert not torch.allclose(
-        Arm("best", plain).stored(rows, 0, "value", int2.SGLANG), rows, atol=1e-3
+        Arm("best", plain).fake_quantize(rows, 0, "value", int2.SGLANG), rows, atol=1e-3
     )
     assert (
         max(score for layer in record["layers"].values() for score in layer["value"]["chosen"])

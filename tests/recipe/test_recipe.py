@@ -1,13 +1,13 @@
-from pathlib import Path
-
 import pytest
 import yaml
+from support.places import ROOT
 
-from rotationzoo import recipe as recipes
+from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS, Recipe, load
+from rotationzoo.linalg.compositions import COMPOSITIONS
+from rotationzoo.recipe import PRESETS, Data, Recipe, Search, load, override
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def write(tmp_path, text):
@@ -19,19 +19,12 @@ def write(tmp_path, text):
 def test_defaults_are_the_documented_ones():
     oscar = load("oscar")
     assert (oscar.key_clip, oscar.value_clip, oscar.sink, oscar.recent) == (0.96, 0.92, 64, 256)
-    assert (oscar.pooling, oscar.key_statistic, oscar.value_statistic, oscar.composition) == (
-        "head",
-        "query",
-        "output",
-        "r_h_pbr",
-    )
+    assert (oscar.pooling, oscar.composition) == ("head", "r_h_pbr")
+    assert (oscar.key_statistic, oscar.value_statistic) == ("query", "output")
     assert oscar.group(128) == 128
     published = load("oscar-v1")
-    assert (published.pooling, published.value_statistic, published.exclude_sink) == (
-        "layer",
-        "key_energy",
-        False,
-    )
+    assert (published.pooling, published.value_statistic) == ("layer", "key_energy")
+    assert not published.exclude_sink
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -43,7 +36,22 @@ def test_yaml_round_trip_keeps_the_hash(name, tmp_path):
 
 def test_every_setting_changes_the_hash():
     assert len({recipe.hash for recipe in PRESETS.values()}) == len(PRESETS)
-    assert recipes.override(Recipe(), tokens=4096).hash != Recipe().hash
+    assert override(Recipe(), tokens=4096).hash != Recipe().hash
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_search_takes_every_format(format):
+    assert Search(format=format).format == format
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_a_recipe_takes_every_composition(composition):
+    assert Recipe(composition=composition).composition == composition
+
+
+def test_every_second_mixed_row_is_cut_into_halves():
+    assert Data(tokens=35, length=9, packing="mixed").row_lengths == [9, 4, 5, 9]
+    assert Data(tokens=35, length=9).row_lengths == [9, 9, 9]
 
 
 def test_frozen():
@@ -60,6 +68,7 @@ def test_frozen():
         ("composition: r_h_bpr", "did you mean 'r_h_pbr'?"),
         ("extends: oskar", "did you mean 'oscar'?"),
         ("pooling: heads", "pooling = 'heads'"),
+        ("search: {format: vlm}", "must be one of sglang, vllm, mlx (did you mean 'vllm'?)"),
         ("- a list", "is no recipe"),
         ("a: [", "not readable YAML"),
         ("data: 7", "data must hold keys"),

@@ -1,0 +1,81 @@
+"""What the model card says of results: a validation on a GPU, and an evaluation with its table."""
+
+from rotationzoo.artifact.results import EvaluationSummary, ValidationSummary
+
+_MEASURES = {"perplexity_increase": "+.2%", "attention_kl": ".4f", "output_error": ".3f"}
+"""Key of an arm -> how it is written."""
+
+
+def validation_section(validation: ValidationSummary | None) -> str:
+    """Whether the CUDA reference was run on these matrices, and what it showed."""
+    if validation is None:
+        return "\nThe CUDA reference has not been run on these matrices.\n"
+    if not validation.on_gpu:
+        on_cpu = "only the codec's definition was run on these matrices, on a CPU"
+        return f"\nNot validated on a GPU: {on_cpu}.\n"
+    all_equal = validation.codes_equal and validation.dequantized_equal
+    equal = "bit-equal to" if all_equal else "NOT equal to"
+    result = f"codes and values {equal} the definition for {validation.rows:,} rows"
+    return f"""
+## Validation
+
+On {validation.device}, `int2.cu` gave {result} of all layers and heads
+(`validation.json`).
+"""
+
+
+def evaluation_section(evaluation: EvaluationSummary | None) -> str:
+    """What the rotations and the baselines cost the model; nothing where it was not evaluated."""
+    if evaluation is None:
+        return ""
+    lines = []
+    for name, arm in evaluation.arms.items():
+        cells = []
+        for key, format in _MEASURES.items():
+            error = arm.standard_error.get(key)
+            cells.append(_with_error(getattr(arm, key), error, format))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    rows = "\n".join(lines)
+    verdict = "".join(f"* {words}\n" for words in evaluation.verdict)
+    exact = f"{evaluation.tokens:,} tokens past the windows of `{evaluation.text}`"
+    windows = f"{evaluation.sink}/{evaluation.recent}"
+    prefill = describe_prefill(evaluation.prefill_chunk, evaluation.prefill_layout)
+    return f"""
+## What it costs the model
+
+Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.
+With a 2-bit cache of the format {evaluation.format} and windows {windows}{prefill},
+{_describe_errors(evaluation.texts)}:
+
+| rotation | perplexity | attention KL | error of the attention block |
+|---|---|---|---|
+{rows}
+
+{verdict}"""
+
+
+def describe_prefill(prefill_chunk: int | None, prefill_layout: str | None) -> str:
+    """How an evaluation was prefilled, in words that continue a sentence."""
+    if not prefill_chunk:
+        return ""
+    # Earlier versions had one layout and no name for it: the window.
+    exact = "the sink and the recent tokens stay"
+    if prefill_layout == "server":
+        exact = "only the sink stays"
+    return f", prefilled in chunks of {prefill_chunk:,} tokens between which {exact} exact"
+
+
+def _describe_errors(texts: int | None) -> str:
+    if texts is None:  # evaluated by an earlier rotationzoo
+        return "without standard errors"
+    if texts == 1:
+        return "one text, of which no standard error can be given"
+    return f"± standard error over {texts} texts"
+
+
+def _with_error(value: float | None, error: float | None, format: str) -> str:
+    if value is None:
+        return ""
+    if error is None:
+        return f"{value:{format}}"
+    return f"{value:{format}} ±{error:{format.removeprefix('+')}}"

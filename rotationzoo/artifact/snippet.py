@@ -1,0 +1,39 @@
+"""The Python in a model card: what somebody without rotationzoo needs to use the matrices."""
+
+from rotationzoo.artifact.layout import matrix_name, tensor_name
+from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import SIDES
+
+
+def rotating_code(recipe: Recipe, layer: int) -> str:
+    """Code that rotates one layer's queries, keys and values as they are served, and the output
+    back."""
+    lines = [
+        "from safetensors.torch import load_file",
+        "",
+        'tensors = load_file("rotations.safetensors")',
+    ]
+    stored = {}
+    for side in SIDES:
+        rows = side[0]
+        stored[side] = rows
+        lines.append(f'{side} = tensors["{matrix_name(layer, side)}"]')
+        if side in recipe.centered:
+            mean = tensor_name(layer, side, "mean")
+            lines.append(f'{side}_mean = tensors["{mean}"]  # [KV heads, D]')
+            stored[side] = f"({rows} - {side}_mean[head])"
+    head = "head" if recipe.pooling == "head" else "0"
+    rotated = f"q @ key[{head}], {stored['key']} @ key[{head}], {stored['value']} @ value[{head}]"
+    mean = " + value_mean[head]" if "value" in recipe.centered else ""
+    read = "what reads the keys, and what is stored in 2 bits"
+    lines += [
+        "", "",
+        "def rotate(q, k, v, head):",
+        f'    """Rows [T, D] of one KV head after RoPE: {read}."""',
+        f"    return {rotated}",
+        "", "",
+        "def restore(output, head):",
+        '    """What attention makes of the stored values [T, D], turned back."""',
+        f"    return output @ value[{head}].mT{mean}",
+    ]  # fmt: skip
+    return "\n".join(lines)

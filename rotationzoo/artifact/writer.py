@@ -1,0 +1,130 @@
+"""Writing an artifact: whole or not at all, with checksums of everything in it."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save, save_file
+
+from rotationzoo import __version__
+from rotationzoo.artifact.card import render_card
+from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
+from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
+from rotationzoo.artifact.store import CARD, MANIFEST, Artifact, check_permission
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.moments import Averages
+from rotationzoo.rotations import Rotations
+from rotationzoo.storage import files, folders, strict_json
+from rotationzoo.storage.files import digest, disk_errors, sha256
+from rotationzoo.storage.folders import install, temporary_sibling
+
+
+def write_artifact(
+    folder: Path,
+    rotations: Rotations,
+    statistics: Averages | None,
+    content: dict[str, Any],
+) -> Artifact:
+    """Write a whole artifact to a temporary sibling and rename it into place, replacing one that is
+    there.
+
+    `content` is that of the manifest but for `schema` and `files`, which are added here. Raises
+    `RotationZooError` where the disk refuses, and for something in the folder that is no part of an
+    artifact.
+    """
+    with disk_errors(folder), temporary_sibling(folder) as work:
+        check_replaceable(folder)  # hours may have passed since it was checked first
+        tensors = {ROTATIONS: rotation_tensors(rotations)}
+        if statistics is not None:
+            tensors[STATISTICS] = statistics_tensors(statistics)
+        for name, by_name in tensors.items():
+            save_file(by_name, work / name)
+            (work / name).chmod(0o644)  # safetensors makes files that only their owner can read
+        # Without the card, which is prose and changes with what is known.
+        written = {
+            path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
+            for path in sorted(work.iterdir())
+        }
+        content = {"schema": SCHEMA, **content, "files": written}
+        _write_manifest_and_card(work, content)
+        install(work, folder)
+    return Artifact(folder, content)
+
+
+def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:
+    """Add files of `ADDED`, or replace earlier ones, and their summary to the manifest's `metrics`.
+
+    What others have added since the artifact was opened stays. The folder is replaced whole: a
+    reader finds the artifact as it was, or as it is to be. Raises `RotationZooError` where the disk
+    refuses, and where other rotations have taken the artifact's place.
+    """
+    folder = artifact.folder.resolve()
+    with disk_errors(artifact.folder), temporary_sibling(folder) as work:
+        check_permission(folder)
+        current = Artifact.open(folder)
+        if current.identity != artifact.identity:
+            raise RotationZooError(
+                f"{artifact.folder} holds other rotations by now, and nothing was added",
+                hint="run the command again",
+            )
+        folders.carry_over(folder, work, {*added, CARD, MANIFEST})
+        for name, data in added.items():
+            files.write_new(work / name, data)
+        written = {
+            name: {"size": len(data), "sha256": digest(data)} for name, data in added.items()
+        }
+        content = current.content | {
+            "metrics": current.content["metrics"] | metrics,
+            "files": current.content["files"] | written,
+        }
+        _write_manifest_and_card(work, content)
+        install(work, folder)
+    return Artifact(artifact.folder, content)
+
+
+def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
+    """Raises `RotationZooError` for a manifest that nobody could read again."""
+    manifest = parse_manifest(content, "the manifest")
+    files.write_new(work / CARD, render_card(manifest).encode())
+    files.write_new(work / MANIFEST, strict_json.text(content))
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise `RotationZooError` unless there is nothing at `folder`, or an artifact and nothing
+    else, or no place for one."""
+    folders.check_name(folder)
+    if files.size_of(folder / MANIFEST) is not None:
+        if foreign := Artifact.open(folder).foreign_files():
+            raise RotationZooError(
+                f"{folder} also holds {foreign[0]}, which is no part of an artifact",
+                hint="choose another place with --output",
+            )
+        return
+    empty_folder = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty_folder:
+        raise RotationZooError(
+            f"{folder} exists and is no artifact", hint="choose another place with --output"
+        )
+
+
+def replace_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file that replaces `path` whole or not at all. Raises `RotationZooError`
+    where the disk refuses.
+
+    Written from memory: `save_file` would leave a temporary file of a random name behind when it is
+    killed.
+    """
+    files.replace(path, save(tensors, metadata=metadata))
+
+
+def library_versions() -> dict[str, str]:
+    """A manifest's `versions`: of the code that runs, installed or from a path."""
+    import transformers
+
+    return {
+        "rotationzoo": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

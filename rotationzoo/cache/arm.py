@@ -1,0 +1,63 @@
+"""Rotations under test: what keys and values are after a 2-bit cache that uses them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rotationzoo.codec import int2
+from rotationzoo.rotations import Rotations
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The rotations under test, and the group size (None: the whole head)."""
+
+    name: str
+    rotations: Rotations
+    group_size: int | None = None
+
+    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]` of a layer as the exact windows keep them: keys without
+        their mean, which no server adds again, since a softmax over keys ignores it."""
+        mean = self._mean(rows, layer, side)
+        if mean is None or side == "value":
+            return rows
+        return (rows.float() - mean).to(rows.dtype)
+
+    def fake_quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> torch.Tensor:
+        """Rows `[B, H, T, D]` as they come back from the 2-bit cache, in the frame and type they
+        came in: keys without their mean; values with theirs, which a server adds to the attention
+        output."""
+        rotation = self.rotations[layer][side]
+        mean = self._mean(rows, layer, side)
+        centered = rows.float() if mean is None else rows.float() - mean
+        restored = fake_quantize(centered, rotation.matrix, rotation.clip, self.group_size, format)
+        if mean is not None and side == "value":
+            restored = restored + mean
+        return restored.to(rows.dtype)
+
+    def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """`[H, 1, D]`, on the device of the rows."""
+        mean = self.rotations[layer][side].mean
+        return None if mean is None else mean.to(rows.device)[:, None]
+
+
+def fake_quantize(
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    clip: torch.Tensor,
+    group_size: int | None,
+    format: int2.Format,
+) -> torch.Tensor:
+    """Rows as they come back from the cache: rotated, stored in 2 bits, and rotated back.
+
+    * `rows`: `[B, H, T, D]`, less their mean where they are centred;
+    * `matrix`: `[H, D, D]`, with or without B, on any device;
+    * `clip`: clip ratios `[H]`, with or without B;
+    * `group_size`: channels that share a scale, None for the whole head;
+    * `format`: how an engine stores codes and scales.
+    """
+    matrix = matrix.to(rows.device)
+    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ matrix.mT

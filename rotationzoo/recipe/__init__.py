@@ -1,0 +1,21 @@
+"""The recipe: every choice that decides which rotation comes out. The public names are here."""
+
+from rotationzoo.recipe.loading import from_dict, load, override
+from rotationzoo.recipe.presets import PRESETS
+from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
+from rotationzoo.recipe.schema import SELF, Data, Recipe, Search
+
+__all__ = [
+    "FILES",
+    "PRESETS",
+    "SELF",
+    "Data",
+    "Recipe",
+    "Search",
+    "digest",
+    "from_dict",
+    "load",
+    "name_of",
+    "override",
+    "without_paths",
+]

@@ -1,0 +1,85 @@
+"""A recipe from its name, from a YAML file or from the command line's flags."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.recipe.presets import PRESETS
+from rotationzoo.recipe.schema import Data, Recipe, Search, Section, nearest
+
+
+def load(recipe: str) -> Recipe:
+    """A preset by name, or a YAML file. A file may start from a preset with `extends: oscar` and
+    change some of it.
+
+    Raises `RotationZooError` naming the file, the key and what is wrong with it.
+    """
+    if recipe in PRESETS:
+        return PRESETS[recipe]
+    path = Path(recipe)
+    if not path.is_file():
+        raise RotationZooError(
+            f"there is no recipe {recipe!r}{nearest(recipe, PRESETS)}",
+            hint=f"give one of {', '.join(PRESETS)}, or a YAML file such as configs/Qwen3-8B.yaml",
+        )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise RotationZooError(f"{path} is not readable YAML: {reason}") from error
+    if not isinstance(content, dict):
+        raise RotationZooError(
+            f"{path} is no recipe: it holds no keys", hint="see configs/ for examples"
+        )
+    return from_dict(content, str(path))
+
+
+def from_dict(content: dict[str, Any], origin: str) -> Recipe:
+    """A recipe from parsed YAML or JSON. Keys that are missing are those of the preset that it
+    `extends`, or of `oscar`. Raises `RotationZooError`, naming `origin`."""
+    content = {str(key): value for key, value in content.items()}
+    base = str(content.pop("extends", "oscar"))
+    if base not in PRESETS:
+        raise RotationZooError(
+            f"{origin} extends an unknown recipe {base!r}{nearest(base, PRESETS)}"
+        )
+    preset = PRESETS[base].model_dump()
+    data = content.pop("data", None) or {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
+    try:
+        return Recipe(**{**preset, **content, "data": {**preset["data"], **data}})
+    except ValidationError as error:
+        raise RotationZooError(
+            f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key"
+        ) from error
+
+
+def override(recipe: Recipe, **data: Any) -> Recipe:
+    """The recipe with those of these `data` settings that are not None: flags of the command line.
+
+    A recipe that reads no text takes `seed` as its own. Raises `UsageError`.
+    """
+    changes = {key: value for key, value in data.items() if value is not None}
+    content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
+    if "seed" in changes and not recipe.has_eigenbasis:
+        content["seed"] = changes["seed"]
+    try:
+        return from_dict(content, "the options")
+    except RotationZooError as error:
+        raise UsageError(str(error), error.hint) from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    """What pydantic found first, in one line."""
+    problem = error.errors()[0]
+    key = str(problem["loc"][-1])
+    if problem["type"] == "extra_forbidden":
+        sections: dict[int | str, type[Section]] = {"data": Data, "search": Search}
+        section = sections.get(problem["loc"][0], Recipe)
+        return f"unknown key {key!r}{nearest(key, section.model_fields)}"
+    reason = problem["msg"].removeprefix("Value error, ").lower()
+    return f"{key} = {problem['input']!r}: {reason}"

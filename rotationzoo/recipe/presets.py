@@ -1,0 +1,19 @@
+"""The recipes that have a name. A new one is a row of the table."""
+
+from rotationzoo.recipe.schema import Data, Recipe, Search
+
+# Rows of two lengths: what is chosen on rows of one length is worse on others.
+_LONG_MIXED = Data(tokens=262144, length=4096, packing="mixed")
+_SEARCHED = Recipe(key_clip=0.9, search=Search(), data=_LONG_MIXED)
+
+_RECIPES = (
+    Recipe(name="oscar"),
+    Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
+    _SEARCHED.model_copy(update={"name": "best", "center_keys": True}),
+    _SEARCHED.model_copy(update={"name": "best-uncentered"}),
+    Recipe(name="hadamard", composition="hadamard"),
+    Recipe(name="identity", composition="identity"),
+    Recipe(name="random", composition="random"),
+)
+PRESETS = {recipe.name: recipe for recipe in _RECIPES}
+"""Name -> recipe: what `--recipe` and `extends` take."""

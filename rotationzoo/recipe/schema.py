@@ -1,0 +1,211 @@
+"""Every key of a recipe: its type, its default, what it means and what is refused.
+
+A new key is a field here, with a default that keeps the results of existing recipes, and a row in
+docs/recipes.md.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
+from rotationzoo.recipe.published import digest, name_of, without_paths
+
+SELF = "self"
+"""The `Data.source` that means text which the model writes itself."""
+
+
+class Section(BaseModel):
+    """A table of keys: frozen, and without keys that are not listed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Data(Section):
+    """The calibration text and how it becomes token rows."""
+
+    source: str = "bundled"
+    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, a data set id on the hub, or `self`: text
+    that the model writes itself, continuing `prompts`."""
+    prompts: str = "bundled"
+    """With `self`: where the prompts come from, as in `source`. A chat ends where it is the model's
+    turn."""
+    prompt_tokens: Annotated[int, Field(gt=0)] = 256
+    """With `self`: the first so many tokens of each `length` of a text are a prompt. A chat is one
+    prompt, whole; it is left out if it is longer than this and than half a row."""
+    subset: str | None = None
+    """The data set's configuration."""
+    split: str = "train"
+    column: str | None = None
+    """Column of the text or of the chat messages; None takes `text`, or else `messages`."""
+    packing: Literal["packed", "mixed", "document"] = "packed"
+    """`packed`: rows of exactly `length` tokens, documents joined; `mixed`: the same with every
+    second row cut into halves; `document`: a row is one document's first tokens."""
+    tokens: Annotated[int, Field(gt=0)] = 32768
+    """Tokens of all rows together."""
+    length: Annotated[int, Field(gt=1)] = 2048
+    """Tokens of a row."""
+    seed: int = 0
+    """Decides the order of the documents; with `self` also the tokens that the model draws."""
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Lengths of the rows that `packed` and `mixed` text is cut into where there is enough of
+        it."""
+        half = self.length // 2
+        lengths = []
+        for number in range(self.tokens // self.length):
+            if self.packing == "mixed" and number % 2:
+                lengths += [half, self.length - half]
+            else:
+                lengths.append(self.length)
+        return lengths
+
+    @property
+    def label(self) -> str:
+        """The name of the source that may be published."""
+        return name_of(self.source)
+
+    @field_validator("prompts")
+    @classmethod
+    def _prompts_of_self(cls, value: str, others: ValidationInfo) -> str:
+        if value == SELF:
+            raise ValueError("a model needs something to go on from")
+        if value != "bundled" and others.data.get("source") != SELF:
+            raise ValueError(
+                "is for text that the model writes itself: --data self, or data.source = self"
+            )
+        return value
+
+
+class Search(Section):
+    """Choosing rotations and clip ratios on calibration text that the statistics have not seen."""
+
+    texts: Annotated[int, Field(gt=0)] = 16
+    """Rows of the calibration text that are held out for choosing; at most a third of them."""
+    queries: Annotated[int, Field(gt=0)] = 64
+    """Queries that are sampled from a row."""
+    starts: Annotated[int, Field(gt=0)] = 3
+    """Closed forms of each head that learning starts from."""
+    steps: Annotated[int, Field(ge=0)] = 300
+    """Steps of learning; 0 chooses among closed forms alone."""
+    rate: Annotated[float, Field(gt=0)] = 0.015
+    """Adam's learning rate, on the entries of the skew-symmetric matrix that turns a rotation."""
+    format: str = "sglang"
+    """The engine's 2-bit format that everything is tried in, of `codec.formats.FORMATS`."""
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, value: str) -> str:
+        if value not in FORMATS:
+            raise ValueError(f"must be one of {', '.join(FORMATS)}{nearest(value, FORMATS)}")
+        return value
+
+    def held_out(self, rows: int) -> int:
+        """How many of so many rows are held out for choosing."""
+        return min(self.texts, rows // 3)
+
+
+class Recipe(Section):
+    """Every choice that decides which rotation comes out, in one object that is hashed and stored:
+    how statistics become rotations, and the cache that they are for."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "oscar"
+    """Part of the default output folder."""
+    model: str | None = None
+    """The model that a released configuration is meant for; `calibrate` says so when it is used
+    with another."""
+    key_statistic: Literal["query", "key"] = "query"
+    """`query`: second moment of the queries that read the keys, `C_Q`; `key`: that of the keys
+    themselves."""
+    value_statistic: Literal["output", "key_energy", "value"] = "output"
+    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`; `key_energy`: the
+    published code's stand-in, values weighted by `k C_Q k^T` (two passes); `value`: that of the
+    values themselves."""
+    pooling: Literal["head", "layer"] = "head"
+    """One rotation per KV head, or one per layer from the mean of its heads' moments."""
+    composition: str = "r_h_pbr"
+    """The factors of the rotation, left to right, of `linalg.compositions.COMPOSITIONS`."""
+    center_keys: bool = False
+    """Subtract each KV head's mean key before it is rotated and stored: a softmax ignores what all
+    keys share."""
+    center_values: bool = False
+    """Subtract each KV head's mean value too. Whoever reads them adds it to the output again, times
+    the attention that the tokens got."""
+    exclude_sink: bool = True
+    """Leave the first `sink` tokens of each row, never quantized, out of the key and value sums."""
+    key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
+    value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
+    """Clip ratios: the entry of the sorted magnitudes of a rotated row at which it is clamped; 1 is
+    off."""
+    group_size: Annotated[int | None, Field(gt=0)] = None
+    """Channels that share a scale; None means the whole head."""
+    sink: Annotated[int, Field(ge=0)] = 64
+    recent: Annotated[int, Field(ge=0)] = 256
+    """First and last tokens of a request that stay exact."""
+    seed: int = 0
+    """Decides the composition `random`, and the rows that each step of a search learns from."""
+    search: Search | None = None
+    """None takes the composition and the clip ratios above for every head."""
+    data: Data = Data()
+
+    @field_validator("composition")
+    @classmethod
+    def _known_composition(cls, value: str) -> str:
+        if value not in (*COMPOSITIONS, GIVEN):
+            names = ", ".join(COMPOSITIONS)
+            raise ValueError(f"must be one of {names}{nearest(value, COMPOSITIONS)}")
+        return value
+
+    @field_validator("search")
+    @classmethod
+    def _searched_by_head(cls, value: Search | None, others: ValidationInfo) -> Search | None:
+        if value is not None and others.data.get("pooling") == "layer":
+            raise ValueError(
+                "a search chooses for every head, which pooling = layer does not leave it"
+            )
+        return value
+
+    @property
+    def hash(self) -> str:
+        """sha256 of what is published of the recipe, as JSON with sorted keys."""
+        return digest(self.published())
+
+    def published(self) -> dict[str, Any]:
+        """The recipe as JSON, with the names of local files and folders in place of their paths.
+        The fingerprints beside it say what is in them."""
+        return without_paths(self.model_dump())
+
+    @property
+    def has_eigenbasis(self) -> bool:
+        """Whether the composition is built around the eigenbasis of a statistic."""
+        return needs_statistics(self.composition)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """False for the data-free recipes, which read no text and run no model."""
+        return self.has_eigenbasis or bool(self.centered) or self.search is not None
+
+    @property
+    def centered(self) -> tuple[str, ...]:
+        """The sides that are stored without their mean."""
+        centers = {"key": self.center_keys, "value": self.center_values}
+        return tuple(side for side, centered in centers.items() if centered)
+
+    def group(self, dim: int) -> int:
+        """The quantization group size for a head dimension."""
+        return self.group_size or dim
+
+    def yaml(self) -> str:
+        """The recipe as a YAML file that `load` reads."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error's sentence: the known word that was probably meant, if there is one."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

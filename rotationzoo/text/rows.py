@@ -1,0 +1,130 @@
+"""Calibration text as token rows with a fingerprint, and as batches: documents packed into rows of
+equal length, or a row each."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe import SELF, Data
+from rotationzoo.text.documents import read_documents
+from rotationzoo.text.tokenizing import start_tokens, tokenize
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token rows `[T]` int64, and the sha256 of the exact ids with their row boundaries."""
+
+    rows: list[torch.Tensor]
+    fingerprint: str
+    note: str | None
+    """What the user should know, such as fewer tokens than asked for."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows together."""
+        return sum(row.numel() for row in self.rows)
+
+    def batches(self, size: int) -> list[torch.Tensor]:
+        """Batches `[B, T]` of up to `size` rows of equal length, short rows first and otherwise in
+        order."""
+        batches: list[list[torch.Tensor]] = []
+        for row in sorted(self.rows, key=len):
+            if not batches or len(batches[-1]) == size or batches[-1][0].shape != row.shape:
+                batches.append([])
+            batches[-1].append(row)
+        return [torch.stack(batch) for batch in batches]
+
+
+def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a
+    wrong column, or too little text for one row."""
+    if data.source == SELF:
+        raise RotationZooError(
+            "a model writes text of its own only where it is calibrated",
+            hint="give a file with --data",
+        )
+    documents = (tokenize(document, tokenizer, data) for document in read_documents(data))
+    return _cut(documents, data, tokenizer)
+
+
+def pack_texts(
+    texts: Iterable[torch.Tensor], data: Data, tokenizer: PreTrainedTokenizerBase
+) -> Corpus:
+    """The rows of texts `[T]` that the model wrote, each of which begins with the tokenizer's start
+    tokens. Raises as `read_corpus`."""
+    start = len(start_tokens(tokenizer))
+    return _cut((text[start:].tolist() for text in texts), data, tokenizer)
+
+
+def fingerprint(rows: list[torch.Tensor]) -> str:
+    """sha256 of the ids of rows `[T]`, each behind its length."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row).to_bytes(8, "little") + row.numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _cut(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """Rows of the ids of documents, as `data.packing` has it."""
+    start = start_tokens(tokenizer)
+    not_empty = filter(None, documents)
+    if data.packing == "document":
+        rows = _document_rows(not_empty, data, start)
+    else:
+        rows = _packed_rows(not_empty, data, start)
+    if not rows:
+        raise RotationZooError(
+            f"{_source(data)} is too short for a row of {data.length} tokens",
+            hint="give more text with --data, or shorter rows with --length",
+        )
+    return Corpus(rows, fingerprint(rows), _shortfall(rows, data))
+
+
+def _shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
+    """The note where there are fewer tokens than asked for, with the reason."""
+    tokens = sum(row.numel() for row in rows)
+    if tokens >= data.tokens:
+        return None
+    all_rows = data.packing != "document" and len(rows) == len(data.row_lengths)
+    reason = f"whole rows of {data.length}" if all_rows else f"all of {_source(data)}"
+    return f"{tokens:,} tokens instead of {data.tokens:,}: {reason}"
+
+
+def _source(data: Data) -> str:
+    return "what the model made of the prompts" if data.source == SELF else data.label
+
+
+def _packed_rows(
+    documents: Iterable[list[int]], data: Data, start: list[int]
+) -> list[torch.Tensor]:
+    """Rows of the lengths that `data` asks for, documents one after the other. Where the tokenizer
+    starts every text with some tokens, each row starts with them too, as each request does."""
+    stream = (token for document in documents for token in document)
+    rows: list[torch.Tensor] = []
+    for length in data.row_lengths:
+        row = start + list(islice(stream, length - len(start)))
+        if len(row) < length:
+            break
+        rows.append(torch.tensor(row))
+    return rows
+
+
+def _document_rows(
+    documents: Iterable[list[int]], data: Data, start: list[int]
+) -> list[torch.Tensor]:
+    """One row a document, its first `length` tokens, until `tokens` are reached."""
+    left = data.tokens
+    rows: list[torch.Tensor] = []
+    for document in documents:
+        row = [*start, *document][: min(data.length, left)]
+        if len(row) > 1:  # a single token attends to nothing
+            rows.append(torch.tensor(row))
+            left -= len(row)
+        if left < 2:
+            break
+    return rows

@@ -1,0 +1,46 @@
+"""What keys and values are after a 2-bit cache: rotation, clip, codec and back, and their means."""
+
+from dataclasses import replace
+
+import torch
+from support import architectures
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.cache.arm import Arm
+from rotationzoo.calibration.fit import fit
+from rotationzoo.codec import int2
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import PRESETS
+
+
+def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
+    geometry = geometry_of(architectures.build("llama"))
+    arm = Arm("random", fit(None, PRESETS["random"], geometry))
+    mean = 50 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    centered = Arm(
+        "centered",
+        arm.rotations.replace(
+            lambda _, side, rotation: replace(rotation, mean=mean) if side == "key" else rotation
+        ),
+    )
+    keys = torch.randn(2, 2, 8, 16) + mean[:, None]
+    with_mean = arm.fake_quantize(keys, 0, "key", int2.SGLANG)
+    without = centered.fake_quantize(keys, 0, "key", int2.SGLANG) + mean[:, None]
+    assert (without - keys).norm() < 0.2 * (with_mean - keys).norm()
+    values = torch.randn(2, 2, 8, 16)
+    assert torch.equal(
+        arm.fake_quantize(values, 0, "value", int2.SGLANG),
+        centered.fake_quantize(values, 0, "value", int2.SGLANG),
+    )
+
+
+def test_int2_is_what_the_cache_stores(made):
+    """An arm's copy is rotation, clip, codec and back, with the artifact's own clip ratios."""
+    rotations = Artifact.open(made).rotations
+    values = torch.randn(1, 2, 7, 64, generator=torch.Generator().manual_seed(0))
+    restored = Arm("oscar", rotations).fake_quantize(values, 1, "value", int2.SGLANG)
+    matrix = rotations[1].value.matrix
+    expected = torch.stack(
+        [int2.round_trip(values[0, h] @ matrix[h], 0.92) @ matrix[h].mT for h in range(2)]
+    )
+    assert torch.allclose(restored[0], expected, atol=1e-6)

@@ -1,0 +1,128 @@
+"""The public API: five names, of which none is imported before it is asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import rotationzoo
+from rotationzoo import Artifact, Rotations, api, calibrate, evaluate, pull
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.zoo import index
+from rotationzoo.zoo.pull import Pulled
+
+SLOW = ("torch", "transformers", "datasets", "modelscope", "huggingface_hub", "safetensors")
+
+
+def imported_by(program: str) -> set[str]:
+    """Those of the slow libraries that a program imports, in a process of its own."""
+    report = f"import sys; {program}; print(*(name for name in {SLOW} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", report], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+HELP = "from rotationzoo.cli.app import app; app(['--help'], standalone_mode=False)"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import rotationzoo",
+        "import rotationzoo; dir(rotationzoo); rotationzoo.__version__",
+        HELP,
+    ],
+    ids=["import", "dir", "--help"],
+)
+def test_no_slow_library_is_imported_before_it_is_needed(program):
+    assert imported_by(program) == set()
+
+
+def test_the_first_name_imports_what_it_needs():
+    assert "torch" in imported_by("from rotationzoo import Rotations")
+
+
+def test_the_public_names():
+    assert set(rotationzoo.__all__) <= set(dir(rotationzoo))
+    assert all(getattr(rotationzoo, name) is not None for name in rotationzoo.__all__)
+    names: dict = {}
+    exec("from rotationzoo import *", names)
+    assert set(rotationzoo.__all__) <= names.keys()
+    with pytest.raises(AttributeError, match="module 'rotationzoo' has no attribute 'calibrated'"):
+        rotationzoo.calibrated  # noqa: B018
+
+
+def test_calibrate_returns_the_artifact(tmp_path):
+    artifact = calibrate("demo", output=str(tmp_path / "out"), tokens=1024, length=256)
+    assert isinstance(artifact, Artifact)
+    assert isinstance(artifact.rotations, Rotations)
+    assert artifact.manifest.calibration.tokens == 1024
+    opened = Artifact.open(str(tmp_path / "out"))
+    assert opened.content == artifact.content
+    assert opened.folder == tmp_path / "out"
+
+
+def test_calibrate_takes_a_recipe_and_tells_its_progress(tmp_path):
+    recipe = PRESETS["oscar"].model_copy(
+        update={"name": "mine", "data": Data(tokens=1024, length=256)}
+    )
+    stages = []
+    artifact = calibrate(
+        "demo",
+        output=tmp_path / "out",
+        recipe=recipe,
+        seed=3,
+        batch=2,
+        progress=lambda stage, done, total: stages.append(stage),
+    )
+    assert (artifact.recipe.name, artifact.recipe.data.seed) == ("mine", 3)
+    assert artifact.content["run"]["batch"] == 2
+    assert "calibrating" in stages
+
+
+def test_what_cannot_be_honoured_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="budget is for recipes that search"):
+        calibrate("demo", output=tmp_path / "out", budget=1)
+    with pytest.raises(RotationZooError, match="there is no recipe 'oscars'"):
+        calibrate("demo", output=tmp_path / "out", recipe="oscars")
+    with pytest.raises(RotationZooError, match="is no artifact"):
+        evaluate("demo", tmp_path)
+
+
+def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = calibrate("demo", output="other", recipe="hadamard")
+    short = dict(tokens=512, length=512, windows=[(4, 16)], queries=0)
+    report = evaluate("demo", [str(made), other], save=False, **short)
+    assert list(report["arms"]) == ["made", "other", "identity", "hadamard", "random"]
+    assert "evaluation.json" not in Artifact.open("other").manifest.files
+    saved = evaluate("demo", other, save=True, sides=("key",), **short)
+    assert saved["sides"] == ["key"]
+    assert "evaluation.json" in Artifact.open("other").manifest.files
+
+
+def test_pull_returns_the_artifact(zoo, made, tmp_path):
+    assert zoo.run("push", made, "someone/zoo", "--to", "huggingface", "--json").returncode == 0
+    artifact = pull("demo", repo="someone/zoo", hub="huggingface", folder=tmp_path / "pulled")
+    assert artifact.folder == tmp_path / "pulled"
+    assert artifact.identity == Artifact.open(made).identity
+    again = pull("demo", repo="someone/zoo", hub="huggingface", folder=tmp_path / "pulled")
+    assert again.rotations.orthogonality_error < 1e-6
+    with pytest.raises(RotationZooError, match="has no rotation for other"):
+        pull("other", repo="someone/zoo", hub="huggingface")
+
+
+def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_path):
+    """Those that OSCAR's makers publish are imported with the model that they are for."""
+    entry = next(
+        e for e in index.read(index.WHEEL_COPY).entries if e.format == "oscar" and e.pullable
+    )
+    pulled = Pulled(tmp_path, entry, entry.copies[0], None, {})
+    monkeypatch.setattr(api, "pull_first", lambda *_: pulled)
+    monkeypatch.setattr(api, "find_index", lambda *_: None)
+    monkeypatch.setattr(api, "choose", lambda *_: (entry, entry.copies, ""))
+    with pytest.raises(RotationZooError, match="are no artifact") as refusal:
+        pull(entry.model)
+    assert refusal.value.hint.startswith("make one of them: rotationzoo import ")
