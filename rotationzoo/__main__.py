@@ -1,5 +1,5 @@
 """`python -m rotationzoo` is `rotationzoo`."""
 
-from rotationzoo.cli.app import app
+from rotationzoo.cli.app import main
 
-app(prog_name="rotationzoo")
+main()

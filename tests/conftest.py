@@ -1,6 +1,8 @@
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,21 +66,31 @@ def command(tmp_path):
     return run
 
 
+def _stream(errors: str) -> io.TextIOWrapper:
+    """A stream that encodes what it is sent, as those of a process do."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors)
+
+
+def _written(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    return stream.buffer.getvalue().decode()
+
+
 @pytest.fixture
 def inside(tmp_path, monkeypatch):
     """The same command line in this process, which saves the seconds that importing torch takes."""
-    from typer.testing import CliRunner
-
-    from rotationzoo.cli.app import app
+    from rotationzoo.cli.app import main
 
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
 
     def run(*words) -> SimpleNamespace:
-        result = CliRunner().invoke(app, [*map(str, words)])
+        stdout, stderr = _stream("strict"), _stream("backslashreplace")
+        with redirect_stdout(stdout), redirect_stderr(stderr), pytest.raises(SystemExit) as stopped:
+            main([*map(str, words)])
         return SimpleNamespace(
-            returncode=result.exit_code, stdout=result.stdout, stderr=result.stderr
+            returncode=stopped.value.code or 0, stdout=_written(stdout), stderr=_written(stderr)
         )
 
     run.folder = work

@@ -44,7 +44,7 @@ def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
 
 
 def test_two_exports_at_once_do_not_share_a_folder(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "WAIT", 0.1)
+    monkeypatch.setattr("rotationzoo.storage.locks.WAIT", 0.1)
     with (
         folders.temporary_sibling(tmp_path / "out"),
         pytest.raises(RotationZooError, match="another process is writing"),
@@ -97,7 +97,7 @@ def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, ca
     assert "that is reading or writing" in caplog.text, "and says so"
     reader.join()
 
-    monkeypatch.setattr(folders, "WAIT", 0.2)
+    monkeypatch.setattr("rotationzoo.storage.locks.WAIT", 0.2)
     with lock.open("a+") as server:
         fcntl.flock(server, fcntl.LOCK_SH)
         with pytest.raises(RotationZooError, match=r"\(an SGLang server\); gave up after 0.2 s"):

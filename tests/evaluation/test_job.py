@@ -13,7 +13,8 @@ from support.models import save_family
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli.options import parse_layers, parse_windows
+from rotationzoo.cli.evaluate import parse_layers
+from rotationzoo.cli.option_values import parse_windows
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation, evaluate

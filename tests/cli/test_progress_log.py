@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from rotationzoo.cli import stage_log
-from rotationzoo.cli.stage_log import StageLog
+from rotationzoo.cli import progress_log
+from rotationzoo.cli.progress_log import ProgressLog
 
 
 class Clock:
@@ -24,7 +24,7 @@ def log():
     """A log with a clock that is set by hand: `log(seconds, stage, done, total)` gives the lines
     that this adds."""
     clock, lines = Clock(), []
-    written = StageLog(lines.append, clock)
+    written = ProgressLog(lines.append, clock)
 
     def at(seconds: float, *update) -> list[str]:
         before = len(lines)
@@ -62,9 +62,9 @@ def test_a_stage_that_cannot_be_counted_is_heard_of_all_the_same(log):
 
 
 def test_nobody_needs_to_call_for_that(monkeypatch):
-    monkeypatch.setattr(stage_log, "_LOOK", 0.01)
-    monkeypatch.setattr(stage_log, "QUICK", 0.0)
-    monkeypatch.setattr(stage_log, "EVERY", 0.05)
+    monkeypatch.setattr(progress_log, "_LOOK", 0.01)
+    monkeypatch.setattr(progress_log, "QUICK", 0.0)
+    monkeypatch.setattr(progress_log, "EVERY", 0.05)
     lines, three = [], threading.Event()
 
     def say(line: str) -> None:
@@ -72,27 +72,37 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
         if len(lines) == 3:
             three.set()
 
-    with StageLog(say).running() as update:
+    with ProgressLog(say).running() as update:
         update("fetching the weights", 0, 0)
         assert three.wait(30)
     assert set(lines) == {"[0:00:00] fetching the weights"}
-    assert not any(thread.name == "stage-log" for thread in threading.enumerate()), (
+    assert not any(thread.name == "progress-log" for thread in threading.enumerate()), (
         "gone with its block"
     )
 
 
-LASTING = "from rotationzoo.cli import stage_log; stage_log.QUICK = 0.0\nfrom rotationzoo.cli.app import app; app()"
+PROGRAM = """
+from rotationzoo.cli import progress_log
+progress_log.QUICK = 0.0
+from rotationzoo.cli.app import main
+main()
+"""
 
 
 @pytest.mark.parametrize("flag", [None, "--json", "--quiet"])
 def test_the_command_line_writes_it_to_a_log(flag, command):
-    """Of a run that lasts, which every one does here after no time at all."""
+    """For a run that lasts: here every run counts as one at once."""
     words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", *([flag] if flag else [])]
     with open(command.folder / "log", "w+") as log:
         done = subprocess.run(
-            [sys.executable, "-c", LASTING, *words], cwd=command.folder, env=command.environment, stdout=subprocess.PIPE,
-            stderr=log, text=True, timeout=300,
-        )  # fmt: skip
+            [sys.executable, "-c", PROGRAM, *words],
+            cwd=command.folder,
+            env=command.environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            timeout=300,
+        )
         log.seek(0)
         lines = log.read().splitlines()
     assert done.returncode == 0, lines
@@ -105,9 +115,13 @@ def test_the_command_line_writes_it_to_a_log(flag, command):
         assert lines.pop().startswith("Next, ")
     stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+)?", line)[1] for line in lines]
     assert stages == [
-        "looking at the model", "fetching the weights", "loading the model", "checking the capture", "calibrating",
+        "looking at the model",
+        "fetching the weights",
+        "loading the model",
+        "checking the capture",
+        "calibrating",
         "composing rotations",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(command):

@@ -1,0 +1,72 @@
+"""What `calibrate` and `import` print of the artifact that they wrote."""
+
+import shlex
+
+from rotationzoo.artifact.spectra import LayerSummary, Side, summarize
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.cli.output import Output, say
+from rotationzoo.cli.search_view import search_sentences
+
+
+def show_artifact(
+    out: Output, artifact: Artifact, next_for: str | None = None, with_time: bool = True
+) -> None:
+    """The artifact in short; `inspect` has the table.
+
+    `next_for`: the model as the user named it, for the command that comes next. `with_time`: the
+    artifact was made just now, and so the time that it took is of interest.
+    """
+    manifest = artifact.manifest
+    layers = summarize(artifact)
+    calibration, run = manifest.calibration, manifest.run
+    tokens = calibration.tokens if calibration else 0
+    data = {
+        "artifact": str(artifact.folder),
+        "identity": artifact.identity,
+        "model": manifest.model.id,
+        "revision": manifest.model.revision,
+        "recipe": artifact.recipe.name,
+        "layers": len(layers),
+        "tokens": tokens,
+        "seconds": run.seconds,
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "orthogonality_error": manifest.metrics.orthogonality_error,
+    }
+    if calibration and calibration.note:
+        out.note(calibration.note)
+    out.notes(manifest.notes)
+
+    def human() -> None:
+        name = f"{manifest.model.id}, recipe {artifact.recipe.name}"
+        say(f"{name}: {len(layers)} layers, {_effective_ranks(layers)}")
+        if manifest.search is not None:
+            say(*search_sentences(artifact.content["search"]["model"]))
+        if with_time and manifest.imported is None:
+            say(f"{tokens:,} tokens in {run.seconds:.1f} s")
+        say(f"Artifact: {artifact.folder}")
+        if next_for:
+            command = shlex.join(["rotationzoo", "evaluate", next_for, str(artifact.folder)])
+            out.note(f"Next, what it costs the model: {command}")
+
+    out.result(data, str(artifact.folder), human)
+
+
+def _effective_ranks(layers: list[LayerSummary]) -> str:
+    """The range of the layers' effective ranks, of keys and of values."""
+    by_side = {
+        "keys": [layer.key for layer in layers],
+        "values": [layer.value for layer in layers],
+    }
+    ranges = [_range(name, sides) for name, sides in by_side.items()]
+    known = [words for words in ranges if words is not None]
+    if not known:
+        return "nothing known of their statistics"
+    return f"effective rank of {', '.join(known)}"
+
+
+def _range(name: str, sides: list[Side]) -> str | None:
+    ranks = [side.effective_rank for side in sides if side.effective_rank is not None]
+    if not ranks:
+        return None
+    largest_dim = max(side.dim for side in sides)
+    return f"{name} {min(ranks):.0f} to {max(ranks):.0f} of {largest_dim}"

@@ -1,0 +1,182 @@
+"""`rotationzoo calibrate`: compute the rotations of a model, or say what that would take."""
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.option_values import default_output, follow_link
+from rotationzoo.cli.options import (
+    Column,
+    Device,
+    DeviceMap,
+    Dtype,
+    Json,
+    MaxMemory,
+    Quiet,
+    Revision,
+    Split,
+    Subset,
+)
+from rotationzoo.cli.output import Output
+from rotationzoo.cli.progress import show_progress
+from rotationzoo.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.calibration.plan import Job
+
+
+def calibrate_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
+        ),
+    ],
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="oscar, best, best-uncentered, oscar-v1, hadamard, identity, random, or a YAML "
+            "file."
+        ),
+    ] = "oscar",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Data set id, .jsonl, .txt or .parquet file, bundled, or self: text that the "
+            "model writes."
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Text that the model continues with --data self (bundled).")
+    ] = None,
+    subset: Subset = None,
+    split: Split = None,
+    column: Column = None,
+    packing: Annotated[
+        str | None,
+        typer.Option(
+            help="packed: full rows; mixed: every second row in halves; document: one document "
+            "per row."
+        ),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in all (32768; best: 262144).")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per row (2048; best: 4096).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows per forward pass (4; 16 with a device map).")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Artifact folder (rotations/MODEL-RECIPE)."),
+    ] = None,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="Minutes for the search of recipes such as best.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done; read only the config.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compute the rotations of a causal language model.
+
+    rotationzoo calibrate demo
+
+    rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
+
+    rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
+    """
+    out = Output(json, quiet)
+    from rotationzoo.recipe import PRESETS, load, override
+
+    hush_libraries()
+    chosen = override(
+        load(recipe),
+        source=data,
+        prompts=prompts,
+        subset=subset,
+        split=split,
+        column=column,
+        packing=packing,
+        tokens=tokens,
+        length=length,
+        seed=seed,
+    )
+    from rotationzoo.calibration.plan import Job
+    from rotationzoo.cli.artifact_view import show_artifact
+    from rotationzoo.cli.calibrate_view import show_plan
+
+    # A model that is spread over devices is read from disk for every batch: larger ones are faster.
+    default_batch = 16 if device_map else 4
+    job = Job(
+        model=model,
+        recipe=chosen,
+        output=follow_link(output) or default_output(model, chosen.name),
+        revision=revision,
+        batch=batch or default_batch,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        restart=restart,
+        budget=budget,
+        fit_length=length is None and recipe in PRESETS,
+    )
+    if budget is not None and chosen.search is None:
+        raise UsageError(
+            f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best"
+        )
+    if chosen.model not in (None, model):
+        out.note(f"Note: this recipe is meant for {chosen.model}")
+    if dry_run:
+        show_plan(out, job)
+        return
+    before = _last_change(job.output)
+    artifact = _calibrate(out, job)
+    is_new = _last_change(job.output) != before
+    if not is_new:
+        out.note("Note: this very job was done already; --restart does it again")
+    show_artifact(out, artifact, next_for=model, with_time=is_new)
+
+
+def _last_change(folder: Path) -> int | None:
+    return folder.stat().st_ctime_ns if folder.exists() else None
+
+
+def _calibrate(out: Output, job: "Job") -> "Artifact":
+    """Run the job; where it is interrupted, the error says how to go on."""
+    from rotationzoo.calibration.job import calibrate
+
+    # Schedulers end jobs with SIGTERM: it saves as much, and says as much, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with show_progress(out) as progress:
+            return calibrate(job, progress)
+    except KeyboardInterrupt:
+        raise _interruption(job) from None
+
+
+def _interruption(job: "Job") -> Interrupted:
+    words = sys.argv[1:]
+    if not job.unfinished:
+        command = shlex.join(["rotationzoo", *words])
+        return Interrupted(
+            "interrupted before anything was saved", hint=f"start again with: {command}"
+        )
+    kept = [word for word in words if word != "--restart"]  # which would drop what was saved
+    command = shlex.join(["rotationzoo", *kept])
+    return Interrupted("interrupted; what was done so far is saved", hint=f"go on with: {command}")

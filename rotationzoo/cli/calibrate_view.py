@@ -1,0 +1,104 @@
+"""What `calibrate --dry-run` prints: a table for people, one object for machines."""
+
+from typing import Any
+
+from rotationzoo.cache.size import CONTEXT, bits_per_element
+from rotationzoo.calibration.plan import Job, Plan, plan
+from rotationzoo.cli.output import Output, say
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
+from rotationzoo.recipe import Recipe, Search
+
+
+def show_plan(out: Output, job: Job) -> None:
+    """Look at the model, and print what is known of the job."""
+    known = plan(job)
+    data = _plan_json(known)
+    out.notes(known.notes)
+    out.result(data, str(known.job.output), lambda: _say_plan(known, data))
+
+
+def _plan_json(known: Plan) -> dict[str, Any]:
+    recipe = known.job.recipe
+    cached = cached_layers(known.geometry or [])
+    return {
+        "model": known.source.name,
+        "revision": known.source.revision,
+        "recipe": recipe.name,
+        "layers": len(cached),
+        "kv_heads": _common([layer.kv_heads for layer in cached]),
+        "head_dim": _common([layer.key_dim for layer in cached]),
+        "value_head_dim": _common([layer.value_dim for layer in cached]),
+        "tokens": recipe.data.tokens if recipe.needs_statistics else 0,
+        "length": recipe.data.length,
+        "weights_bytes": known.weights_bytes,
+        "peak_memory_bytes": known.peak_memory_bytes,
+        "memory_bytes": known.memory_bytes,
+        "artifact_bytes": known.artifact_bytes,
+        "search": _search_json(known.job),
+        "bits_per_element": {name: _bits(recipe, cached, name) for name in FORMATS},
+        "refusal": str(known.refusal) if known.refusal else None,
+        "notes": list(known.notes),
+        "output": str(known.job.output),
+        "geometry": geometry_json(known.geometry or []),
+    }
+
+
+def _common(values: list[int]) -> int | list[int]:
+    """The one value that all layers share, or the list of them."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _bits(recipe: Recipe, cached: Geometry, name: str) -> float | None:
+    if not cached:
+        return None
+    codec = FORMATS[name]
+    return bits_per_element(cached, recipe.group_size, codec, recipe.sink, recipe.recent)
+
+
+def _search_json(job: Job) -> dict[str, Any] | None:
+    """What the recipe searches, and the minutes for it; None where it does not search."""
+    if job.recipe.search is None:
+        return None
+    return job.recipe.search.model_dump() | {"budget_minutes": job.budget}
+
+
+def _say_plan(known: Plan, data: dict[str, Any]) -> None:
+    name, job = known.source.name, known.job
+    if known.refusal:
+        say(f"{name} cannot be calibrated: {known.refusal}")
+        return
+    if known.geometry is None:
+        say(f"{name}: what its layers cache shows only with its weights")
+    else:
+        heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
+        say(f"{name}: {data['layers']} layers with a cache, {heads}")
+    weights, artifact = _size(known.weights_bytes), _size(known.artifact_bytes)
+    say(f"Weights {weights}, artifact {artifact}, {data['tokens']:,} tokens")
+    peak, present = _size(known.peak_memory_bytes), _size(known.memory_bytes)
+    shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
+    say(f"Memory: about {peak} of the {present} here{shortage}")
+    if job.recipe.search is not None:
+        say(_search_words(job.recipe.search, job.budget))
+    if data["layers"]:
+        bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
+        say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
+    say(f"Would write: {job.output}")
+
+
+def _search_words(search: Search, budget: float | None) -> str:
+    """What a search does. How long it takes is said only where the user limits it: without a limit
+    that shows only when it runs."""
+    work = "closed forms alone"
+    if search.steps:
+        work = f"{search.steps} steps of learning from {search.starts} starts a head"
+    limit = "no limit of time (--budget MINUTES sets one)"
+    if budget is not None:
+        limit = f"{budget:g} minutes for learning and clip ratios"
+        limit += ", beside what statistics and scoring take"
+    texts = f"chosen on up to {search.texts} texts held out, in the format {search.format}"
+    return f"Search: {work}, {texts}; {limit}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,162 @@
+"""`rotationzoo evaluate`: measure what rotations cost a model."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.option_values import parse_windows
+from rotationzoo.cli.options import (
+    Column,
+    Device,
+    DeviceMap,
+    Dtype,
+    Format,
+    Json,
+    MaxMemory,
+    Quiet,
+    Revision,
+    Split,
+    Subset,
+)
+from rotationzoo.cli.output import Output
+from rotationzoo.cli.progress import show_progress
+from rotationzoo.errors import UsageError
+
+
+def evaluate_command(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    artifacts: Annotated[
+        list[Path] | None, typer.Argument(help="Artifact folders.", metavar="ARTIFACT")
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text."),
+    ] = "bundled",
+    subset: Subset = None,
+    split: Split = None,
+    column: Column = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
+    windows: Annotated[
+        str | None,
+        typer.Option(help="Sink/recent tokens kept exact; several pairs are separated by commas."),
+    ] = None,
+    format: Annotated[Format, typer.Option(help="The engine's 2-bit format.")] = "sglang",
+    layers: Annotated[
+        str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")
+    ] = None,
+    keys_only: Annotated[bool, typer.Option("--keys-only", help="Leave the values exact.")] = False,
+    values_only: Annotated[
+        bool, typer.Option("--values-only", help="Leave the keys exact.")
+    ] = False,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Prefill in chunks of so many tokens, which read the quantized history."
+        ),
+    ] = None,
+    prefill_layout: Annotated[
+        Literal["server", "window"] | None,
+        typer.Option(
+            help="Exact between chunks: the sink alone, as OSCAR's server has it (server), or the "
+            "recent window too."
+        ),
+    ] = None,
+    queries: Annotated[
+        int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
+    ] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
+    save: Annotated[
+        bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
+    ] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what rotations cost a model whose cache is stored in 2 bits.
+
+    rotationzoo evaluate demo rotations/demo-oscar
+
+    rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --data my-texts.jsonl --windows
+    64/256,128/1024 --save
+    """
+    out = Output(json, quiet)
+    sides = _quantized_sides(keys_only, values_only)
+    from rotationzoo.cli.evaluate_view import show_evaluation
+    from rotationzoo.evaluation.job import Evaluation, evaluate
+    from rotationzoo.recipe import load, override
+
+    hush_libraries()
+    # Only the text of this recipe is used; the artifacts have recipes of their own.
+    text = override(
+        load("oscar"),
+        source=data,
+        subset=subset,
+        split=split,
+        column=column,
+        tokens=tokens,
+        length=length,
+        seed=seed,
+    )
+    folders = artifacts or []
+    job = Evaluation(
+        model=model,
+        artifacts=folders,
+        data=text.data,
+        windows=parse_windows(windows),
+        format=format,
+        layers=parse_layers(layers),
+        sides=sides,
+        prefill_chunk=prefill_chunk,
+        prefill_layout=prefill_layout,
+        queries=queries,
+        revision=revision,
+        batch=batch,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+        save_to=folders if save else [],
+    )
+    with show_progress(out) as progress:
+        report = evaluate(job, progress)
+    show_evaluation(out, report)
+
+
+def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
+    if keys_only and values_only:
+        raise UsageError(
+            "--keys-only and --values-only leave nothing to store in 2 bits",
+            hint="give one of them",
+        )
+    if keys_only:
+        return ("key",)
+    if values_only:
+        return ("value",)
+    return ("key", "value")
+
+
+def parse_layers(text: str | None) -> set[int] | None:
+    """`0,4-7` as `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
+    if text is None:
+        return None
+    layers: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            if not numbers:
+                raise ValueError(part)
+            layers.update(numbers)
+    except ValueError as error:
+        raise UsageError(
+            f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7"
+        ) from error
+    return layers

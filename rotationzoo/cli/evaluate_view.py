@@ -1,0 +1,67 @@
+"""What `evaluate` prints: a table of all arms for each window, and which of them differ."""
+
+from typing import Any
+
+from rotationzoo.artifact.card_results import describe_prefill
+from rotationzoo.cache.size import CONTEXT
+from rotationzoo.cli.output import Output, say, table
+
+
+def show_evaluation(out: Output, report: dict[str, Any]) -> None:
+    """One table of all arms for each window, and the increase of perplexity by context length."""
+    out.notes(report["notes"])
+    out.result(report, "\n".join(report["arms"]), lambda: _say_evaluation(report))
+
+
+def _say_evaluation(report: dict[str, Any]) -> None:
+    windows = report["windows"]
+    tokens = f"{report['tokens']:,} tokens from position {report['first_position']} on"
+    text = f"{tokens} in {report['text']['rows']} texts"
+    prefill = describe_prefill(report["prefill_chunk"], report["prefill_layout"])
+    exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
+    say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
+    for window in windows:
+        _show_arms(window)
+    say("±: standard error over texts, paired with the exact model")
+    say(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
+    for window in windows:
+        if len(windows) > 1:
+            say(f"With {_title(window)}:")
+        say(*window["verdict"]["words"])
+
+
+def _show_arms(window: dict[str, Any]) -> None:
+    arms = window["arms"]
+    rows, by_length = [], []
+    for name, arm in arms.items():
+        error = arm["standard_error"]
+        perplexity, perplexity_error = arm["perplexity_increase"], error["perplexity_increase"]
+        rows.append(
+            [
+                name,
+                _with_error(perplexity, perplexity_error, "+.2%", ".2%"),
+                _with_error(arm["attention_kl"], error["attention_kl"], ".4f", ".4f"),
+                _with_error(arm["output_error"], error["output_error"], ".4f", ".4f"),
+                f"{arm['bits_per_element']:.2f}",
+            ]
+        )
+        increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
+        by_length.append([name, *increases])
+    table(_title(window), ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
+    some_arm = next(iter(arms.values()))  # the lengths are the same for all
+    starts = [f"from {bucket['from']:,}" for bucket in some_arm["by_length"]]
+    table("by context length", ["arm", *starts], by_length)
+
+
+def _title(window: dict[str, Any]) -> str:
+    return f"sink {window['sink']}, recent {window['recent']}"
+
+
+def _with_error(
+    value: float | None, error: float | None, value_format: str, error_format: str
+) -> str:
+    if value is None:
+        return "-"
+    if error is None:  # one text has none
+        return f"{value:{value_format}}"
+    return f"{value:{value_format}} ±{error:{error_format}}"

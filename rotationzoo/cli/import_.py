@@ -1,0 +1,76 @@
+"""`rotationzoo import`: make an artifact of rotations that others published."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.option_values import default_output, follow_link, parse_clip, parse_window
+from rotationzoo.cli.options import Clip, Json, Quiet, Revision, Windows
+from rotationzoo.cli.output import Output
+
+
+def import_command(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="The two rotation files, their folder, or a GGUF file.", metavar="FILES"
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Artifact folder (rotations/NAME-imported)."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model that they are for: a hub id or a folder.")
+    ] = None,
+    revision: Revision = None,
+    clip: Clip = None,
+    windows: Windows = None,
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="Channels that share a scale (the whole head).")
+    ] = None,
+    transposed: Annotated[
+        bool, typer.Option("--transposed", help="They hold the matrices transposed.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Replace an artifact that is there.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make an artifact of files that others published: OSCAR's .pt, MLX's safetensors, GGUF.
+
+    rotationzoo import k_rotation_qqt_r_h_pbr.pt v_rotation_sst_r_h_pbr.pt --model
+    Qwen/Qwen3-4B-Thinking-2507
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo.cli.artifact_view import show_artifact
+    from rotationzoo.engines.import_ import Import, import_
+
+    job = Import(
+        files=files,
+        output=follow_link(output) or default_output(model or _folder_name(files[0]), "imported"),
+        model=model,
+        revision=revision,
+        clip=parse_clip(clip),
+        windows=parse_window(windows),
+        group_size=group_size,
+        transposed=transposed,
+        restart=restart,
+    )
+    artifact = import_(job)
+    assert artifact.manifest.imported is not None
+    out.notes(artifact.manifest.imported.notes)
+    if not artifact.bound:
+        out.note("Note: bound to no model; --model MODEL says which one the files are for")
+    show_artifact(out, artifact, model)
+
+
+def _folder_name(file: Path) -> str:
+    """What the artifact of files is called whose model nobody named."""
+    path = file.expanduser().resolve()
+    folder = path if path.is_dir() else path.parent
+    return folder.name or "rotations"

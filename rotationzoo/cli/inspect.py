@@ -1,0 +1,63 @@
+"""`rotationzoo inspect`: show what each layer's statistics look like."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
+from rotationzoo.cli.output import Output, say, table
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.spectra import LayerSummary, Side
+    from rotationzoo.artifact.store import Artifact
+
+
+def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
+    """Show what each layer's statistics look like."""
+    from rotationzoo.artifact.spectra import summarize
+    from rotationzoo.artifact.store import Artifact
+
+    opened = Artifact.open(artifact)
+    layers = summarize(opened)
+    data = {
+        "artifact": str(artifact),
+        "identity": opened.identity,
+        "model": opened.manifest.model.id,
+        "recipe": opened.recipe.name,
+        "layers": [asdict(layer) for layer in layers],
+    }
+    Output(json, quiet).result(data, opened.identity, lambda: _show_layers(opened, layers))
+
+
+def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
+    """Keys and values side by side, no wider than a terminal."""
+    from rotationzoo.cli.search_view import show_search
+
+    columns = ["layer", "heads"]
+    for side in "KV":
+        columns += [f"{side} dim", "rank", "top1", "top8"]
+    rows = []
+    for layer in layers:
+        error = max(layer.key.orthogonality_error, layer.value.orthogonality_error)
+        sides = [*_cells(layer.key), *_cells(layer.value)]
+        rows.append([str(layer.layer), str(layer.kv_heads), *sides, f"{error:.0e}"])
+    title = f"{artifact.manifest.model.id}, recipe {artifact.recipe.name}"
+    table(title, [*columns, "error"], rows)
+    say(
+        "rank: effective rank of the statistic; top1, top8: share of its strongest directions; "
+        "error: largest |R R^T - I|"
+    )
+    if artifact.manifest.search is not None:
+        show_search(artifact.content["search"])
+
+
+def _cells(side: "Side") -> list[str]:
+    return [
+        str(side.dim),
+        _number(side.effective_rank, ".1f"),
+        _number(side.top_1_share, ".1%"),
+        _number(side.top_8_share, ".1%"),
+    ]
+
+
+def _number(value: float | None, format: str) -> str:
+    return "-" if value is None else f"{value:{format}}"

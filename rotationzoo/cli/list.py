@@ -1,0 +1,94 @@
+"""`rotationzoo list`: show the rotations that have been published."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
+from rotationzoo.cli.output import Output, say, table
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
+
+if TYPE_CHECKING:
+    from rotationzoo.zoo.index import Entry
+
+_PRESENCE = {True: "yes", False: "no", None: "not known"}
+_FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
+
+
+def list_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Only models with this in their name.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
+    from_: Annotated[HubName, typer.Option("--from", help="Whose index.")] = DEFAULT_HUB,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Ask the hubs whether the files are there.")
+    ] = False,
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show the rotations that have been published.
+
+    rotationzoo list qwen3
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo.zoo.availability import check_availability
+    from rotationzoo.zoo.lookup import find_index
+
+    zoo_index = find_index(index, repo, from_)
+    out.note(f"Read {zoo_index.origin}")
+    entries = []
+    for entry in zoo_index.content.entries:
+        if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
+            entries.append(entry)
+    presence = check_availability(zoo_index, entries) if remote else None
+    show_list(out, entries, presence)
+
+
+def show_list(out: Output, entries: list["Entry"], presence: list[bool | None] | None) -> None:
+    """`presence`: whether the files of each entry are there, None if no hub was asked."""
+    contents = [entry.model_dump() for entry in entries]
+    if presence is not None:
+        for content, is_there in zip(contents, presence, strict=True):
+            content["there"] = is_there
+    names = dict.fromkeys(entry.model for entry in entries)
+    out.result({"entries": contents}, "\n".join(names), lambda: _show_entries(entries, presence))
+
+
+def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) -> None:
+    columns = ["model", "recipe", "files", "revision", "hubs", "cost"]
+    rows = [_row(entry) for entry in entries]
+    if presence is not None:
+        columns.append("there")
+        for row, is_there in zip(rows, presence, strict=True):
+            row.append(_PRESENCE[is_there])
+    equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
+    for footnote, number in enumerate(equal, 1):
+        rows[number][1] += f" ({footnote})"
+    table(f"{len(entries)} published rotations", *_without_empty_columns(columns, rows))
+    for footnote, number in enumerate(equal, 1):
+        say(f"({footnote}) from the folder {entries[number].copies[0].path}")
+
+
+def _row(entry: "Entry") -> list[str]:
+    arms = list((entry.evaluation or {}).get("arms", {}).values())
+    cost = f"{arms[0]['perplexity_increase']:+.2%}" if arms else "-"
+    hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
+    revision = (entry.model_revision or "-")[:8]
+    format = _FORMATS[entry.format]
+    return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), cost]
+
+
+def _without_empty_columns(
+    columns: list[str], rows: list[list[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Without the columns that say nothing in any row; the first stays."""
+    kept = [0]
+    for number in range(1, len(columns)):
+        if any(row[number] != "-" for row in rows):
+            kept.append(number)
+    return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]

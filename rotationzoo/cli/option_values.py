@@ -1,0 +1,75 @@
+"""What the words of shared options stand for: windows, clip ratios, folders, hubs."""
+
+import os
+from pathlib import Path
+
+from rotationzoo.errors import UsageError
+from rotationzoo.zoo.hubs.registry import HUB_NAMES
+
+
+def parse_windows(text: str | None) -> list[tuple[int, int]]:
+    """`64/256,128/1024` as pairs of sink and recent tokens. Raises `UsageError`."""
+    windows = []
+    for part in filter(None, (text or "").split(",")):
+        sink, _, recent = part.partition("/")
+        if not (sink.strip().isdecimal() and recent.strip().isdecimal() and part.isascii()):
+            raise UsageError(
+                f"--windows has no sink/recent in {part!r}",
+                hint="write it as: --windows 64/256,128/1024",
+            )
+        windows.append((int(sink), int(recent)))
+    return list(dict.fromkeys(windows))
+
+
+def parse_window(text: str | None) -> tuple[int, int] | None:
+    """`64/256` as sink and recent tokens. Raises `UsageError`."""
+    if text is None:
+        return None
+    windows = parse_windows(text)
+    if len(windows) != 1:
+        raise UsageError(
+            f"--windows {text} is not one pair of sink/recent", hint="write it as: --windows 64/256"
+        )
+    return windows[0]
+
+
+def parse_clip(text: str | None) -> tuple[float, float] | None:
+    """`0.96/0.92` as the clip ratios of keys and of values; one number is for both. Raises
+    `UsageError`."""
+    if text is None:
+        return None
+    try:
+        ratios = [float(part) for part in text.split("/")]
+    except ValueError:
+        ratios = []
+    if len(ratios) not in (1, 2) or not all(0 < ratio <= 1 for ratio in ratios):
+        raise UsageError(
+            f"--clip {text} is no clip ratio above 0 and at most 1",
+            hint="write it as: --clip 0.96/0.92",
+        )
+    return ratios[0], ratios[-1]
+
+
+def default_output(model: str, suffix: str) -> Path:
+    """`rotations/MODEL-SUFFIX`. A model that is a folder is called by the folder's name, also where
+    its path is `.`."""
+    path = Path(model)
+    name = path.resolve().name if path.is_dir() else path.name
+    return Path("rotations") / f"{name}-{suffix}"
+
+
+def follow_link(folder: Path | None) -> Path | None:
+    """The folder that the user names or, where that is a link, the folder that it leads to.
+
+    Only for folders that were named: a link in a default place may be anybody's, and whoever writes
+    there does not follow it.
+    """
+    if folder is None:
+        return None
+    folder = folder.expanduser()
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
+def chosen_hubs(choice: str) -> list[str]:
+    """The hubs that a choice stands for: `both` and `any` are all of them."""
+    return list(HUB_NAMES) if choice in ("both", "any") else [choice]

@@ -1,0 +1,50 @@
+"""How far a job is: a bar on a terminal, lines in a log, nothing with `--quiet`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from rotationzoo.cli.output import Mode, Output, stderr_console, visible
+from rotationzoo.cli.progress_log import ProgressLog
+from rotationzoo.progress import Progress, silent
+
+
+@contextmanager
+def show_progress(out: Output) -> Iterator[Progress]:
+    """The callback to hand to a job; whatever it shows is on stderr, and a bar is gone at the
+    end."""
+    console = stderr_console()
+    if out.mode is Mode.QUIET:
+        yield silent
+    elif console.is_terminal:
+        with _bar(console) as update:
+            yield update
+    else:
+        with ProgressLog(out.note).running() as update:
+            yield update
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                # A new stage starts a bar of its own, and with it a speed of its own.
+                for task in tasks.values():
+                    bar.remove_task(task)
+                tasks.clear()
+                tasks[stage] = bar.add_task(visible(stage), total=total or None)
+            bar.update(tasks[stage], completed=done)
+
+        yield update

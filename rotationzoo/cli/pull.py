@@ -1,0 +1,97 @@
+"""`rotationzoo pull`: fetch rotations that somebody published, and export them for an engine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link
+from rotationzoo.cli.options import HubOrAny, IndexPlace, Json, Quiet, ZooRepo
+from rotationzoo.cli.output import Output, say
+from rotationzoo.cli.progress import show_progress
+from rotationzoo.engines.registry import PullEngineName
+
+if TYPE_CHECKING:
+    from rotationzoo.engines.export import Exported
+    from rotationzoo.zoo.download import Pulled
+
+
+def pull_command(
+    model: Annotated[
+        str, typer.Argument(help="The model whose rotations to fetch, as Qwen/Qwen3-8B.")
+    ],
+    from_: Annotated[HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
+    revision: Annotated[
+        str | None, typer.Option(help="The model's revision that they should be made for.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
+    local_dir: Annotated[
+        Path | None, typer.Option(help="Put them here and not into the cache.")
+    ] = None,
+    to: Annotated[
+        PullEngineName | None, typer.Option("--to", help="Also export them for this engine.")
+    ] = None,
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fetch rotations that somebody published, with every hash checked.
+
+    rotationzoo pull Qwen/Qwen3-8B --to sglang
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo.zoo.lookup import choose_entry, find_index
+    from rotationzoo.zoo.pull import pull_first
+
+    hubs = chosen_hubs(from_)
+    zoo_index = find_index(index, repo, hubs[0])
+    out.note(f"Read {zoo_index.origin}")
+    entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs)
+    with show_progress(out) as progress:
+        pulled = pull_first(zoo_index, entry, copies, follow_link(local_dir), progress)
+    out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")
+    if to is None:
+        show_pull(out, pulled)
+        return
+    from rotationzoo.cli.export_view import show_export
+
+    show_export(out, _export(pulled, to, revision))
+
+
+def _export(pulled: "Pulled", engine: str, revision: str | None) -> "Exported":
+    """Export what was pulled; files of others become an artifact first."""
+    from rotationzoo.engines.export import export
+    from rotationzoo.engines.import_ import Import, import_
+    from rotationzoo.engines.payload import Request
+
+    entry = pulled.entry
+    artifact = pulled.artifact
+    if artifact is None:
+        output = default_output(entry.model, "imported")
+        artifact = import_(Import([pulled.path], output, model=entry.model, revision=revision))
+    target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{engine}"
+    return export(artifact, Request(engine, target))
+
+
+def show_pull(out: Output, pulled: "Pulled") -> None:
+    """Where the files are, and how to make an artifact of those that are none."""
+    entry = pulled.entry
+    out.notes(pulled.notes)
+    data = {
+        "path": str(pulled.path),
+        "repo": pulled.copy.repo,
+        "hub": pulled.copy.hub,
+        "revision": pulled.revision,
+        "model": entry.model,
+        "recipe": entry.recipe,
+        "format": entry.format,
+        "files": pulled.files,
+        "notes": pulled.notes,
+    }
+    out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
+    if entry.format == "oscar":
+        command = f"rotationzoo import {pulled.path} --model {entry.model}"
+        out.note(f"Note: make an artifact of them with: {command}")

@@ -1,0 +1,86 @@
+"""`rotationzoo push`: verify an artifact and publish it."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.option_values import chosen_hubs
+from rotationzoo.cli.options import ArtifactFolder, HubOrBoth, Json, Quiet
+from rotationzoo.cli.output import Output, say, table
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
+
+if TYPE_CHECKING:
+    from rotationzoo.zoo.hubs.protocol import Published
+
+
+def push_command(
+    artifact: ArtifactFolder,
+    repo: Annotated[str, typer.Argument(help="The zoo repository, as owner/name.", metavar="REPO")],
+    to: Annotated[HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="As a pull request (Hugging Face).")
+    ] = False,
+    no_statistics: Annotated[
+        bool, typer.Option("--no-statistics", help="Leave the statistics behind.")
+    ] = False,
+    index: Annotated[
+        Path | None,
+        typer.Option(help="Also list it in this zoo_index.json, with pinned revisions."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Verify an artifact and publish it, in one commit per hub.
+
+    rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.zoo.ownership import check_model
+    from rotationzoo.zoo.push import extend_index_file, pinned_entry, push
+    from rotationzoo.zoo.upload import prepare_upload
+
+    opened = Artifact.open(artifact)
+    upload = prepare_upload(opened, repo, not no_statistics)
+    if dry_run:
+        show_push_plan(out, repo, upload.listing())
+        return
+    check_model(opened)
+    published = push(upload, repo, chosen_hubs(to), create_pr, str(artifact))
+    if index is not None:
+        extend_index_file(index, pinned_entry(upload, repo, published))
+    show_push(out, repo, upload.path, published)
+
+
+def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
+    """`files`: the path and the size in bytes of everything that would be uploaded."""
+    rows = [[file["path"], f"{file['size']:,}"] for file in files]
+    names = [file["path"] for file in files]
+    out.result(
+        {"repo": repo, "files": files},
+        "\n".join(names),
+        lambda: table(f"would go to {repo}", ["file", "bytes"], rows),
+    )
+
+
+def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
+    """`published`: hub -> where the artifact is there."""
+    data = {
+        "repo": repo,
+        "path": path,
+        "hubs": {name: asdict(place) for name, place in published.items()},
+    }
+
+    def human() -> None:
+        for name, place in published.items():
+            change = "published" if place.changed else "nothing new"
+            say(f"{name}: {change}, revision {place.revision}, {place.url}")
+
+    out.result(data, "\n".join(place.revision for place in published.values()), human)

@@ -1,0 +1,159 @@
+"""`rotationzoo regenerate`: make and publish new rotations where a model or its recipe has
+changed."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link
+from rotationzoo.cli.options import (
+    Device,
+    DeviceMap,
+    HubOrBoth,
+    IndexPlace,
+    Json,
+    MaxMemory,
+    Quiet,
+    ZooRepo,
+)
+from rotationzoo.cli.output import Output, say, table
+from rotationzoo.cli.progress import show_progress
+from rotationzoo.errors import HubError, PartlyDone, UsageError
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
+
+if TYPE_CHECKING:
+    from rotationzoo.zoo.due import DueModel
+    from rotationzoo.zoo.hubs.protocol import Published
+
+
+def regenerate_command(
+    model: Annotated[
+        str | None, typer.Argument(help="The model to make rotations for; none with --plan.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Only list what is due.")] = False,
+    configs: Annotated[Path, typer.Option(help="Folder of recipe files.")] = Path("configs"),
+    revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Artifact folder (rotations/MODEL-RECIPE).")
+    ] = None,
+    data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
+    to: Annotated[HubOrBoth | None, typer.Option(help="Publish to this hub.")] = None,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    index: IndexPlace = None,
+    repo: ZooRepo = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make and publish new rotations where a model, or its recipe, has changed.
+
+    rotationzoo regenerate --plan --json
+
+    rotationzoo regenerate Qwen/Qwen3-8B --to huggingface --repo my-org/rotationzoo
+    """
+    out = Output(json, quiet)
+    hush_libraries()
+    from rotationzoo.calibration.plan import Job
+    from rotationzoo.evaluation.job import Evaluation
+    from rotationzoo.recipe import load, override
+    from rotationzoo.zoo.due import find_due, find_recipe_file
+    from rotationzoo.zoo.lookup import ZOO
+    from rotationzoo.zoo.regenerate import load_published_index, regenerate
+
+    if model is None and not plan:
+        raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
+    recipe_file = find_recipe_file(configs, model)
+    zoo = repo or ZOO
+    hub = DEFAULT_HUB if to in (None, "both") else str(to)
+    zoo_index = load_published_index(index, zoo, hub)
+    out.note(f"Read {zoo_index.origin}")
+    if plan or model is None:
+        models, unknown = find_due(configs, zoo_index.content)
+        show_due(out, models, unknown)
+        if unknown:
+            raise _partly_known(unknown)
+        return
+    recipe = load(str(recipe_file))
+    job = Job(
+        model=model,
+        recipe=recipe,
+        output=follow_link(output) or default_output(model, recipe.name),
+        revision=revision,
+        batch=batch,
+        device=device,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
+    # Only the text of this recipe is used.
+    text = override(load("oscar"), source=data, tokens=tokens, length=length)
+    evaluation = Evaluation(model=model, artifacts=[], data=text.data)
+    with show_progress(out) as progress:
+        verdict = regenerate(job, zoo_index, evaluation, progress)
+    places: dict[str, Published] = {}
+    if to is not None:
+        places = _publish(job.output, zoo, chosen_hubs(to))
+    show_regenerated(out, job.output, verdict, places)
+
+
+def _publish(folder: Path, repo: str, hubs: list[str]) -> dict[str, "Published"]:
+    """Publish as a pull request: a person merges it."""
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.zoo.ownership import check_model
+    from rotationzoo.zoo.push import push
+    from rotationzoo.zoo.upload import prepare_upload
+
+    artifact = Artifact.open(folder)
+    upload = prepare_upload(artifact, repo)
+    check_model(artifact)
+    return push(upload, repo, hubs, create_pr=True, name=str(folder))
+
+
+def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:
+    name, error = next(iter(unknown.items()))
+    more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
+    return PartlyDone(f"whether {name} is due is not known: {error}{more}", hint=error.hint)
+
+
+def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]) -> None:
+    """`unknown`: model -> why it is not known whether it is due."""
+    data = {
+        "models": [asdict(due) for due in models],
+        "unknown": {name: str(error) for name, error in unknown.items()},
+    }
+    columns = ["model", "revision", "was", "reason"]
+    rows = [[due.model, due.revision[:12], (due.was or "-")[:12], due.reason] for due in models]
+    out.result(
+        data,
+        "\n".join(due.model for due in models),
+        lambda: table(f"{len(models)} due", columns, rows),
+    )
+
+
+def show_regenerated(
+    out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
+) -> None:
+    """`places`: hub -> where the new rotations are published."""
+    data = {key: value for key, value in verdict.items() if key != "report"}
+    data["hubs"] = {name: asdict(place) for name, place in places.items()}
+
+    def human() -> None:
+        validation = "not validated: there is no GPU here"
+        if verdict["validated_on"]:
+            validation = f"validated on {verdict['validated_on']}"
+        say(f"{folder}, {validation}")
+        if verdict["compared_with"]:
+            difference = verdict["log_perplexity_difference"]
+            error = verdict["standard_error"] or 0
+            change = f"log perplexity {difference:+.4f} ±{error:.4f}"
+            say(f"{change} beside the published rotations")
+        for name, place in places.items():
+            say(f"{name}: {place.url}")
+
+    out.result(data, str(folder), human)

@@ -1,0 +1,70 @@
+"""What a search made of a recipe, for `calibrate` in two sentences and for `inspect` in a table."""
+
+from typing import Any
+
+from rotationzoo.cli.output import say, table
+
+# What a search kept: nothing ("own"), or what it chose for one side or both.
+_KEPT_SIDES = {"own": (), "keys": ("key",), "values": ("value",), "both": ("key", "value")}
+_KEPT = {
+    "own": "nothing: the rotations are those that the recipe makes without a search",
+    "keys": "what was chosen for keys; values as without a search",
+    "values": "what was chosen for values; keys as without a search",
+    "both": "what was chosen for keys and values",
+}
+_COMPARED = {
+    "own": "without a search",
+    "keys": "keys chosen",
+    "values": "values chosen",
+    "both": "both chosen",
+}
+
+
+def search_sentences(model: dict[str, Any]) -> list[str]:
+    """What the whole model makes of the choices, and so which of them were kept. `model` is what
+    `search` in a manifest holds of the whole model."""
+    by_side = [f"{nats:.4f} {_COMPARED[name]}" for name, nats in model["by_side"].items()]
+    clips = f"{model['key']['clip']:g} for keys and {model['value']['clip']:g} for values"
+    return [
+        f"Divergence of the model's predictions in nats: {', '.join(by_side)}",
+        f"Kept of the search: {_KEPT[model['kept']]}; "
+        f"clip ratios {clips} ({model['trimmed']:.4f} nats)",
+    ]
+
+
+def show_search(search: dict[str, Any]) -> None:
+    """What was kept for each head and what it scores on held-out text. `search` is a manifest's."""
+    rows = _rows(search["layers"], _KEPT_SIDES[search["model"]["kept"]])
+    if rows:
+        table(
+            "chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows
+        )
+        say(
+            "score: error of the block, and attention KL of keys, of what the recipe makes without "
+            "a search"
+        )
+    if missing := _missing_projections(search["layers"]):
+        say(f"Scored without the output projection, which was not readable: {missing}")
+    say(*search_sentences(search["model"]))
+
+
+def _rows(layers: dict[str, Any], kept_sides: tuple[str, ...]) -> list[list[str]]:
+    rows = []
+    for layer, sides in layers.items():
+        for side in kept_sides:
+            choices = zip(sides[side]["candidate"], sides[side]["chosen"], strict=True)
+            for head, (basis, score) in enumerate(choices):
+                rows.append([f"{layer} {side}s", str(head), basis, f"{score:.2f}"])
+    return rows
+
+
+def _missing_projections(layers: dict[str, Any]) -> str:
+    """The layers whose heads were scored apart from the residual stream, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for sides in layers.values():
+        projections = sides.get("projection", {})  # which earlier versions did not record
+        for layer, kept in projections.items():
+            if kept.startswith("identity: "):
+                by_reason.setdefault(kept.removeprefix("identity: "), []).append(layer)
+    groups = [f"layers {', '.join(numbers)} ({reason})" for reason, numbers in by_reason.items()]
+    return "; ".join(groups)

@@ -1,0 +1,66 @@
+"""`rotationzoo validate`: check the CUDA reference against the codec, and measure its speed."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, Revision
+from rotationzoo.cli.output import Output, say
+from rotationzoo.cli.progress import show_progress
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+
+
+def validate_command(
+    artifact: ArtifactFolder,
+    model: Annotated[
+        str | None, typer.Option(help="Also validate on keys and values captured from this model.")
+    ] = None,
+    rows: Annotated[
+        int, typer.Option(min=64, help="Rows for each layer, KV head and side.")
+    ] = 1024,
+    device: Device = "auto",
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check the CUDA reference on a GPU, bit by bit, against the codec, and measure its speed.
+
+    rotationzoo validate rotations/demo-oscar
+    """
+    out = Output(json, quiet)
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.checks.kernel import Validation, check_device, validate_kernel
+
+    hush_libraries()
+    opened = Artifact.open(artifact)
+    check_device(artifact, device)
+    with show_progress(out) as progress:
+        settings = Validation(rows, model, revision, device)
+        report = validate_kernel(opened, settings, progress)
+    show_validation(out, opened, report)
+
+
+def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -> None:
+    """What was compared, and the speed as a share of what the device copies."""
+
+    def human() -> None:
+        checked = f"{report['rows']:,} rows, {report['elements']:,} elements"
+        say(f"{artifact.folder}: {checked}, on {report['device']}")
+        if not report["on_gpu"]:
+            say(
+                "Not validated on a GPU: only the codec's definition was checked, and its "
+                "rotations;"
+            )
+            say("nothing was added to the artifact")
+            return
+        say("Codes and dequantized values are equal bit by bit to the definition in int2.py")
+        say(f"Rotation: error {report['rotation_error']:.2f} of the bound of a float32 product")
+        copy = report["copy_bytes_per_second"]
+        say(f"Device copy {copy / 1e12:.2f} TB/s; of that:")
+        for name, rate in report["throughput"].items():
+            say(f"  {name:24s} {rate / copy:.1%}")
+
+    out.result(report, artifact.identity, human)

@@ -1,0 +1,109 @@
+"""`rotationzoo verify`: check that an artifact is whole, orthogonal and of its model."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import (
+    ArtifactFolder,
+    Device,
+    DeviceMap,
+    Json,
+    MaxMemory,
+    Quiet,
+    Revision,
+)
+from rotationzoo.cli.output import Output, say
+from rotationzoo.cli.progress import show_progress
+from rotationzoo.errors import RotationZooError, UsageError
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.calibration.soundness import Verification
+    from rotationzoo.checks.membership import Agreement
+
+
+def verify_command(
+    artifact: ArtifactFolder,
+    model: Annotated[
+        str | None, typer.Option(help="Also check that it was made for this model.")
+    ] = None,
+    run: Annotated[
+        bool,
+        typer.Option(
+            "--run", help="Also run the model, and look for the rotations in what it computes."
+        ),
+    ] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check that an artifact is whole, orthogonal and of its model."""
+    out = Output(json, quiet)
+    if run and model is None:
+        raise UsageError("--run needs a model", hint="add: --model MODEL")
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.checks.membership import Candidate, check_membership
+    from rotationzoo.checks.verify import verify
+
+    opened = Artifact.open(artifact)
+    hush_libraries()
+    verification = verify(opened, model, revision)
+    agreement = None
+    if run and model is not None and verification.orthogonality_error is not None:
+        with show_progress(out) as progress:
+            candidate = Candidate(model, revision, device, device_map, max_memory)
+            agreement = check_membership(opened, candidate, progress)
+        if agreement.foreign:
+            verification.problems.append(
+                f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"
+            )
+    show_verification(out, opened, verification, agreement)
+    if not verification.ok:
+        raise _unsound(opened, len(verification.problems))
+
+
+def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
+    count = "1 problem" if problems == 1 else f"{problems} problems"
+    hint = (
+        "fetch it again, or make it again with rotationzoo calibrate; its card says from what "
+        "model, recipe and text"
+    )
+    if not artifact.bound:
+        hint = "import its files again with --model MODEL"
+    return RotationZooError(f"{artifact.folder} is not to be used: {count} found", hint=hint)
+
+
+def show_verification(
+    out: Output,
+    artifact: "Artifact",
+    verification: "Verification",
+    agreement: "Agreement | None",
+) -> None:
+    """What is wrong, and what was checked and holds. `agreement`: with what the model computes,
+    None where the model was not run."""
+    data: dict[str, Any] = {
+        "ok": verification.ok,
+        "problems": verification.problems,
+        "orthogonality_error": verification.orthogonality_error,
+    }
+    if agreement:
+        data["agreement"] = asdict(agreement)
+
+    def human() -> None:
+        for problem in verification.problems:
+            say(f"Problem: {problem}")
+        if verification.ok:
+            error = f"largest |R R^T - I| {verification.orthogonality_error:.1e}"
+            say(f"{artifact.folder} is sound ({error})")
+        if agreement:
+            shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
+            say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+        say(f"Checked: {', '.join(verification.checked)}")
+
+    out.result(data, artifact.identity if verification.ok else "", human)

@@ -1,0 +1,285 @@
+"""The frame of all commands: help, usage, exit codes, and errors that nobody foresaw."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from support.command_line import SMALL, only_error
+
+import rotationzoo
+from rotationzoo.cli.app import COMMANDS
+from rotationzoo.cli.output import visible
+
+# ---- help and usage
+
+
+def test_help_is_quick_to_import():
+    program = """
+import sys
+from rotationzoo.cli.app import main
+try:
+    main(["--help"])
+except SystemExit as done:
+    assert not done.code
+slow = {"torch", "transformers", "datasets", "modelscope", "huggingface_hub", "numpy"}
+print(sorted(slow & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+    assert "calibrate" in shown
+    assert shown.splitlines()[-1] == "[]"
+
+
+def test_help_is_in_the_order_of_the_journey_and_in_words(inside):
+    shown = inside("--help").stdout
+    journey = "calibrate inspect verify evaluate validate report export import list pull push"
+    places = [shown.index(f"│ {name} ") for name in journey.split()]
+    assert places == sorted(places)
+    assert places[-1] < shown.index("│ regenerate ")
+    for command in COMMANDS:
+        assert "list[" not in inside(command, "--help").stdout
+    assert "best-uncentered" in inside("calibrate", "--help").stdout
+
+
+def test_the_version_and_short_help(inside):
+    assert inside("--version").stdout.strip().count(".") == 2
+    assert "Usage" in inside("calibrate", "-h").stdout
+
+
+def test_no_command_shows_the_help_and_is_wrong_usage(inside):
+    shown = inside()
+    assert (shown.returncode, shown.stderr) == (2, "")
+    assert "│ calibrate " in shown.stdout
+
+
+def test_wrong_usage_exits_with_2(inside):
+    assert inside("calibrate").returncode == 2
+    assert inside("calibrate", "demo", "--batch", "0").returncode == 2
+    assert inside("calibrate", "demo", "--dtype", "int4").returncode == 2
+    wrong = {
+        "--packing tight": "packing = 'tight'",
+        "--tokens 0": "tokens = 0",
+        "--output .": "no folder that can be replaced",
+        "--max-memory cpu=1GiB": "--device-map auto",
+        "--device-map auto --max-memory cpu": "has no amount",
+    }
+    for options, says in wrong.items():
+        assert says in only_error(inside("calibrate", "demo", *options.split()), 2)
+
+
+# ---- what ends a command from outside
+
+
+def test_a_full_standard_output_is_one_sentence(command):
+    artifact = command("calibrate", "demo", "--quiet", *SMALL).stdout.strip()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rotationzoo", "inspect", artifact],
+            cwd=command.folder,
+            env=command.environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: No space left on device\nHint: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_read_enough_is_no_error(command):
+    """As `rotationzoo list | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "rotationzoo", "list", "--index", "bundled"],
+        cwd=command.folder,
+        env=command.environment,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writing)
+    assert done.returncode == 1
+    assert done.stderr == "Read the index that came with rotationzoo\n"
+
+
+def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch):
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert only_error(inside("inspect", "x"), 130) == "Error: interrupted\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_package_that_is_not_installed_knows_its_version(command):
+    """Run from a path, where Python's metadata does not know the package: that shows before the
+    first pass, not after the last."""
+    program = """
+from importlib import metadata
+real = metadata.Distribution.from_name
+def find(name):
+    if name == "rotationzoo":
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.Distribution.from_name = find
+from rotationzoo.cli.app import main
+main()
+"""
+    words = ["calibrate", "demo", "--recipe", "hadamard", "--output", "out", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=command.folder,
+        env=command.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    versions = json.loads((command.folder / "out" / "manifest.json").read_text())["versions"]
+    assert versions["rotationzoo"] == rotationzoo.__version__
+
+
+# ---- errors that nobody foresaw
+
+DEEP = "[" * 100_000
+LONG = "1" + "0" * 5000
+
+
+@pytest.mark.hostile("terminal")
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("index.json", DEEP, "list --index index.json"),
+        ("index.json", f'{{"schema": {LONG}}}', "list --index index.json"),
+        ("deep.yaml", f"a: {DEEP}", "calibrate demo --recipe deep.yaml"),
+        ("long.yaml", f"sink: {LONG}", "calibrate demo --recipe long.yaml"),
+        ("manifest.json", DEEP, "verify ."),
+        ("manifest.json", f'{{"schema": {LONG}}}', "inspect ."),
+        ("config.json", DEEP, "calibrate ."),
+        ("text.jsonl", DEEP, "calibrate demo --data text.jsonl"),
+    ],
+    ids=[
+        *("deep index", "long number in an index", "deep recipe", "long number in a recipe"),
+        *("deep manifest", "long number in a manifest", "deep config", "deep text"),
+    ],
+)
+def test_one_line_instead_of_a_traceback(inside, file, content, words):
+    (inside.folder / file).write_text(content)
+    result = inside(*words.split())
+    assert result.returncode == 1
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert [line.split(": ")[0] for line in lines] in (["Error"], ["Error", "Hint"]), result.stderr
+    assert max(map(len, lines)) < 1200
+
+
+@pytest.mark.hostile("terminal")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x1b]0;owned\x07 nonsense\r\n\r\n",
+        b"HTTP/1.1 500 \x1b]0;owned\x07\r\n\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"\x1b" * 99,
+    ],
+    ids=["no status line", "an error's words", "nothing", "no index"],
+)
+def test_what_a_server_answers_is_one_line(inside, answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = server.getsockname()[1]
+        result = inside("list", "--index", f"http://127.0.0.1:{port}/zoo_index.json")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: ")
+    assert len(result.stderr.splitlines()) <= 2
+    assert not {"\x1b", "\x07"} & set(result.stderr)
+
+
+@pytest.mark.hostile("terminal")
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RuntimeError("first\nsecond"), "RuntimeError: first"),
+        (KeyError("weight"), "KeyError: 'weight'"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("\n\n \x1b[2J"), r"ValueError: \x1b[2J"),
+        (ValueError("x" * 100_000), "ValueError: xxx"),
+        (OSError("no number"), "OSError: no number"),
+    ],
+    ids=["two lines", "a key", "empty", "escapes", "long", "no strerror"],
+)
+def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, error, says):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", fail)
+    result = inside("inspect", "x")
+    assert result.returncode == 1
+    first, second = result.stderr.splitlines()
+    assert first.startswith(f"Error: {says}")
+    assert len(first) < 1100
+    assert "ROTATIONZOO_DEBUG=1" in second
+    as_json = json.loads(inside("inspect", "x", "--json").stdout)
+    assert visible(as_json["error"]).startswith(says)
+    monkeypatch.setenv("ROTATIONZOO_DEBUG", "1")
+    asked_for = inside("inspect", "x").stderr
+    assert "Traceback" in asked_for
+    assert "\x1b" not in asked_for
+
+
+def test_tracebacks_only_when_asked_for(command):
+    assert "Traceback" in command("calibrate", "./nowhere", env={"ROTATIONZOO_DEBUG": "1"}).stderr
+
+
+# ---- JSON of a command that fails
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("inspect nowhere", 1, "nowhere is no artifact"),
+        ("calibrate ./nowhere", 1, "there is no folder ./nowhere"),
+        ("calibrate", 2, "Missing argument 'model'"),
+        (
+            "calibrate demo --device x",
+            2,
+            "Invalid value for '--device': 'x' is not one of 'auto', 'cpu', 'cuda'",
+        ),
+        ("calibrate demo --tokens 0", 2, "tokens = 0"),
+        ("nonsense", 2, "No such command 'nonsense'"),
+    ],
+)
+def test_json_that_fails_is_an_object_with_the_error(inside, words, code, says):
+    result = inside(*words.split(), "--json")
+    assert result.returncode == code
+    content = json.loads(result.stdout)
+    assert set(content) == {"error", "hint"}
+    assert says in content["error"]
+    first = result.stderr.splitlines()[0]
+    assert first == f"Error: {content['error']}", "people read it where they always do"
+    assert inside(*words.split()).stdout == ""
+
+
+def test_a_result_that_is_no_stays_the_one_object(inside, artifact):
+    shutil.copytree(artifact, inside.folder / "out")
+    with open(inside.folder / "out" / "rotations.safetensors", "ab") as file:
+        file.write(b"x")
+    result = inside("verify", "out", "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["ok"] is False
+    assert "Error: out is not to be used" in result.stderr

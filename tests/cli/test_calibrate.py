@@ -1,0 +1,174 @@
+"""`calibrate` as a user meets it: a process of its own, an empty folder, models and texts from
+everywhere."""
+
+import json
+import os
+import shutil
+
+from safetensors.torch import load_file, save_file
+from support import architectures
+from support.command_line import SMALL, left_behind, only_error
+from support.hubs import huggingface
+from support.models import DATA, save_tiny
+
+KEYS = {"artifact", "model", "revision", "recipe", "layers", "tokens", "seconds"}
+
+
+def test_the_journey_calibrate_inspect_verify(command):
+    done = command("calibrate", "demo", "--json", *SMALL)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert KEYS | {"peak_memory_bytes"} <= result.keys()
+    known = {"model": "demo", "recipe": "oscar", "layers": 4, "tokens": 2048}
+    assert known.items() <= result.items()
+    assert result["orthogonality_error"] < 1e-6
+    folder = result["artifact"]
+    assert left_behind(command)[0:2] == ["rotations", folder]
+
+    shown = json.loads(command("inspect", folder, "--json").stdout)
+    assert [layer["layer"] for layer in shown["layers"]] == [0, 1, 2, 3]
+    for layer in shown["layers"]:
+        for side in (layer["key"], layer["value"]):
+            assert 1 < side["effective_rank"] < 64
+            assert 0 < side["top_1_share"] < side["top_8_share"] < 1
+    table = command("inspect", folder).stdout
+    assert "K dim" in table
+    assert len(table.strip().splitlines()) == 2 + 4 + 1
+    assert max(map(len, table.splitlines())) <= 120
+    assert "…" not in command("inspect", folder, env={"COLUMNS": "80"}).stdout
+
+    sound = command("verify", folder, "--model", "demo", "--json")
+    assert json.loads(sound.stdout) == {
+        "ok": True,
+        "problems": [],
+        "orthogonality_error": result["orthogonality_error"],
+    }
+
+    again = command("calibrate", "demo", "--quiet", *SMALL)
+    assert (again.returncode, again.stdout.strip()) == (0, folder)
+
+    with open(command.folder / folder / "rotations.safetensors", "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\x00" * 8)
+    broken = command("verify", folder, "--json")
+    assert broken.returncode == 1
+    assert not json.loads(broken.stdout)["ok"]
+    assert "is not to be used" in broken.stderr
+
+
+def test_dry_run_reads_the_config_and_writes_nothing(inside):
+    shown = json.loads(inside("calibrate", "demo", "--dry-run", "--json").stdout)
+    known = {"layers": 4, "kv_heads": 2, "head_dim": 64, "refusal": None}
+    assert known.items() <= shown.items()
+    assert all(shown[key] > 0 for key in ("weights_bytes", "peak_memory_bytes", "artifact_bytes"))
+    latent = inside.folder.parent / "mla"
+    architectures.config("deepseek_v3").save_pretrained(latent)
+    short = ["--length", "64", "--tokens", "64"]
+    planned = inside("calibrate", latent, "--dry-run", "--json", *short)
+    assert planned.returncode == 0
+    assert "compressed latent" in json.loads(planned.stdout)["refusal"]
+    assert left_behind(inside) == []
+
+
+def test_calibrate_says_in_short_what_inspect_has_a_table_for(inside):
+    words = ["calibrate", "demo", "--tokens", "2048", "--output", "out"]
+    first = inside(*words)
+    last_note = first.stderr.splitlines()[-1]
+    assert last_note == "Next, what it costs the model: rotationzoo evaluate demo out"
+    assert "demo, recipe oscar: 4 layers, effective rank of keys" in first.stdout
+    assert "2,048 tokens in" in first.stdout
+    assert "K dim" not in first.stdout
+    assert "K dim" in inside("inspect", "out").stdout
+    again = inside(*words)
+    assert "done already" in again.stderr
+    assert "tokens in" not in again.stdout, "the time of another day"
+
+
+def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
+    with huggingface.serve_folders({"someone/tiny": tiny}) as hub:
+        endpoint, requests = hub.endpoint, hub.requests
+        online = {"HF_ENDPOINT": endpoint}
+        done = command("calibrate", "someone/tiny", "--json", *SMALL, env=online)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["revision"] == hub.head("someone/tiny")
+        asked = [request for request in requests if "safetensors" in request]
+        assert asked, "the weights came from the hub"
+        unknown = command("calibrate", "someone/tiny", "--revision", "v9", env=online)
+        assert "no revision v9" in only_error(unknown)
+        missing = command("calibrate", "someone/tinny", env=online)
+        assert "there is no model someone/tinny" in only_error(missing)
+    words = ["calibrate", "someone/tiny", *SMALL, "--output", "again", "--json"]
+    offline = command(*words, env={"HF_HUB_OFFLINE": "1"})
+    assert offline.returncode == 0, offline.stderr
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+CHATS = """---
+configs:
+- config_name: all
+  data_files:
+  - split: train
+    path: all/train.jsonl
+---
+"""
+
+
+def test_chats_of_a_data_set_on_the_hub(command, tiny):
+    model, chats = command.folder.parent / "model", command.folder.parent / "chats"
+    shutil.copytree(tiny, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (chats / "all").mkdir(parents=True)
+    (chats / "README.md").write_text(CHATS)
+    with open(chats / "all" / "train.jsonl", "w") as file:
+        for number in range(300):
+            content = f"def function_{number}(self): return {number}"
+            row = {"messages": [{"role": "user", "content": content}], "source": "x"}
+            file.write(json.dumps(row) + "\n")
+    options = ["--data", "someone/chats", "--subset", "all", "--output", "out"]
+    words = ["calibrate", model, *SMALL, *options]
+    with huggingface.serve_folders({"datasets/someone/chats": chats}) as hub:
+        endpoint = hub.endpoint
+        online = {"HF_ENDPOINT": endpoint}
+        done = command(*words, "--json", env=online)
+        assert done.returncode == 0, done.stderr
+        wrong = only_error(command(*words, "--column", "text", "--restart", env=online))
+    assert "someone/chats has no column text: it has messages, source" in wrong
+    assert json.loads(done.stdout)["tokens"] == 2048
+
+
+def test_memory_does_not_grow_with_the_number_of_tokens(command):
+    text = (DATA / "calibration.jsonl").read_text()
+    (command.folder / "long.jsonl").write_text(text * 2)
+    peak = {}
+    for tokens in (32768, 131072):
+        options = f"--data long.jsonl --tokens {tokens} --output out-{tokens} --batch 1 --json"
+        result = json.loads(command("calibrate", "demo", *options.split()).stdout)
+        assert result["tokens"] == tokens
+        peak[tokens] = result["peak_memory_bytes"]
+    # Measured 1.005, and 0.985 for a model of 32 M parameters.
+    assert peak[131072] < 1.05 * peak[32768]
+
+
+def test_the_demo_model_is_small_and_its_texts_are_there():
+    assert sum(path.stat().st_size for path in (DATA / "model").iterdir()) <= 4_000_000
+    for name in ("calibration.jsonl", "evaluation.jsonl"):
+        assert 200_000 < (DATA / name).stat().st_size < 500_000
+
+
+def test_names_that_look_like_markup_and_work_that_is_done(inside, tiny):
+    shutil.copytree(tiny, inside.folder / "[bold]x")
+    words = ["calibrate", "./[bold]x", *SMALL, "--output", "out"]
+    first = inside(*words)
+    assert "[bold]x, recipe oscar" in first.stdout
+    assert "done already" not in first.stderr
+    assert "done already" in inside(*words).stderr
+
+
+def test_a_model_of_zeros_has_no_nan_in_its_table(inside, tmp_path):
+    model = save_tiny(tmp_path / "zeros")
+    weights = load_file(model / "model.safetensors")
+    zeros = {name: tensor * 0 for name, tensor in weights.items()}
+    save_file(zeros, model / "model.safetensors", metadata={"format": "pt"})
+    done = inside("calibrate", model, *SMALL, "--output", "out")
+    assert done.returncode == 0, done.stderr
+    assert "nan" not in done.stdout.lower()

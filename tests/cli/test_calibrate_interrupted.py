@@ -1,0 +1,64 @@
+"""A calibration that is stopped, and goes on where it was."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.command_line import left_behind, without_stages
+
+from rotationzoo import recipe as recipes
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+
+
+def start_calibration(command, *words) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rotationzoo", "calibrate", "demo", *words],
+        cwd=command.folder,
+        env=command.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background of a shell ignores Ctrl-C, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    recipe = recipes.override(recipes.load("oscar"), tokens=32768)
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    return calibrate(Job(model="demo", recipe=recipe, output=folder, batch=1, device="cpu")).folder
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "kill", "kill -9"]
+)
+def test_stopped_half_way_and_run_again(command, uninterrupted, how):
+    words = ["--tokens", "32768", "--batch", "1", "--output", "out"]
+    running = start_calibration(command, *words)
+    checkpoint = command.folder / "out.checkpoint.safetensors"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    running.send_signal(how)
+    _, errors = running.communicate(timeout=60)
+    assert "out" not in left_behind(command), "stopped before it was done"
+    if how != signal.SIGKILL:
+        assert running.returncode == 130, errors
+        assert without_stages(errors) == [
+            "Error: interrupted; what was done so far is saved",
+            f"Hint: go on with: rotationzoo calibrate demo {' '.join(words)}",
+        ]
+    assert [name for name in left_behind(command) if not name.endswith(".lock")] in (
+        ["out.checkpoint.safetensors"],
+        ["out.checkpoint.safetensors", "out.checkpoint.safetensors.partial"],
+    )
+    resumed = command("calibrate", "demo", *words)
+    assert resumed.returncode == 0, resumed.stderr
+    for name in ("rotations.safetensors", "statistics.safetensors"):
+        assert (command.folder / "out" / name).read_bytes() == (uninterrupted / name).read_bytes()
+    assert not [name for name in left_behind(command) if "checkpoint" in name]

@@ -1,0 +1,142 @@
+"""Every mistake one can make with `calibrate`: one sentence, and nothing left behind."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support import architectures
+from support.command_line import SMALL, left_behind, only_error
+from support.models import save_tiny
+
+from rotationzoo.recipe import PRESETS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("./nowhere", "there is no folder ./nowhere"),
+        ("empty", "empty is no model: the folder has no config.json"),
+        (
+            "demo --length 4096",
+            "rows of 4096 tokens are longer than the 2048 positions of the model",
+        ),
+        ("demo --tokens 1000", "1000 tokens are less than one row of 2048"),
+        ("demo --recipe typo.yaml", "unknown key 'key_clp' (did you mean 'key_clip'?)"),
+        ("demo --recipe hadamar", "did you mean 'hadamard'?"),
+        ("demo --data short.txt", "short.txt is too short for a row of 2048 tokens"),
+        ("demo --data empty.jsonl", "empty.jsonl holds no text"),
+        ("demo --data other.jsonl", "no column text or messages: it has body"),
+        ("demo --data other.jsonl --column bodi", "no column bodi: it has body"),
+        ("demo --output occupied", "occupied exists and is no artifact"),
+        ("demo --output /proc/nothing/here", "/proc/nothing/here cannot be written"),
+    ],
+)
+def test_mistakes_get_one_sentence(inside, words, says):
+    (inside.folder / "empty").mkdir()
+    (inside.folder / "occupied").mkdir()
+    (inside.folder / "occupied" / "file").write_text("mine")
+    (inside.folder / "typo.yaml").write_text("key_clp: 0.9\n")
+    (inside.folder / "short.txt").write_text("hello")
+    (inside.folder / "empty.jsonl").write_text("")
+    (inside.folder / "other.jsonl").write_text('{"body": "x"}\n')
+    before = left_behind(inside)
+    assert says in only_error(inside("calibrate", *words.split()))
+    assert left_behind(inside) == before
+
+
+def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside):
+    planned = inside("calibrate", "demo", "--recipe", "best", "--dry-run", "--json")
+    shown = json.loads(planned.stdout)
+    assert shown["length"] == 2048 < PRESETS["best"].data.length
+    (inside.folder / "mine.yaml").write_text("data: {length: 4096}\n")
+    refused = inside("calibrate", "demo", "--recipe", "mine.yaml", "--dry-run")
+    assert "--length 2048" in only_error(refused), "what somebody asked for is no default"
+
+
+def test_without_a_network(command):
+    says = only_error(command("calibrate", "Qwen/Qwen3-8B"))
+    assert "the hub cannot be reached and Qwen/Qwen3-8B is not in the local cache" in says
+    assert left_behind(command) == []
+
+
+def test_models_that_cannot_be_calibrated(inside):
+    import transformers
+
+    models = inside.folder.parent
+    bert = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=4096,
+        architectures=["BertForMaskedLM"],
+    )
+    configs = {
+        "is an encoder": bert,
+        "is an encoder-decoder": transformers.T5Config(),
+        "is not a causal language model": transformers.ViTConfig(),
+        "compressed latent": architectures.config("deepseek_v3", max_position_embeddings=4096),
+        "code of its own": architectures.config("falcon", max_position_embeddings=4096),
+    }
+    for number, (says, config) in enumerate(configs.items()):
+        config.save_pretrained(models / str(number))
+        assert says in only_error(inside("calibrate", models / str(number)))
+        planned = inside("calibrate", models / str(number), "--dry-run", "--json")
+        assert planned.returncode == 0
+        assert says in json.loads(planned.stdout)["refusal"]
+    assert left_behind(inside) == []
+
+
+def test_activations_that_are_not_finite_name_the_layer(inside, tmp_path):
+    model = save_tiny(tmp_path / "broken", max_position_embeddings=2048)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("inf")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    says = only_error(inside("calibrate", model, *SMALL))
+    assert "layer 1 has key activations that are not finite" in says
+    assert left_behind(inside) == []
+
+
+def test_another_recipes_work_is_kept(inside, tiny):
+    assert inside("calibrate", tiny, *SMALL, "--output", "out").returncode == 0
+    before = (inside.folder / "out" / "manifest.json").read_bytes()
+    says = only_error(inside("calibrate", tiny, *SMALL, "--output", "out", "--recipe", "oscar-v1"))
+    assert "out holds the work of another recipe (oscar for" in says
+    assert (inside.folder / "out" / "manifest.json").read_bytes() == before
+
+
+def test_a_disk_that_fills_up(command):
+    """A limit on file sizes stands for a disk that is full after some blocks: the write fails
+    half-way."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    # At the first checkpoint, and while the artifact is written.
+    for recipe in ("oscar", "hadamard"):
+        says = only_error(command("calibrate", "demo", "--recipe", recipe, preexec_fn=limit))
+        assert "cannot be written" in says
+        assert left_behind(command) == []
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("mount"), reason="mounting a small disk needs root"
+)
+@pytest.mark.parametrize("options", ["size=300k", "size=300k,ro"], ids=["full", "read-only"])
+def test_a_small_or_read_only_disk(command, options):
+    disk = command.folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a small disk")
+    try:
+        says = only_error(command("calibrate", "demo", "--output", "disk/out"))
+        assert "MB free" in says or "cannot be written" in says
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)

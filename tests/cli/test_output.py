@@ -1,0 +1,194 @@
+"""What a terminal is sent: no control characters of others, no word broken, one JSON object."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+from support.command_line import TITLE
+
+from rotationzoo.cli.output import Output, say, show_error, table, visible
+from rotationzoo.errors import RotationZooError
+
+# ---- control characters
+
+
+def sent(result) -> str:
+    return result.stdout + result.stderr
+
+
+def plain(screen: str) -> str:
+    """Without the bold of a table's head, which is our own."""
+    return screen.replace("\x1b[1m", "").replace("\x1b[0m", "")
+
+
+CONTROLS = "\x1b\x07\r\n\b\x7f\x9b\u202e\u2066\u200b\u2028\ufeff\udcff\x00"
+
+
+@pytest.mark.hostile("terminal")
+@pytest.mark.parametrize("character", list(CONTROLS), ids=ascii)
+def test_a_control_character_is_shown_and_not_obeyed(character, capsys):
+    text = f"a{character}b"
+    shown = visible(text)
+    assert shown.isprintable()
+    assert shown not in ("ab", text), "what was hidden is to be seen"
+    say(text)
+    table(text, [text], [[text]])
+    show_error(RotationZooError(text, hint=text))
+    Output().note(text)
+    Output(quiet=True).result({}, text.replace("\n", ""), lambda: None)
+    printed = capsys.readouterr()
+    assert all(line.isprintable() for line in (printed.out + printed.err).split("\n"))
+
+
+def test_letters_of_all_languages_stay_as_they_are():
+    text = "Qwen3-8B ±½ 模型 модель ñ é 🙂"
+    assert visible(text) == text
+
+
+def index_of(recipe: str) -> str:
+    entry = {
+        "model": "a/b",
+        "recipe": recipe,
+        "format": "oscar",
+        "files": {"k.pt": {}},
+        "copies": [{"hub": "huggingface", "repo": "a/b", "path": "x"}],
+    }
+    return json.dumps({"schema": 1, "entries": [entry]})
+
+
+@pytest.mark.hostile("terminal")
+@pytest.mark.parametrize(
+    "place", ["recipe", "model", "key", "folder", "manifest", "column", "option", "command"]
+)
+def test_names_with_escape_characters(inside, artifact, place):
+    """Whoever wrote the name, and whichever way it takes to the screen."""
+    (inside.folder / "index.json").write_text(index_of(f"x{TITLE}"))
+    (inside.folder / f"r{TITLE}.yaml").write_text(json.dumps({f"key{TITLE}": 1}))
+    (inside.folder / "text.jsonl").write_text(json.dumps({f"body{TITLE}": "x"}) + "\n")
+    copied = inside.folder / f"c{TITLE}"
+    shutil.copytree(artifact, copied)
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["model"]["id"] = f"m{TITLE}"
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    words = {
+        "recipe": ["list", "--index", "index.json"],
+        "model": ["calibrate", f"./m{TITLE}"],
+        "key": ["calibrate", "demo", "--recipe", f"r{TITLE}.yaml"],
+        "folder": ["inspect", f"nowhere{TITLE}"],
+        "manifest": ["inspect", copied],
+        "column": ["calibrate", "demo", "--data", "text.jsonl", "--column", "y"],
+        "option": ["calibrate", f"--{TITLE}"],
+        "command": [f"calibrate{TITLE}"],
+    }[place]
+    result = inside(*words)
+    assert "owned" in sent(result)
+    assert not {"\x1b", "\x07"} & set(sent(result)), repr(sent(result))
+
+
+@pytest.mark.hostile("terminal")
+def test_json_has_no_raw_characters_and_no_nan(capsys):
+    hostile = {
+        "name": f"x{TITLE}\udcff\u202e",
+        "a": [float("nan"), (float("inf"), 1.5)],
+        "b": {"c": 1},
+    }
+    Output(json=True).result(hostile, "", lambda: None)
+    printed = capsys.readouterr().out
+    assert printed.isascii()
+    assert "\x1b" not in printed
+    assert json.loads(printed, parse_constant=pytest.fail) == hostile | {"a": [None, [None, 1.5]]}
+
+
+def test_what_stdout_cannot_encode_is_escaped(command):
+    """`±` of a table where the locale is ASCII."""
+    words = ["calibrate", "demo", "--tokens", "2048", "--output", "ä", "--quiet"]
+    done = command(*words, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "\\xe4\n"), done.stderr
+
+
+# ---- lines and their ends
+
+
+LEGEND = (
+    "rank: effective rank of the statistic; top1, top8: share of its strongest directions; "
+    "error: largest |R R^T - I|"
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_a_terminal_breaks_lines_between_words_at_its_own_width(terminal, width):
+    screen = terminal(width)
+    say(LEGEND)
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(line.strip() for line in lines) == LEGEND
+    assert len(lines) == {40: 3, 80: 2, 160: 1}[width]
+
+
+def test_a_command_is_in_one_piece(terminal, capsys):
+    command = f"rotationzoo calibrate {'m' * 90} --tokens 65536 --output {'o' * 30}"
+    screen = terminal(80)
+    say(f"Hint: go on with: {command}")
+    assert screen.getvalue().splitlines() == ["Hint: go on with:", f"  {command}"]
+    capsys.readouterr()
+
+
+def test_a_file_gets_whole_lines(capsys):
+    say(LEGEND)
+    table("x", ["name", "number"], [["n" * 200, "1"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == LEGEND
+    assert lines[-1] == f"{'n' * 200}       1"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_cell_of_a_table_is_cut(terminal, width):
+    screen = terminal(width)
+    name = "Qwen3-4B-Thinking-2507-imported" * 2
+    numbers = ["+12.34% ±10.12%", "0.0012 ±0.0001", "0.0800 ±0.0038", "3.03"]
+    columns = ["arm", "perplexity", "attention KL", "block error", "bits"]
+    table("title", columns, [[name, *numbers]])
+    lines = plain(screen.getvalue()).splitlines()
+    assert "…" not in screen.getvalue()
+    assert all(number in lines[2] for number in numbers)
+    assert "".join(line.split("  ")[0].strip() for line in lines[2:]) == name
+    assert width == 60 or max(map(len, lines)) <= width
+
+
+def run_in_terminal(command, words: list[str], width: int) -> str:
+    """What a pseudo-terminal of this width was sent by a command that succeeded."""
+    main, side = pty.openpty()
+    running = subprocess.Popen(
+        [sys.executable, "-m", "rotationzoo", *words],
+        cwd=command.folder,
+        env={**command.environment, "COLUMNS": str(width), "TERM": "xterm"},
+        stdout=side,
+        stderr=side,
+    )
+    os.close(side)
+    screen = b""
+    with suppress(OSError):  # which is how Linux says that the other side is closed
+        while part := os.read(main, 65536):
+            screen += part
+    assert running.wait(60) == 0, screen
+    return screen.decode()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_on_a_real_terminal(command, width):
+    """inspect and export in a pseudo-terminal: no line is longer than it is wide, but for those to
+    copy."""
+    made = command("calibrate", "demo", "--tokens", "2048", "--output", "out", "--quiet")
+    assert made.returncode == 0
+    for words in (["inspect", "out"], ["export", "out", "--to", "sglang", "-o", "e"]):
+        lines = plain(run_in_terminal(command, words, width)).split("\r\n")
+        assert all(line.isprintable() for line in lines), lines
+        assert all(len(line) <= width or "_PATH=" in line for line in lines), lines
+        if words[0] == "inspect":
+            in_one_line = lines[-2].startswith("rank: ")
+            assert in_one_line == (width == 160), "legends are as wide as the terminal"

@@ -1,0 +1,34 @@
+"""What `verify` says of whose rotations an artifact holds."""
+
+import shutil
+
+from safetensors.torch import load_file, save_file
+from support.models import DATA
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.recipe import Search, load, override
+
+
+def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(inside, tmp_path):
+    """Rotations of the model itself from 2,048 tokens, fitted and learned; then a model of the same
+    shape with other weights."""
+    other = tmp_path / "other"
+    shutil.copytree(DATA / "model", other)
+    weights = load_file(other / "model.safetensors")
+    negated = {name: -tensor for name, tensor in weights.items()}
+    save_file(negated, other / "model.safetensors", metadata={"format": "pt"})
+    small = override(load("oscar"), tokens=2048, length=512)
+    searches = {"plain": None, "learned": Search(steps=2, texts=1, queries=4, starts=1)}
+    for name, search in searches.items():
+        recipe = small.model_copy(update={"search": search})
+        calibrate(Job(model="demo", recipe=recipe, output=inside.folder / name, device="cpu"))
+        shown = inside("verify", name, "--model", "demo", "--run")
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.count("made of these weights, or of close relatives") == 1
+        assert "not clear" not in shown.stdout
+        assert "the weights of demo" in shown.stdout.splitlines()[-1]
+    wrong = inside("verify", "plain", "--model", other)
+    assert wrong.returncode == 1
+    assert "Problem: made for other weights than those of" in wrong.stdout
+    assert "the weights" not in wrong.stdout.splitlines()[-1], "which differ"
