@@ -4,30 +4,61 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Without an NVIDIA GPU the CPU build of torch is enough, and gigabytes smaller.
 GPU := $(shell command -v nvidia-smi)
-CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
-TORCH_CPU := install --quiet -r constraints-cpu.txt
+# A file of versions to install, such as constraints-oldest.txt; CI tests with several.
+CONSTRAINTS ?= $(if $(GPU),,constraints-cpu.txt)
+INSTALL := install --quiet $(addprefix -c ,$(CONSTRAINTS))
+TORCH_CPU := install --quiet $(addprefix -c ,$(filter-out constraints-cpu.txt,$(CONSTRAINTS))) \
+	$(if $(filter constraints-cpu.txt,$(CONSTRAINTS)),-r constraints-cpu.txt,torch)
+# Arguments for pytest: make test ARGS="tests/linalg -x"
+ARGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: help demo test lint format gpu coverage docs security clean
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.ready  ## calibrate the demo model; needs no network
 	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo calibrate demo --restart
 
-test: $(VENV)/.ready-dev  ## linter, type checker and all tests
-	$(BIN)/python -m pytest -n 2
+test: $(VENV)/.ready-dev  ## the linter, the type checker and all tests
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-$(VENV)/.ready: pyproject.toml constraints-cpu.txt
+lint: $(VENV)/.ready-dev  ## the linter, the formatter's check and the type checker; pre-commit runs the same
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+format: $(VENV)/.ready-dev  ## format the code and apply the linter's safe fixes
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
+
+gpu: $(VENV)/.ready-dev  ## the tests that need an NVIDIA GPU
+	$(BIN)/python -m pip $(INSTALL) -e '.[cuda]'
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+coverage: $(VENV)/.ready-dev  ## all tests with coverage: the lines that no test runs
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing $(ARGS)
+
+docs: $(VENV)/.ready  ## write the lists and tables in docs/ that are made from the code
+	$(BIN)/python scripts/write_architecture.py
+	$(BIN)/python scripts/engines_table.py
+
+security: $(VENV)/.ready-dev  ## print the table of hostile inputs for docs/security.md
+	$(BIN)/python scripts/count_hostile.py
+
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(GPU),)
 	@echo "No NVIDIA GPU here: installing the CPU build of torch"
 	$(BIN)/python -m pip $(TORCH_CPU) --retries 0 --timeout 5 --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
 		|| $(BIN)/python -m pip $(TORCH_CPU)
 endif
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e .
+	$(BIN)/python -m pip $(INSTALL) -e .
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip $(INSTALL) -e '.[dev]'
 	touch $@
 
-clean:
+clean:  ## remove the virtual environment
 	rm -rf $(VENV)

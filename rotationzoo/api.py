@@ -15,10 +15,9 @@ from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe, load, override
-from rotationzoo.zoo.lookup import choose, find_index
+from rotationzoo.zoo.hubs.registry import HUB_NAMES
+from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
-
-_HUBS = ["huggingface", "modelscope"]
 
 
 class Text(TypedDict, total=False):
@@ -156,7 +155,7 @@ def pull(
     recipe: str | None = None,
     revision: str | None = None,
     repo: str | None = None,
-    hub: Literal["huggingface", "modelscope", "any"] = "any",
+    hub: str = "any",
     folder: str | Path | None = None,
 ) -> Artifact:
     """Fetch rotations that somebody published, with every hash checked.
@@ -165,14 +164,14 @@ def pull(
     * `recipe`: only rotations of this recipe;
     * `revision`: the model's revision that they should be made for; the newest otherwise;
     * `repo`: the repository of a zoo, as `owner/name`; that of this project otherwise;
-    * `hub`: where to look;
+    * `hub`: the hub to fetch from, such as `huggingface`; any of them otherwise;
     * `folder`: where to put them; the cache of huggingface_hub otherwise.
 
     Raises `RotationZooError` where there are none, and for files that are not what the index lists.
     """
-    hubs: list[str] = _HUBS if hub == "any" else [hub]
+    hubs: list[str] = list(HUB_NAMES) if hub == "any" else [hub]
     index = find_index(None, repo, hubs[0])
-    entry, copies, _ = choose(index, model, revision, recipe, hubs)
+    entry, copies, _ = choose_entry(index, model, revision, recipe, hubs)
     pulled = pull_first(index, entry, copies, None if folder is None else Path(folder))
     if pulled.artifact is None:
         raise RotationZooError(

@@ -1,4 +1,4 @@
-"""What rotationzoo raises when it knows what went wrong."""
+"""The errors that rotationzoo raises when it knows what went wrong, and their exit codes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class UsageError(RotationZooError):
 
 
 class UnsupportedModel(RotationZooError):
-    """A model whose cache a per-head rotation does not fit, or that hides its attention from us."""
+    """A model whose cache a rotation per head does not fit, or whose attention cannot be read."""
 
 
 class ModelUnavailable(RotationZooError):
@@ -37,10 +37,10 @@ class Unsound(RotationZooError):
 
 
 class HubError(RotationZooError):
-    """What a hub or the network between refused.
+    """A request that a hub, or the network between, refused.
 
-    `missing`: the hub says that what was asked for does not exist. `hidden`: it says no more to
-    somebody without a token than that it is missing or private.
+    `missing`: the hub says that what was asked for does not exist. `hidden`: the hub does not tell
+    somebody without a token whether it is missing or private.
     """
 
     def __init__(
@@ -51,36 +51,37 @@ class HubError(RotationZooError):
 
 
 class StaleParent(HubError):
-    """The repository has moved on since it was looked at."""
+    """Somebody else has committed to the repository since it was read."""
 
 
 class PartlyDone(RotationZooError):
-    """Some of the work is done and some is not; the hint is the command that finishes."""
+    """Some of the work is done and some is not; the hint is the command that finishes it."""
 
     exit_code = 3
 
 
 class Interrupted(RotationZooError):
-    """Stopped by the user; the hint is the command that goes on from where it stopped."""
+    """Stopped by the user; the hint is the command that continues."""
 
     exit_code = 130
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first line of another library's message, with the next where it only introduces it; its
-    type where it is empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+    """The first line of another library's message, joined with the second where it ends in a colon;
+    the error's type where the message is empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    count = 2 if lines[0].endswith(":") else 1
+    return " ".join(lines[:count]).rstrip(".")
 
 
 @contextmanager
 def as_unavailable(
     what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback"
 ) -> Iterator[None]:
-    """Whatever a library raises inside the block, as one `ModelUnavailable`: `what`, and the first
-    line of its message."""
+    """Turn whatever a library raises inside the block into a `ModelUnavailable`: `what`, and the
+    first line of its message."""
     try:
         yield
     except RotationZooError:

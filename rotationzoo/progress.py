@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""`(stage, done, total)`; called often and cheaply. A total of 0 means that the stage cannot be
-counted."""
+"""`(stage, done, total)`. It is called often, so it must be cheap. A total of 0 means that the
+stage cannot be counted."""
 
 
 def silent(stage: str, done: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""The rotations of a model: for keys and values of every cached layer a matrix, and what it is
-served with.
+"""The rotations of a model: for the keys and the values of every cached layer a matrix, with its
+clip ratios and means.
 
-Pure tensors. Which names they have in an artifact's files is known to `artifact.layout` alone.
+Pure tensors: only `artifact.layout` knows their names in an artifact's files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ class Rotation:
     clip: torch.Tensor
     """Clip ratios `[KV heads]`, float64; 1 is off."""
     eigenvalues: torch.Tensor | None = None
-    """`[H, D]` ascending, of the statistic behind the matrix; None where imported files do not have
+    """Of the statistic behind the matrix, `[H, D]`, ascending; None where imported files lack
     them."""
     mean: torch.Tensor | None = None
     """`[KV heads, D]`, subtracted before the rotation; None where the recipe does not centre."""
@@ -52,8 +52,8 @@ class LayerRotations:
 
 
 class Rotations(Mapping[int, LayerRotations]):
-    """Layer index, counted over all layers of the model -> its rotations, of the layers that have a
-    cache."""
+    """Layer index -> rotations, for the layers that have a cache. Indices count all layers of the
+    model."""
 
     def __init__(self, layers: Mapping[int, LayerRotations]):
         self._layers = dict(layers)
@@ -71,34 +71,39 @@ class Rotations(Mapping[int, LayerRotations]):
         return f"Rotations({len(self)} layers)"
 
     def each(self) -> Iterator[tuple[int, str, Rotation]]:
-        """`(layer, side, rotation)`, keys before values."""
+        """`(layer, side, rotation)` of every layer, keys before values."""
         for layer, sides in self._layers.items():
             for side in SIDES:
                 yield layer, side, sides[side]
 
     def replace(self, change: Callable[[int, str, Rotation], Rotation]) -> "Rotations":
-        """With every rotation as `change(layer, side, rotation)` returns it."""
-        layers = {}
-        for layer, sides in self._layers.items():
-            key, value = (change(layer, side, sides[side]) for side in SIDES)
-            layers[layer] = LayerRotations(key, value)
-        return Rotations(layers)
+        """New rotations, each as `change(layer, side, rotation)` returns it."""
+        return Rotations(
+            {
+                layer: LayerRotations(
+                    key=change(layer, "key", sides.key), value=change(layer, "value", sides.value)
+                )
+                for layer, sides in self._layers.items()
+            }
+        )
 
     def with_clip(self, side: str, ratio: float) -> "Rotations":
-        """With one clip ratio for all heads of a side."""
+        """The same rotations with one clip ratio for all heads of a side."""
 
-        def clip(layer: int, of: str, rotation: Rotation) -> Rotation:
-            if of != side:
+        def set_clip(layer: int, rotation_side: str, rotation: Rotation) -> Rotation:
+            if rotation_side != side:
                 return rotation
             return replace(rotation, clip=torch.full_like(rotation.clip, ratio))
 
-        return self.replace(clip)
+        return self.replace(set_clip)
 
     def with_side(self, side: str, other: "Rotations") -> "Rotations":
-        """With the keys, or the values, of other rotations of the same layers."""
-        return self.replace(
-            lambda layer, of, rotation: other[layer][of] if of == side else rotation
-        )
+        """The same rotations with the keys, or the values, of others of the same layers."""
+
+        def choose(layer: int, rotation_side: str, rotation: Rotation) -> Rotation:
+            return other[layer][side] if rotation_side == side else rotation
+
+        return self.replace(choose)
 
     @property
     def per_head(self) -> bool:

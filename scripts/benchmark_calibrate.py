@@ -1,9 +1,10 @@
-"""What capturing and summing costs: time of a calibration over time of the plain forward passes on
-the same rows.
+"""What capturing and summing costs: the time of a calibration over that of the plain forward passes
+on the same rows.
 
-    python scripts/benchmark_calibrate.py MODEL [--data FILE] [--tokens 16384] [--length 2048] [--batch 4] [--repeats 3]
+    python scripts/benchmark_calibrate.py MODEL [--data FILE] [--tokens 16384] [--length 2048]
+                                          [--batch 4] [--repeats 3]
 
-Both run without the language-model head, in turn, in one process; the ratio of the medians counts.
+All run without the language-model head, in turns, in one process; the ratio of the medians counts.
 `key_energy` is the recipe `oscar-v1`, which takes two passes.
 """
 
@@ -43,9 +44,9 @@ def main() -> None:
         "oscar": lambda: collect(model, geometry, batches, PRESETS["oscar"]),
         "key_energy": lambda: collect(model, geometry, batches, PRESETS["oscar-v1"]),
     }
-    threads = torch.get_num_threads()
     print(
-        f"{loaded.text.tokens} tokens, rows of {args.length}, batch {args.batch}, {DEVICE}, {threads} threads"
+        f"{loaded.text.tokens} tokens, rows of {args.length}, batch {args.batch}, {DEVICE}, "
+        f"{torch.get_num_threads()} threads"
     )
     compare(jobs, args.repeats, "the forward passes")
 

@@ -1,10 +1,11 @@
-"""What simulating a 2-bit cache costs: time of one arm over time of the exact model on the same
+"""What simulating a 2-bit cache costs: the time of one arm over that of the exact model on the same
 rows.
 
-    python scripts/benchmark_evaluate.py MODEL [--data FILE] [--tokens 8192] [--length 2048] [--repeats 3]
+    python scripts/benchmark_evaluate.py MODEL [--data FILE] [--tokens 8192] [--length 2048]
+                                         [--repeats 3]
 
-Both compute the losses of the tokens past the windows; an arm also compares the attention block's
-output with the exact one.
+Both compute the losses of the tokens past the windows; an arm also computes each attention block's
+exact output, to compare its own with.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
-from rotationzoo.evaluation.job import attention_modules, losses
+from rotationzoo.evaluation.forward import attention_modules, token_losses
 from rotationzoo.recipe import PRESETS, Data
 
 
@@ -40,13 +41,13 @@ def main() -> None:
 
     def exact() -> None:
         for ids in batches:
-            losses(loaded.model, ids, start)
+            token_losses(loaded.model, ids, start)
 
     def simulated(queries: torch.Tensor | None) -> None:
         simulation = Simulation(arm, cache, loaded.geometry, layers, queries=queries)
         for ids in batches:
             with simulation.running(loaded.model, modules, lambda *_: None, lambda *_: None):
-                losses(loaded.model, ids, start)
+                token_losses(loaded.model, ids, start)
 
     jobs: dict[str, Callable[[], object]] = {
         "exact": exact,
@@ -54,7 +55,8 @@ def main() -> None:
         "with KL": lambda: simulated(torch.arange(start, args.length, (args.length - start) // 32)),
     }
     print(
-        f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, {torch.get_num_threads()} threads"
+        f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, "
+        f"{torch.get_num_threads()} threads"
     )
     with torch.no_grad():
         compare(jobs, args.repeats, "the exact model")

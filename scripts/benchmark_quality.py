@@ -1,13 +1,14 @@
 """What each ingredient of the recipe `best` is worth: calibrate arms on one text, evaluate them on
-another, paired over texts.
+another, and compare them text by text.
 
-    python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER [--arms "A;B"] [--settings S,T]
+    python scripts/benchmark_quality.py MODEL... --calibration FILE --data FILE --output FOLDER
+                                        [--arms "A;B"] [--settings S,T]
 
 Settings: `2048` and `4096` tokens a text, and `chunks` (2048 tokens, prefilled in chunks of 512 as
 OSCAR's server writes them). Prints a table for each model and setting, with the increase of
 perplexity and the attention KL of every arm, and their ratios to `oscar-v1`; then the same over all
-models. FOLDER gets the artifacts, and the numbers as `MODEL.json`; what is there is not made again,
-so that models can be done side by side in processes of their own and looked at together afterwards.
+models. FOLDER gets the artifacts, and the numbers as `MODEL.json`. What FOLDER already holds is not
+computed again, so that each model can have a process of its own, and a last call shows them all.
 """
 
 import argparse
@@ -30,14 +31,16 @@ from rotationzoo.recipe import PRESETS, SELF, Data, Recipe, Search
 
 BEST, UNCENTERED = PRESETS["best"], PRESETS["best-uncentered"]
 OSCAR = PRESETS["oscar"].model_copy(update={"data": BEST.data})
-OURS = {"key_statistic": "key", "value_statistic": "value"}
+KEY_AND_VALUE = {"key_statistic": "key", "value_statistic": "value"}
 CLIP = {"key_clip": 0.9, "value_clip": 0.92}
 ARMS: dict[str, Recipe] = {
     "oscar-v1": PRESETS["oscar-v1"].model_copy(update={"data": BEST.data}),
     "oscar": OSCAR,
     "oscar, centred": OSCAR.model_copy(update={"center_keys": True}),
-    "key and value, centred": OSCAR.model_copy(update={"center_keys": True, **OURS}),
-    "key and value, centred, clip": OSCAR.model_copy(update={"center_keys": True, **OURS, **CLIP}),
+    "key and value, centred": OSCAR.model_copy(update={"center_keys": True, **KEY_AND_VALUE}),
+    "key and value, centred, clip": OSCAR.model_copy(
+        update={"center_keys": True, **KEY_AND_VALUE, **CLIP}
+    ),
     "best, not learned": BEST.model_copy(update={"search": Search(steps=0)}),
     "best": BEST,
     "best-uncentered, not learned": UNCENTERED.model_copy(update={"search": Search(steps=0)}),
@@ -77,102 +80,95 @@ def main() -> int:
     parser.add_argument("--settings", default=",".join(SETTINGS))
     options = parser.parse_args()
     arms = [name for name in ARMS if name in options.arms.split(";")]
-    found: dict[str, dict[str, Arms]] = {}
+    results: dict[str, dict[str, Arms]] = {}
     for model in options.models:
         path = options.output / f"{Path(model).name}.json"
-        found[model] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        results[model] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for setting in options.settings.split(","):
-            artifact = found[model].setdefault(setting, {})
-            if missing := [name for name in arms if name not in artifact]:
-                artifact |= (
-                    measure(model, missing, setting, options) | artifact
-                )  # data-free arms take the clip ratios of the first
-                path.write_text(json.dumps(found[model], indent=2) + "\n", encoding="utf-8")
-            show(f"{model}, {setting}", found[model][setting])
-    if len(found) > 1:
+            measured = results[model].setdefault(setting, {})
+            if missing := [name for name in arms if name not in measured]:
+                # Baselines measured before win: theirs are the clip ratios of the first arm.
+                measured |= measure(model, missing, setting, options) | measured
+                path.write_text(json.dumps(results[model], indent=2) + "\n", encoding="utf-8")
+            show(f"{model}, {setting}", measured)
+    if len(results) > 1:
         for setting in options.settings.split(","):
-            show_together(setting, [settings[setting] for settings in found.values()])
+            show_together(setting, [settings[setting] for settings in results.values()])
     return 0
 
 
 def measure(model: str, arms: list[str], setting: str, options: argparse.Namespace) -> Arms:
-    """Calibrate what is not there, and evaluate it: each arm's measures and the losses of its
-    texts, and the exact model's."""
-    folders = []
-    for name in arms:
-        data = ARMS[name].data
-        asked = {
-            key: value
-            for key in ("tokens", "length")
-            if (value := getattr(options, key)) is not None
-        }
-        data = data.model_copy(
-            update={"prompts" if data.source == SELF else "source": options.calibration} | asked
-        )
-        folder = options.output / Path(model).name / re.sub(r"[^\w-]+", "-", name)
-        started, artifact = time.monotonic(), folder.exists()
-        job = Job(
-            model,
-            ARMS[name].model_copy(update={"data": data}),
-            folder,
-            dtype="float32",
-            batch=options.batch,
-        )
-        folders.append(calibrate(job).folder)
-        if not artifact:
-            print(f"{model}, {name}: {time.monotonic() - started:.0f} s", flush=True)
+    """Calibrate what has no artifact yet, and evaluate: each arm's measures and the losses of its
+    texts, and the losses of the exact model."""
+    folders = [calibrate_arm(model, name, options) for name in arms]
     texts, length, chunk = SETTINGS[setting]
     data = Data(source=options.data, tokens=texts * length, length=length)
     report = evaluate(
         Evaluation(model, folders, data, dtype="float32", batch=4, prefill_chunk=chunk)
     )
     measures = ("perplexity_increase", "attention_kl", "output_error", "text_losses")
+    names = [*arms, "none", "hadamard", "random"]
     kept = {
         name: {key: arm[key] for key in measures}
-        for name, arm in zip(
-            [*arms, "none", "hadamard", "random"], report["arms"].values(), strict=True
-        )
+        for name, arm in zip(names, report["arms"].values(), strict=True)
     }
     return kept | {"exact": {"text_losses": report["exact"]["text_losses"]}}
 
 
+def calibrate_arm(model: str, name: str, options: argparse.Namespace) -> Path:
+    """The folder of an arm's artifact, calibrated now unless it exists."""
+    recipe = ARMS[name]
+    changes = {key: getattr(options, key) for key in ("tokens", "length")}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    source = "prompts" if recipe.data.source == SELF else "source"
+    data = recipe.data.model_copy(update={source: options.calibration, **changes})
+    recipe = recipe.model_copy(update={"data": data})
+    folder = options.output / Path(model).name / re.sub(r"[^\w-]+", "-", name)
+    started, exists = time.monotonic(), folder.exists()
+    artifact = calibrate(Job(model, recipe, folder, dtype="float32", batch=options.batch))
+    if not exists:
+        print(f"{model}, {name}: {time.monotonic() - started:.0f} s", flush=True)
+    return artifact.folder
+
+
 def show(title: str, arms: Arms) -> None:
-    """A row an arm, beside `oscar-v1`, and the correlation over arms of what single layers show
-    with what the model loses."""
+    """Print one row per arm, beside `oscar-v1`, and the correlation over arms of what single layers
+    show with what the model loses."""
     print(f"\n{title}")
-    base, compared = (
-        arms.get("oscar-v1"),
-        {name: arm for name, arm in arms.items() if name != "exact"},
-    )
+    base = arms.get("oscar-v1")
+    compared = {name: arm for name, arm in arms.items() if name != "exact"}
     for name, arm in compared.items():
+        increase, kl = arm["perplexity_increase"], arm["attention_kl"]
         _, error = difference(arm, arms["exact"])
-        line = f"{name:30s} {arm['perplexity_increase']:+9.2%} ±{error:.2%}  KL {arm['attention_kl']:.4f}"
+        line = f"{name:30s} {increase:+9.2%} ±{error:.2%}  KL {kl:.4f}"
         if base is not None:
-            ratios = [arm[key] / base[key] for key in ("perplexity_increase", "attention_kl")]
-            line += f"  of oscar-v1: {ratios[0]:.3f}, {ratios[1]:.3f}  {verdict(*difference(arm, base))}"
+            increase_ratio, kl_ratio = (
+                increase / base["perplexity_increase"],
+                kl / base["attention_kl"],
+            )
+            words = verdict(*difference(arm, base))
+            line += f"  of oscar-v1: {increase_ratio:.3f}, {kl_ratio:.3f}  {words}"
         print(line)
-    measures = {"attention KL": "attention_kl", "block error": "output_error"}
-    found = ", ".join(
-        f"{name} {correlation(compared, measure):.2f}" for name, measure in measures.items()
-    )
+    of_kl, of_error = (correlation(compared, key) for key in ("attention_kl", "output_error"))
     print(
-        f"correlation over arms with the increase of perplexity, of logarithms: {found}", flush=True
+        "correlation over arms with the increase of perplexity, of logarithms: "
+        f"attention KL {of_kl:.2f}, block error {of_error:.2f}",
+        flush=True,
     )
 
 
 def show_together(setting: str, models: list[Arms]) -> None:
-    """Ratios of the means over models; errors are of the choice of texts, which are the same for
-    all models."""
-    print(
-        f"\n{len(models)} models, {setting}: of oscar-v1's; and log perplexity beside {', '.join(BASES)}"
-    )
-    for name in [
-        name for name in models[0] if name != "exact" and all(name in arms for arms in models)
-    ]:
+    """Print ratios of the means over models. Errors are over the choice of texts, which are the
+    same for all models."""
+    title = f"\n{len(models)} models, {setting}"
+    print(f"{title}: of oscar-v1's; and log perplexity beside {', '.join(BASES)}")
+    in_all = [name for name in models[0] if all(name in arms for arms in models)]
+    for name in in_all:
+        if name == "exact":
+            continue
         increase, error = ratio(models, name, "oscar-v1")
-        kl = sum(arms[name]["attention_kl"] for arms in models) / sum(
-            arms["oscar-v1"]["attention_kl"] for arms in models
-        )
+        base_kl = sum(arms["oscar-v1"]["attention_kl"] for arms in models)
+        kl = sum(arms[name]["attention_kl"] for arms in models) / base_kl
         beside = []
         for base in BASES:
             by_text = torch.stack(
@@ -185,19 +181,18 @@ def show_together(setting: str, models: list[Arms]) -> None:
 
 
 def ratio(models: list[Arms], name: str, base: str, draws: int = 2000) -> tuple[float, float]:
-    """Of the mean perplexity increases of two arms, and its standard error by bootstrap over
-    texts."""
-    over, under = (
-        torch.stack([losses(arms[arm]) - losses(arms["exact"]) for arms in models])
-        for arm in (name, base)
-    )
+    """The ratio of the mean perplexity increases of two arms, and its standard error by bootstrap
+    over texts."""
+    arm_losses = torch.stack([losses(arms[name]) - losses(arms["exact"]) for arms in models])
+    base_losses = torch.stack([losses(arms[base]) - losses(arms["exact"]) for arms in models])
 
-    def of(texts: torch.Tensor) -> torch.Tensor:
-        return over[:, texts].mean(-1).expm1().sum(0) / under[:, texts].mean(-1).expm1().sum(0)
+    def ratio_over(texts: torch.Tensor) -> torch.Tensor:
+        increase = arm_losses[:, texts].mean(-1).expm1().sum(0)
+        return increase / base_losses[:, texts].mean(-1).expm1().sum(0)
 
-    count = over.shape[1]
+    count = arm_losses.shape[1]
     drawn = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(0))
-    return of(torch.arange(count)).item(), of(drawn).std().item()
+    return ratio_over(torch.arange(count)).item(), ratio_over(drawn).std().item()
 
 
 def losses(arm: dict[str, Any]) -> torch.Tensor:
@@ -216,16 +211,18 @@ def correlation(arms: Arms, measure: str) -> float:
     """Pearson's, over arms, of the logarithms of a measure of single layers and of the increase of
     perplexity."""
     pairs = [(arm[measure], arm["perplexity_increase"]) for arm in arms.values()]
-    ours, loss = zip(
-        *((math.log(a), math.log(b)) for a, b in pairs if a > 0 and b > 0), strict=True
-    )
-    return statistics.correlation(ours, loss)
+    positive = [pair for pair in pairs if min(pair) > 0]
+    single_layers = [math.log(value) for value, _ in positive]
+    whole_model = [math.log(increase) for _, increase in positive]
+    return statistics.correlation(single_layers, whole_model)
 
 
 def verdict(difference: float, error: float) -> str:
     """Better or worse by more than two standard errors and 0.1 %."""
     clear = abs(difference) > max(2 * error, CLEAR)
-    return ("better" if difference < 0 else "worse") if clear else "no difference"
+    if not clear:
+        return "no difference"
+    return "better" if difference < 0 else "worse"
 
 
 if __name__ == "__main__":

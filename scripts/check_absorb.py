@@ -27,14 +27,15 @@ from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.engines.absorb import absorb
-from rotationzoo.evaluation.job import losses
+from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.model import loading
 from rotationzoo.model.source import config_hash, fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
 from rotationzoo.rotations import Rotation
 from rotationzoo.text.documents import HELD_OUT
 
-RELATIVE, ABSOLUTE, PERPLEXITY = 2e-6, 1e-4, 1e-3
+RELATIVE, ABSOLUTE, PERPLEXITY = 2e-6, 1e-4, 1e-3  # allowed: of logits, and of perplexity
+ROUNDED = {torch.float32: "weights", torch.bfloat16: "weights_and_arithmetic"}
 
 
 def variant(model: str, artifact: Artifact, dtype: torch.dtype, folder: Path) -> tuple[Path, Path]:
@@ -51,7 +52,7 @@ def variant(model: str, artifact: Artifact, dtype: torch.dtype, folder: Path) ->
         "revision": None,
     }
     manifest = artifact.content | {"model": artifact.content["model"] | made_for}
-    return plain, absorb(replace(artifact, manifest=manifest), str(plain), folder / "absorbed")
+    return plain, absorb(replace(artifact, content=manifest), str(plain), folder / "absorbed")
 
 
 @torch.no_grad()
@@ -72,15 +73,15 @@ def rms(difference: torch.Tensor, reference: torch.Tensor) -> float:
 def perplexity(loaded: Loaded, cache: Cache, arm: Arm | None) -> float:
     """Past the tokens that every query reads exactly; without an arm, of the exact model."""
     batches = loaded.batches(1)
-    found = []
+    layers = {layer.index for layer in loaded.geometry}
+    losses = []
     for ids in batches:
         if arm is None:
-            found.append(losses(loaded.model, ids, cache.first_quantized))
+            losses.append(token_losses(loaded.model, ids, cache.first_quantized))
             continue
-        layers = {layer.index for layer in loaded.geometry}
         with Simulation(arm, cache, loaded.geometry, layers).running(loaded.model):
-            found.append(losses(loaded.model, ids, cache.first_quantized))
-    return math.exp(torch.cat(found).double().mean().item())
+            losses.append(token_losses(loaded.model, ids, cache.first_quantized))
+    return math.exp(torch.cat(losses).double().mean().item())
 
 
 def keys_only(arm: Arm) -> Arm:
@@ -89,9 +90,8 @@ def keys_only(arm: Arm) -> Arm:
     def unrotated(layer: int, side: str, rotation: Rotation) -> Rotation:
         if side == "key":
             return rotation
-        return replace(
-            rotation, matrix=torch.eye(rotation.dim).expand_as(rotation.matrix).contiguous()
-        )
+        identity = torch.eye(rotation.dim).expand_as(rotation.matrix)
+        return replace(rotation, matrix=identity.contiguous())
 
     return replace(arm, name="absorbed", rotations=arm.rotations.replace(unrotated))
 
@@ -116,13 +116,11 @@ def check(model: str, artifact: Artifact, data: Data) -> dict[str, dict[str, flo
             "rotated_twice": perplexity(loaded, cache, arm),
         }
         plain, absorbed = variant(model, artifact, torch.bfloat16, Path(work) / "bfloat16")
-        rounded = {
-            f"{name}_{'weights' if dtype is torch.float32 else 'weights_and_arithmetic'}": rms(
-                logits(load(str(folder), dtype, data)) - exact, exact
-            )
-            for name, folder in (("plain", plain), ("absorbed", absorbed))
-            for dtype in (torch.float32, torch.bfloat16)
-        }
+        rounded = {}
+        for name, model_folder in (("plain", plain), ("absorbed", absorbed)):
+            for dtype, what in ROUNDED.items():
+                moved = logits(load(str(model_folder), dtype, data)) - exact
+                rounded[f"{name}_{what}"] = rms(moved, exact)
     return {
         "float32": {"relative": difference / exact.abs().max().item(), "absolute": difference},
         "bfloat16": rounded,
@@ -142,21 +140,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    found = check(
-        args.model,
-        Artifact.open(args.artifact),
-        Data(source=args.data, tokens=args.tokens, length=args.length),
-    )
-    print(
-        json.dumps(
-            {"model": args.model, "artifact": str(args.artifact), "device": DEVICE, **found},
-            indent=2,
-        )
-    )
-    moved, lost = found["float32"], abs(found["perplexity"]["relative_difference"])
+    data = Data(source=args.data, tokens=args.tokens, length=args.length)
+    measured = check(args.model, Artifact.open(args.artifact), data)
+    about = {"model": args.model, "artifact": str(args.artifact), "device": DEVICE}
+    print(json.dumps({**about, **measured}, indent=2))
+    moved, lost = measured["float32"], abs(measured["perplexity"]["relative_difference"])
     if not (moved["relative"] <= RELATIVE and moved["absolute"] <= ABSOLUTE and lost <= PERPLEXITY):
         sys.exit(
-            f"more than {RELATIVE:.0e} of the logits, {ABSOLUTE:.0e}, or {PERPLEXITY:.1%} of the perplexity"
+            f"more than {RELATIVE:.0e} of the logits, {ABSOLUTE:.0e}, or {PERPLEXITY:.1%} of the "
+            "perplexity"
         )
 
 

@@ -1,5 +1,5 @@
-"""Validate the CUDA codec on synthetic artifacts of every head dimension and group size, and time
-it.
+"""Validate the CUDA codec on synthetic artifacts of every head dimension and group size, and
+measure its speed.
 
     python scripts/check_int2.py [--dims 64,128] [--rows 1024] [--speed-only]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.fit import fit
-from rotationzoo.checks.kernel import validate
+from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.codec import cuda, int2
 from rotationzoo.codec.throughput import measure
 from rotationzoo.model.geometry import Layer, geometry_json
@@ -24,6 +24,7 @@ from rotationzoo.recipe import PRESETS
 
 DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 GROUPS = (32, 64, 128)
+CLIPS = (0.96, 0.92)  # of keys and of values in the recipe `oscar`
 
 
 def synthetic(folder: Path, dim: int, group: int) -> Artifact:
@@ -59,30 +60,31 @@ def main() -> None:
     parser.add_argument("--speed-only", action="store_true")
     args = parser.parse_args()
     total = 0
-    for dim in [] if args.speed_only else map(int, args.dims.split(",")):
-        for group in sorted({dim, *(g for g in GROUPS if dim % g == 0)}):
-            with tempfile.TemporaryDirectory() as folder:
-                found = validate(
-                    synthetic(Path(folder) / "artifact", dim, group), rows=args.rows, speed=False
-                )
-            total += found["elements"]
-            print(
-                f"D {dim:3d}, group {group:3d}: {found['elements']:,} elements equal, "
-                f"rotation error {found['rotation_error']:.3f} of the bound",
-                flush=True,
-            )
+    if not args.speed_only:
+        for dim in map(int, args.dims.split(",")):
+            groups = {group for group in GROUPS if dim % group == 0}
+            total += sum(check(dim, group, args.rows) for group in sorted({dim, *groups}))
     print(f"{total:,} elements: codes, scales, offsets and dequantized values equal bit by bit")
-    for dtype, (name, form) in itertools.product(cuda.TYPES, int2.FORMATS.items()):
-        for clip in (0.96, 0.92):
-            found = measure(128, clip=clip, format=form, dtype=dtype)
-            copy = found["copy_bytes_per_second"]
-            rates = ", ".join(
-                f"{what} {rate / copy:.3f}" for what, rate in found["throughput"].items()
-            )
-            print(
-                f"{name} {str(dtype)[6:]} clip {clip}: copy {copy / 1e12:.2f} TB/s; {rates}",
-                flush=True,
-            )
+    for dtype, name, clip in itertools.product(cuda.TYPES, int2.FORMATS, CLIPS):
+        speed = measure(128, clip=clip, format=int2.FORMATS[name], dtype=dtype)
+        copy = speed["copy_bytes_per_second"]
+        rates = ", ".join(f"{what} {rate / copy:.3f}" for what, rate in speed["throughput"].items())
+        type_name = str(dtype).removeprefix("torch.")
+        print(f"{name} {type_name} clip {clip}: copy {copy / 1e12:.2f} TB/s; {rates}", flush=True)
+
+
+def check(dim: int, group: int, rows: int) -> int:
+    """Validate one shape, and return how many elements were compared. Raises `RotationZooError`
+    where any differs."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact = synthetic(Path(folder) / "artifact", dim, group)
+        report = validate_kernel(artifact, Validation(rows=rows, speed=False))
+    print(
+        f"D {dim:3d}, group {group:3d}: {report['elements']:,} elements equal, "
+        f"rotation error {report['rotation_error']:.3f} of the bound",
+        flush=True,
+    )
+    return report["elements"]
 
 
 if __name__ == "__main__":

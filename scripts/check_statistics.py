@@ -1,8 +1,8 @@
-"""Hold the captured statistics against a direct computation from the layers' own weights.
+"""Compare the captured statistics with a direct computation from each layer's weights.
 
     python scripts/check_statistics.py MODEL [--data FILE] [--tokens 8192] [--dtype float64]
 
-For every layer the reference takes the hidden states that enter attention, applies the layer's own
+For every layer the reference takes the hidden states that enter attention, applies the layer's
 projections, norms and RoPE, builds the T x T softmax (with window, soft cap and sinks) and forms
 Q^T Q and V^T S^T S V from it. It knows the module names of Llama, Mistral, Qwen2, Qwen3, Gemma 2
 and gpt-oss; the capture under test knows none.
@@ -33,13 +33,12 @@ def attention_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, Attende
     """What each layer's attention reads and weighs for one batch `[B, T]`, from its weights
     alone."""
     inputs: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        inputs[module.layer_idx] = kwargs["hidden_states"], kwargs["position_embeddings"]
+
     hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.update(
-                {module.layer_idx: (kwargs["hidden_states"], kwargs["position_embeddings"])}
-            ),
-            with_kwargs=True,
-        )
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
         for layer in decoder(model).layers
     ]
     try:
@@ -54,6 +53,7 @@ def attention_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, Attende
 def _attend(
     attention: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
 ) -> Attended:
+    """One layer's attention on hidden states `[B, T, hidden]`, with RoPE's cosines and sines."""
     split = (*hidden.shape[:2], -1, attention.head_dim)
     query = attention.q_proj(hidden).view(split)
     key = attention.k_proj(hidden).view(split)
@@ -67,12 +67,11 @@ def _attend(
         scores = (scores / softcap).tanh() * softcap
     position = torch.arange(hidden.shape[1])
     distance = position[:, None] - position
-    hidden_from = distance < 0
-    if window := getattr(
-        attention, "sliding_window", getattr(attention.config, "sliding_window", None)
-    ):
-        hidden_from = hidden_from | (distance >= window)
-    scores = scores.masked_fill(hidden_from.to(scores.device), float("-inf"))
+    unseen = distance < 0
+    of_config = getattr(attention.config, "sliding_window", None)
+    if window := getattr(attention, "sliding_window", of_config):
+        unseen = unseen | (distance >= window)
+    scores = scores.masked_fill(unseen.to(scores.device), float("-inf"))
     if (sinks := getattr(attention, "sinks", None)) is not None:
         extra = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return query, key, value, torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
@@ -95,8 +94,8 @@ def direct_statistics(
     sums: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
 
-    def add(name: str, sum_: torch.Tensor, count: int) -> None:
-        sums[name] = sums.get(name, 0) + sum_
+    def add(name: str, total: torch.Tensor, count: int) -> None:
+        sums[name] = sums.get(name, 0) + total
         counts[name] = counts.get(name, 0) + count
 
     for ids in batches:
@@ -110,18 +109,11 @@ def direct_statistics(
                 add(f"layers.{layer}.query.second_moment", (q.mT @ q).sum(1), rows)
                 weights = (s.mT @ s).sum(1)  # sum over the group of S^T S, [H_kv, T, T]
                 add(f"layers.{layer}.output.second_moment", v.mT @ weights @ v, rows)
-                add(
-                    f"layers.{layer}.key.second_moment",
-                    k[:, sink:].mT @ k[:, sink:],
-                    k.shape[1] - sink,
-                )
-                add(
-                    f"layers.{layer}.value.second_moment",
-                    v[:, sink:].mT @ v[:, sink:],
-                    k.shape[1] - sink,
-                )
-                add(f"layers.{layer}.key.mean", k[:, sink:].sum(1), k.shape[1] - sink)
-                add(f"layers.{layer}.value.mean", v[:, sink:].sum(1), k.shape[1] - sink)
+                # The first tokens are never quantized, so their keys and values do not count.
+                for side, stored in (("key", k[:, sink:]), ("value", v[:, sink:])):
+                    count = stored.shape[1]
+                    add(f"layers.{layer}.{side}.second_moment", stored.mT @ stored, count)
+                    add(f"layers.{layer}.{side}.mean", stored.sum(1), count)
     return {name: (total / counts[name]).cpu() for name, total in sums.items()}
 
 
@@ -155,9 +147,8 @@ def main() -> None:
     args = parser.parse_args()
     data = Data(source=args.data, tokens=args.tokens, length=args.length)
     loaded = load(args.model, getattr(torch, args.dtype), data)
-    print(
-        f"{loaded.text.tokens} tokens, {args.dtype}, {DEVICE}, {loaded.model.config._attn_implementation}"
-    )
+    implementation = loaded.model.config._attn_implementation
+    print(f"{loaded.text.tokens} tokens, {args.dtype}, {DEVICE}, {implementation}")
     errors = largest_difference(loaded.model, loaded.batches(1), sink=64)
     for kind, error in errors.items():
         print(f"{kind:22s} {error:.1e}")

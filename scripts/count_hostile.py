@@ -1,6 +1,7 @@
-"""How many hostile inputs the test suite tries, by kind: the table of docs/security.md, to paste.
+"""How many hostile inputs the test suite tries, by kind: the table of docs/security.md, to paste
+there.
 
-scripts/count_hostile.py
+    python scripts/count_hostile.py
 """
 
 from collections import Counter
@@ -31,20 +32,14 @@ def table(items: Iterable[pytest.Item]) -> str:
         f"| {kind} | {KINDS[kind]} | {counts[kind]} |"
         for kind in sorted(counts, key=list(KINDS).index)
     ]
-    return (
-        "\n".join(
-            [
-                "| kind | what | inputs |",
-                "|---|---|---|",
-                *rows,
-                f"| | all | {sum(counts.values())} |",
-            ]
-        )
-        + "\n"
-    )
+    head = ["| kind | what | inputs |", "|---|---|---|"]
+    foot = f"| | all | {sum(counts.values())} |"
+    return "\n".join([*head, *rows, foot]) + "\n"
 
 
 class _Collected:
+    """A plugin of pytest that keeps the tests that it collects."""
+
     def __init__(self) -> None:
         self.items: list[pytest.Item] = []
 

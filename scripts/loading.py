@@ -1,5 +1,5 @@
-"""What the scripts share: a model on the best device there is, its geometry, rows of text, and
-timing side by side."""
+"""What the scripts share: a loaded model with its geometry and rows of text, and timings of several
+jobs side by side."""
 
 import statistics
 import time
@@ -20,6 +20,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Loaded:
+    """A model on `DEVICE`, and rows of text in its tokens."""
+
     model: PreTrainedModel
     geometry: Geometry
     text: Corpus
@@ -30,6 +32,7 @@ class Loaded:
 
 
 def load(model: str, dtype: torch.dtype, data: Data) -> Loaded:
+    """Load a model by its hub id, folder or `demo`, with the text that `data` describes."""
     source = find(model)
     fetch(source)
     loaded = loading.load(source, loading.load_config(source), DEVICE, dtype)
@@ -52,5 +55,5 @@ def compare(jobs: dict[str, Callable[[], object]], repeats: int, unit: str) -> N
             times[name].append(time.perf_counter() - start)
     base = statistics.median(next(iter(times.values())))
     for name, seconds in times.items():
-        spread = ", ".join(f"{s:.2f}" for s in seconds)
+        spread = ", ".join(f"{second:.2f}" for second in seconds)
         print(f"{name:12s} {statistics.median(seconds) / base:5.2f} x {unit}   ({spread} s)")

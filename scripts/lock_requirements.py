@@ -1,7 +1,7 @@
-"""What the workflows install, with the sha256 of every file: .github/requirements.txt, made anew
-from pyproject.toml.
+"""Write .github/requirements.txt again from pyproject.toml: what the workflows install, with the
+sha256 of every file.
 
-python scripts/lock_requirements.py
+    python scripts/lock_requirements.py
 """
 
 import json
@@ -30,24 +30,9 @@ def main() -> None:
     wanted = [*project["dependencies"], *extra, "setuptools>=77"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--isolated",
-            "--dry-run",
-            "--ignore-installed",
-            "--quiet",
-        ]
-        command += [
-            "--index-url",
-            "https://pypi.org/simple",
-            "--only-binary",
-            ":all:",
-            "--report",
-            str(report),
-        ]
+        command = [sys.executable, "-m", "pip", "install", "--isolated", "--dry-run"]
+        command += ["--ignore-installed", "--quiet", "--index-url", "https://pypi.org/simple"]
+        command += ["--only-binary", ":all:", "--report", str(report)]
         command += ["--target", folder, *PLATFORM, *wanted]
         settings = {
             name: value for name, value in os.environ.items() if not name.startswith("PIP_")
@@ -55,6 +40,7 @@ def main() -> None:
         subprocess.run(command, check=True, env={**settings, "PIP_CONFIG_FILE": os.devnull})
         chosen = json.loads(report.read_text(encoding="utf-8"))["install"]
     lines = []
+    # In the order of names, so that a change of the lock shows what was updated.
     for item in sorted(chosen, key=lambda item: item["metadata"]["name"].lower()):
         name, version = item["metadata"]["name"], item["metadata"]["version"]
         digest = item["download_info"]["archive_info"]["hashes"]["sha256"]

@@ -1,13 +1,13 @@
-"""What SGLang's bisection for the clip threshold changes, against the sorted entry that `sglang`
-defines.
+"""What SGLang's bisection for the clip threshold changes, beside the sorted entry that the format
+`sglang` defines.
 
     python scripts/measure_bisection.py MODEL [--tokens 8192] [--length 1024]
 
 The server sorts when it prefills. When it stores tokens that leave the exact window
 (`gpu_flush_int2.py`), and in its fused kernel, it bisects between 0 and the row's maximum instead,
-log2(D) times, and takes the upper end (for D of 64 and more). Prints, for rotated keys and values
-of MODEL: the threshold in units of the sorted one, the share of codes that differ and the mean
-squared error of both; then the perplexity with either rule for all rows.
+log2(D) times, and takes the upper end (for D of 64 and more). Prints JSON: for rotated keys and
+values of MODEL the threshold relative to the sorted one, the share of codes that differ and the
+ratio of the mean squared errors; then the increase of perplexity with either rule for all rows.
 """
 
 import argparse
@@ -39,14 +39,9 @@ def main() -> None:
     args = parser.parse_args()
     data = Data(tokens=args.tokens, length=args.length)
     with tempfile.TemporaryDirectory() as work:
-        artifact = calibrate(
-            Job(
-                args.model,
-                PRESETS["oscar"].model_copy(update={"data": data}),
-                Path(work) / "artifact",
-            )
-        )
-        report = {"model": args.model, **codes(args.model, artifact.rotations, data)}
+        recipe = PRESETS["oscar"].model_copy(update={"data": data})
+        artifact = calibrate(Job(args.model, recipe, Path(work) / "artifact"))
+        report = {"model": args.model, **compare_codes(args.model, artifact.rotations, data)}
         for format in ("sglang", "sglang-bisected"):
             job = Evaluation(args.model, [artifact.folder], data, queries=0, format=format)
             arms = evaluate(job)["arms"]
@@ -57,7 +52,8 @@ def main() -> None:
 
 
 @torch.no_grad()
-def codes(model: str, rotations: Rotations, data: Data) -> dict[str, dict[str, float]]:
+def compare_codes(model: str, rotations: Rotations, data: Data) -> dict[str, dict[str, float]]:
+    """Both rules on the keys and on the values of a model, rotated and clipped as by `oscar`."""
     loaded = load(model, torch.float32, data)
     rows: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
 
@@ -75,21 +71,26 @@ def codes(model: str, rotations: Rotations, data: Data) -> dict[str, dict[str, f
     with capture(loaded.model, observe):
         for ids in loaded.batches(1):
             decoder(loaded.model)(input_ids=ids.to(DEVICE), use_cache=False)
-    found = {}
-    for side, ratio in (("key", PRESETS["oscar"].key_clip), ("value", PRESETS["oscar"].value_clip)):
-        stored = torch.cat(rows[side])
-        ours = int2.quantize(stored, ratio)
-        theirs = int2.quantize(stored, ratio, format=BISECTED)
-        relative = int2.bisected_threshold(stored, ratio) / int2.clip_threshold(stored, ratio)
-        errors = [(int2.dequantize(q) - stored).square().mean().item() for q in (ours, theirs)]
-        found[f"{side}s at {ratio:g}"] = {
-            "rows": len(stored),
+    clips = {"key": PRESETS["oscar"].key_clip, "value": PRESETS["oscar"].value_clip}
+    compared = {}
+    for side, ratio in clips.items():
+        rotated = torch.cat(rows[side])
+        by_sorting = int2.quantize(rotated, ratio)
+        by_bisection = int2.quantize(rotated, ratio, format=BISECTED)
+        relative = int2.bisected_threshold(rotated, ratio) / int2.clip_threshold(rotated, ratio)
+        error = mean_squared_error(by_bisection, rotated) / mean_squared_error(by_sorting, rotated)
+        compared[f"{side}s at {ratio:g}"] = {
+            "rows": len(rotated),
             "thresholds that differ": (relative != 1).double().mean().item(),
             "threshold, mean of the sorted one": relative.mean().item(),
-            "codes that differ": (ours.codes != theirs.codes).double().mean().item(),
-            "mean squared error, of the sorted one": errors[1] / errors[0],
+            "codes that differ": (by_sorting.codes != by_bisection.codes).double().mean().item(),
+            "mean squared error, of the sorted one": error,
         }
-    return found
+    return compared
+
+
+def mean_squared_error(quantized: int2.Quantized, rows: torch.Tensor) -> float:
+    return (int2.dequantize(quantized) - rows).square().mean().item()
 
 
 if __name__ == "__main__":

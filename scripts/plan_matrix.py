@@ -1,7 +1,7 @@
-"""The plan of `rotationzoo regenerate --plan --json` as outputs of a GitHub job: the matrix, and
-whether it holds anything.
+"""Turn the plan of `rotationzoo regenerate --plan --json` into outputs of a GitHub job: the matrix
+of models that are due, and whether there are any.
 
-python scripts/plan_matrix.py plan.json [MODEL]
+    python scripts/plan_matrix.py plan.json [MODEL]
 """
 
 import json
@@ -11,15 +11,14 @@ from pathlib import Path
 
 def main() -> None:
     plan, only = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
-    due = [
-        model for model in json.loads(plan.read_text())["models"] if only in ("", model["model"])
-    ]
-    rows = [
-        {"model": m["model"], "revision": m["revision"], "name": m["model"].replace("/", "__")}
-        for m in due
-    ]
+    rows = []
+    for due in json.loads(plan.read_text())["models"]:
+        model = due["model"]
+        if only in ("", model):
+            name = model.replace("/", "__")  # of a build artifact, which may have no slash
+            rows.append({"model": model, "revision": due["revision"], "name": name})
     print(f"matrix={json.dumps({'include': rows})}")
-    print(f"any={'true' if rows else 'false'}")
+    print(f"any={json.dumps(bool(rows))}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python scripts/train_demo_model.py OUTPUT_DIR [STDLIB_DIR]
 
-The text is the source of the CPython standard library (PSF licence), by default of the Python that
-runs this script. Whole files are set aside for `calibration.jsonl` and `evaluation.jsonl` before
+The text is the source of the CPython standard library (PSF licence), by default that of the Python
+running this script. Whole files are set aside for `calibration.jsonl` and `evaluation.jsonl` before
 training, so the model has seen neither. The model is a Qwen3 with 4 query heads on 2 KV heads,
 head_dim 64, 4 layers, trained in bfloat16 autocast and stored in bfloat16.
 
@@ -32,33 +32,33 @@ SEED = 0
 VOCABULARY, LENGTH, BATCH, STEPS = 2048, 2048, 48, 3000
 LEARNING_RATE, WEIGHT_DECAY, WARM_UP = 3e-3, 0.5, 100
 HELD_OUT_BYTES = 320_000  # for each of the two held-out texts
+DULL = {"encodings", "pydoc_data", "test", "tests", "lib2to3", "idlelib"}
 
 
 def documents(root: Path, seed: int) -> tuple[list[str], list[str], list[str]]:
     """The standard library's files as (training, calibration, evaluation) texts, disjoint by
     file."""
-    files = [
-        p
-        for p in sorted(root.rglob("*.py"))
-        if not {"site-packages", "dist-packages"} & set(p.relative_to(root).parts)
-    ]
-    texts = {
-        str(p.relative_to(root)): p.read_text(encoding="utf-8", errors="ignore") for p in files
-    }
-    texts = {name: text for name, text in texts.items() if text.strip()}
-    # Held-out files are ordinary modules: code tables and generated data would make a poor judge.
-    dull = ("encodings", "pydoc_data", "test", "tests", "lib2to3", "idlelib")
-    ordinary = [
-        n
-        for n, t in texts.items()
-        if 4_000 < len(t) < 40_000 and not set(Path(n).parts) & set(dull)
-    ]
+    installed = {"site-packages", "dist-packages"}
+    texts = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if installed & set(name.parts):
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            texts[str(name)] = text
+    ordinary = [name for name, text in texts.items() if _is_ordinary(name, text)]
     random.Random(seed).shuffle(ordinary)
-    held: list[list[str]] = [[], []]
-    for part in held:
+    held_out: list[list[str]] = [[], []]
+    for part in held_out:
         while sum(map(len, part)) < HELD_OUT_BYTES:
             part.append(texts.pop(ordinary.pop()))
-    return list(texts.values()), held[0], held[1]
+    return list(texts.values()), held_out[0], held_out[1]
+
+
+def _is_ordinary(name: str, text: str) -> bool:
+    """Whether a file may be held out: code tables and generated data would make a poor judge."""
+    return 4_000 < len(text) < 40_000 and not DULL & set(Path(name).parts)
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -100,14 +100,14 @@ def main(output: Path, root: Path) -> None:
     train_texts, calibration, evaluation = documents(root, SEED)
     tokenizer = train_tokenizer(train_texts)
     train, held_out = tokens_of(train_texts, tokenizer), tokens_of(evaluation, tokenizer)
-    unseen = tokens_of(
-        calibration, tokenizer
-    )  # shows over-fitting; the number of steps was chosen on it
+    # Its loss shows over-fitting; the number of steps was chosen on it.
+    unseen = tokens_of(calibration, tokenizer)
     print(f"{train.numel():,} training tokens, {held_out.numel():,} held-out tokens", flush=True)
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=LENGTH, tie_word_embeddings=True,
+        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )  # fmt: skip
@@ -140,7 +140,8 @@ def main(output: Path, root: Path) -> None:
         if step % 250 == 249:
             unseen_loss = held_out_loss(model, unseen, device)
             print(
-                f"step {step + 1} loss {loss.item():.4f}, unseen {unseen_loss:.4f}, {time.time() - start:.0f} s",
+                f"step {step + 1} loss {loss.item():.4f}, unseen {unseen_loss:.4f}, "
+                f"{time.time() - start:.0f} s",
                 flush=True,
             )
 
@@ -156,7 +157,8 @@ def main(output: Path, root: Path) -> None:
     )
     print(f"unigram held-out loss {unigram_loss(train, held_out):.4f} nats a token")
     print(
-        f"Python {sys.version.split()[0]}, {STEPS} steps of {BATCH} x {LENGTH} tokens, {time.time() - start:.0f} s"
+        f"Python {sys.version.split()[0]}, {STEPS} steps of {BATCH} x {LENGTH} tokens, "
+        f"{time.time() - start:.0f} s"
     )
 
 

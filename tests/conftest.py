@@ -11,16 +11,22 @@ from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
 from support.published import made, zoo  # noqa: F401
 
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # nothing in this process may look for a hub; subprocesses get one of their own
-)
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # several processes of several threads each would wait for each other
+# Nothing in this process may look for a hub; subprocesses get one of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes of several threads each would wait for each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-docs",
+        action="store_true",
+        help="write tables that tests compute into docs/, instead of comparing them",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +36,7 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def command(tmp_path):
-    """Run the real command line in a process of its own, in an empty folder, with no hub in
+    """Runs the real command line in a process of its own, in an empty folder, with no hub in
     reach."""
     environment = {
         **os.environ,
@@ -46,8 +52,13 @@ def command(tmp_path):
     def run(*words, env=None, **options) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, "-m", "rotationzoo", *map(str, words)],
-            cwd=work, env={**environment, **(env or {})}, capture_output=True, text=True, timeout=300, **options,
-        )  # fmt: skip
+            cwd=work,
+            env={**environment, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            **options,
+        )
 
     run.folder, run.environment = work, environment
     return run

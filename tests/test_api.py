@@ -10,7 +10,7 @@ from rotationzoo import Artifact, Rotations, api, calibrate, evaluate, pull
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.zoo import index
-from rotationzoo.zoo.pull import Pulled
+from rotationzoo.zoo.download import Pulled
 
 SLOW = ("torch", "transformers", "datasets", "modelscope", "huggingface_hub", "safetensors")
 
@@ -122,7 +122,7 @@ def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_pat
     pulled = Pulled(tmp_path, entry, entry.copies[0], None, {})
     monkeypatch.setattr(api, "pull_first", lambda *_: pulled)
     monkeypatch.setattr(api, "find_index", lambda *_: None)
-    monkeypatch.setattr(api, "choose", lambda *_: (entry, entry.copies, ""))
+    monkeypatch.setattr(api, "choose_entry", lambda *_: (entry, entry.copies, ""))
     with pytest.raises(RotationZooError, match="are no artifact") as refusal:
         pull(entry.model)
     assert refusal.value.hint.startswith("make one of them: rotationzoo import ")

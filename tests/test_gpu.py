@@ -9,7 +9,7 @@ from check_statistics import largest_difference
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.membership import check_membership
+from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec import cuda, int2
 from rotationzoo.evaluation.job import Evaluation, evaluate
@@ -25,9 +25,13 @@ def run(folder, name, model="demo", **options):
     return calibrate(Job(model=str(model), recipe=RECIPE, output=folder / name, **options))
 
 
-def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def difference(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> float:
     """The largest relative difference between two sets of statistics."""
-    return max(((one[n].double() - other[n]).norm() / one[n].double().norm()).item() for n in one)
+    differences = [
+        (tensor.double() - actual[name]).norm() / tensor.double().norm()
+        for name, tensor in expected.items()
+    ]
+    return max(differences).item()
 
 
 def test_statistics_equal_a_direct_computation():
@@ -40,9 +44,9 @@ def test_statistics_equal_a_direct_computation():
 
 
 def test_two_runs_write_the_same_bytes_and_agree_with_the_cpu(tmp_path):
-    one, two = run(tmp_path, "one"), run(tmp_path, "two")
-    assert one.content["run"]["dtype"] == "bfloat16"
-    assert one.identity == two.identity
+    first, second = run(tmp_path, "first"), run(tmp_path, "second")
+    assert first.content["run"]["dtype"] == "bfloat16"
+    assert first.identity == second.identity
     on_gpu, on_cpu = (
         run(tmp_path, device, device=device, dtype="float32") for device in ("cuda", "cpu")
     )
@@ -54,9 +58,8 @@ def test_weights_in_main_memory_or_on_disk(tmp_path):
     """The GPU may hold one layer, main memory two: the rest stays on disk."""
     whole = run(tmp_path, "whole", dtype="float32")
     spread = run(tmp_path, "spread", dtype="float32", device_map="auto", max_memory="0=3MB,cpu=3MB")
-    assert (
-        difference(whole.statistics_tensors(), spread.statistics_tensors()) < 1e-6
-    )  # float32 kernels differ; measured 3e-7
+    change = difference(whole.statistics_tensors(), spread.statistics_tensors())
+    assert change < 1e-6  # float32 kernels differ; measured 3e-7
 
 
 TWO = dict(device_map="auto", max_memory="0=5MB,1=1GB")
@@ -75,10 +78,8 @@ def test_an_evaluation_over_two_devices_is_that_of_one(tmp_path, chunk):
     assert two["exact"]["perplexity"] == pytest.approx(one["exact"]["perplexity"], rel=1e-6)
     for name, arm in one["arms"].items():
         for measure in ("perplexity", "attention_kl", "output_error"):
-            assert two["arms"][name][measure] == pytest.approx(arm[measure], rel=1e-4), (
-                name,
-                measure,
-            )
+            expected = pytest.approx(arm[measure], rel=1e-4)
+            assert two["arms"][name][measure] == expected, (name, measure)
 
 
 @two_devices
@@ -91,20 +92,20 @@ def test_a_search_over_two_devices_is_that_of_one(tmp_path):
     )
     job = Job("demo", recipe, tmp_path / "one", dtype="float32")
     one, two = calibrate(job), calibrate(replace(job, output=tmp_path / "two", **TWO))
-    ours, theirs = (made.content["search"] for made in (one, two))
-    for layer, sides in ours["layers"].items():
+    on_one, on_two = one.content["search"], two.content["search"]
+    for layer, sides in on_one["layers"].items():
         for side in ("key", "value"):
-            assert theirs["layers"][layer][side]["closed"] == pytest.approx(
-                sides[side]["closed"], rel=1e-3
-            )
-    assert theirs["model"]["kept"] == ours["model"]["kept"]
-    assert theirs["model"]["by_side"] == pytest.approx(ours["model"]["by_side"], rel=1e-2)
+            expected = pytest.approx(sides[side]["closed"], rel=1e-3)
+            assert on_two["layers"][layer][side]["closed"] == expected
+    assert on_two["model"]["kept"] == on_one["model"]["kept"]
+    assert on_two["model"]["by_side"] == pytest.approx(on_one["model"]["by_side"], rel=1e-2)
 
 
 @two_devices
 def test_rotations_are_found_in_a_model_over_two_devices(tmp_path):
     made = run(tmp_path, "made", dtype="float32")
-    one, two = check_membership(made, "demo"), check_membership(made, "demo", **TWO)
+    one = check_membership(made, Candidate("demo"))
+    two = check_membership(made, Candidate("demo", **TWO))
     assert (two.key, two.value) == pytest.approx((one.key, one.value), rel=1e-4)
 
 
@@ -123,6 +124,5 @@ def test_a_kernel_runs_on_the_device_of_its_rows():
 def test_layers_on_two_devices(tmp_path):
     whole = run(tmp_path, "whole", dtype="float32")
     spread = run(tmp_path, "spread", dtype="float32", **TWO)
-    assert (
-        difference(whole.statistics_tensors(), spread.statistics_tensors()) < 1e-12
-    )  # the same kernels on the same numbers
+    change = difference(whole.statistics_tensors(), spread.statistics_tensors())
+    assert change < 1e-12  # the same kernels on the same numbers

@@ -1,4 +1,4 @@
-"""docs/security.md says how much of what is hostile the suite tries: counted, not claimed."""
+"""The table of hostile inputs in docs/security.md has the numbers of this suite."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ PAGE = TESTS.parent / "docs" / "security.md"
 
 
 def test_the_page_has_the_number_of_hostile_inputs_by_kind(request):
-    """Of the whole suite, which must have been collected: `make test` does that."""
+    """The numbers are those of the whole suite, which `make test` collects."""
     items, options = request.session.items, request.config.option
     missing = set(TESTS.rglob("test_*.py")) - {item.path for item in items}
     if missing or options.keyword or options.deselect or getattr(options, "lf", False):
         pytest.skip("only some of the tests were collected")
-    assert table(items) in PAGE.read_text(), "paste what scripts/count_hostile.py prints"
+    assert table(items) in PAGE.read_text(), "paste what `make security` prints"
 
 
 def test_every_hostile_test_is_of_a_known_kind(request):

@@ -1,17 +1,19 @@
 """The house rules that a machine can check: which package may import which, how long a module may
-be, who prints."""
+be, how much a statement may do, which words are names, and who prints."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.makefile import recipe_of
 from support.places import ROOT
 
 PACKAGE = ROOT / "rotationzoo"
 # A package or a top-level module imports only from those before it; inside a package, modules
-# import without a cycle. docs/architecture.md has the same order, in words.
+# import without a cycle. docs/architecture.md is written from this order: `make docs`.
 ORDER = [
     "errors",
     "progress",
@@ -47,6 +49,12 @@ IMPURE = {
     "os",
 }
 LONGEST, MEDIAN = 250, 110  # lines of a module
+# Statements with more than one comprehension or conditional expression, in the whole package: a
+# number that may only fall.
+CROWDED = 20
+# What is found, made or held has a name of its own: problems, layers, an artifact, a baseline.
+VAGUE = {"found", "there", "form", "own"}
+COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 
 def sources(room: str) -> list[Path]:
@@ -141,11 +149,58 @@ def test_modules_stay_short():
     assert written[len(written) // 2] <= MEDIAN, "half of the modules are longer"
 
 
-@pytest.mark.parametrize(
-    "command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join
-)
-def test_linter_and_type_checker(command):
-    result = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True
+def own_expressions(statement: ast.stmt) -> Iterator[ast.expr]:
+    """The expressions of a statement, without those of the statements inside it."""
+    waiting = list(ast.iter_child_nodes(statement))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.expr):
+            yield node
+        if not isinstance(node, ast.stmt):
+            waiting += ast.iter_child_nodes(node)
+
+
+def is_dense(node: ast.expr) -> bool:
+    return isinstance(node, (*COMPREHENSIONS, ast.IfExp))
+
+
+def test_a_statement_has_one_comprehension_or_one_conditional_expression():
+    crowded = []
+    for path in MODULES.values():
+        for statement in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(statement, ast.stmt):
+                dense = sum(map(is_dense, own_expressions(statement)))
+                if dense > 1:
+                    crowded.append(f"{path.relative_to(ROOT)}:{statement.lineno} has {dense}")
+    report = "\n".join(sorted(crowded))
+    assert len(crowded) <= CROWDED, (
+        f"name an intermediate result in these {len(crowded)}:\n{report}"
     )
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every name that a module binds, with its line: variables, parameters, functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+def test_names_say_what_they_hold():
+    vague = [
+        f"{path.relative_to(ROOT)}:{line} binds {name}"
+        for path in MODULES.values()
+        for name, line in bound_names(ast.parse(path.read_text("utf-8")))
+        if name in VAGUE
+    ]
+    assert not vague, "\n".join(sorted(vague))
+
+
+@pytest.mark.parametrize("command", recipe_of("lint"))
+def test_linter_and_type_checker(command):
+    _, *words = command.split()  # the first is the Python of a fresh clone
+    result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

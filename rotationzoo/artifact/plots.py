@@ -1,5 +1,4 @@
-"""An artifact -> two pictures for its card: the spectra of its statistics, and the error by
-layer."""
+"""Two pictures for an artifact's card: the spectra of its statistics, and the error by layer."""
 
 import io
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from rotationzoo.storage.files import regular_file
 from rotationzoo.storage.strict_json import Strict
 
 SPECTRA, ERROR_BY_LAYER = "spectra.png", "error_by_layer.png"
-_LONG = 24  # characters of a name of which four do not fit beside each other
+_LONG = 24  # four names of more characters do not fit beside each other
 _TICKS = 8  # layers named beside the colours
 
 
@@ -57,9 +56,12 @@ def report(artifact: Artifact) -> Artifact:
 
 
 _STATISTICS = {
-    "query": "queries that read the keys", "key": "keys", "output": "attention outputs", "value": "values",
+    "query": "queries that read the keys",
+    "key": "keys",
+    "output": "attention outputs",
+    "value": "values",
     "key_energy": "values, weighted by key energy",
-}  # fmt: skip
+}
 
 
 def _spectra(artifact: Artifact) -> bytes:
@@ -71,9 +73,9 @@ def _spectra(artifact: Artifact) -> bytes:
     for axis, side in zip(axes, ("key", "value"), strict=True):
         for layer in layers:
             stored = rotations[layer][side].eigenvalues
-            if stored is None:  # of imported files
+            if stored is None:  # imported files may have none
                 continue
-            eigenvalues = stored.double().clamp(min=1e-30)
+            eigenvalues = stored.double().clamp(min=1e-30)  # the axis is logarithmic
             shares = strongest_first((eigenvalues / eigenvalues.sum(-1, keepdim=True)).mean(0))
             axis.plot(
                 torch.arange(1, len(shares) + 1), shares, color=colours.to_rgba(layer), linewidth=1
@@ -95,20 +97,16 @@ def _error_by_layer(evaluation: dict[str, Any]) -> bytes:
             measured = {
                 row["layer"]: row[measure] for row in arm["by_layer"] if row[measure] is not None
             }
-            own = name == evaluation["own_arm"]
-            style = {"label": name, "marker": "o" if own else ".", "linewidth": 2 if own else 1}
-            axis.plot(list(measured), list(measured.values()), **style)
+            style: dict[str, Any] = {"marker": ".", "linewidth": 1}
+            if name == evaluation["own_arm"]:
+                style = {"marker": "o", "linewidth": 2}
+            axis.plot(list(measured), list(measured.values()), label=name, **style)
         axis.set_title(title, fontsize=10)
         axis.set(xlabel="layer", yscale="log")
         axis.xaxis.set_major_locator(_whole_numbers())
     lines = axes[0].get_lines()
-    figure.legend(
-        lines,
-        list(arms),
-        loc="outside lower center",
-        ncols=2 if max(map(len, arms)) > _LONG else 4,
-        fontsize=8,
-    )
+    columns = 2 if max(map(len, arms)) > _LONG else 4
+    figure.legend(lines, list(arms), loc="outside lower center", ncols=columns, fontsize=8)
     return _png(figure)
 
 
@@ -120,9 +118,8 @@ def _figure(columns: int) -> Any:
         raise RotationZooError(
             "pictures need matplotlib", hint="install it with: pip install 'rotationzoo[report]'"
         ) from error
-    figure = Figure(
-        figsize=(5 * columns, 4), layout="constrained"
-    )  # no pyplot: no display, no global state
+    # Without pyplot, which wants a display and keeps figures in a global list.
+    figure = Figure(figsize=(5 * columns, 4), layout="constrained")
     return figure, figure.subplots(1, columns)
 
 
@@ -148,7 +145,6 @@ def _whole_numbers() -> Any:
 
 def _png(figure: Any) -> bytes:
     out = io.BytesIO()
-    figure.savefig(
-        out, format="png", dpi=120, metadata={"Software": None}
-    )  # the same picture is the same bytes
+    # Without the name and version of matplotlib the same picture is the same bytes.
+    figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
     return out.getvalue()

@@ -1,5 +1,4 @@
-"""What an artifact found, layer by layer: how concentrated each statistic is, and how exact each
-rotation."""
+"""An artifact layer by layer: how concentrated each statistic is, and how exact each rotation."""
 
 from dataclasses import dataclass
 
@@ -28,6 +27,8 @@ class Side:
 
 @dataclass(frozen=True)
 class LayerSummary:
+    """A cached layer; `layer` is its index over all layers of the model."""
+
     layer: int
     kv_heads: int
     key: Side
@@ -51,9 +52,9 @@ def _side(rotation: Rotation) -> Side:
     if rotation.eigenvalues is None:
         return Side(rotation.dim, None, None, None, error)
     shares = rotation.eigenvalues.double().clamp(min=0)
-    shares = shares / shares.sum(-1, keepdim=True).clamp(
-        min=torch.finfo(torch.float64).tiny
-    )  # of a model of zeros, too
+    # The trace is 0 where all that a model computes is 0.
+    trace = shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    shares = shares / trace
     return Side(
         dim=rotation.dim,
         effective_rank=torch.special.entr(shares).sum(-1).exp().mean().item(),

@@ -121,14 +121,15 @@ class Artifact:
     def rotations(self) -> Rotations:
         """Layer index -> its rotations, read when first asked for. Raises `RotationZooError` where
         they are not those of recipe and geometry."""
-        return rotations_from(self.rotation_tensors())
+        return rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
     def statistics(self) -> Averages | None:
         """Layer index -> kind -> average. None where the artifact was made without statistics, or
         left them behind. Raises as `rotations`."""
-        tensors = self.statistics_tensors()
-        return None if tensors is None else statistics_from(tensors)
+        if STATISTICS not in self.manifest.files:
+            return None
+        return statistics_from(self._sound_tensors(STATISTICS))
 
     @property
     def clip_ratios(self) -> dict[str, float]:
@@ -136,15 +137,15 @@ class Artifact:
         return self.manifest.clip_ratios
 
     def rotation_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of `rotations.safetensors` by name. Raises as `rotations`."""
-        return self._sound_tensors(ROTATIONS)
+        """Copies of the tensors of `rotations.safetensors` by name. Raises as `rotations`."""
+        return _copies(self._sound_tensors(ROTATIONS))
 
     def statistics_tensors(self) -> dict[str, torch.Tensor] | None:
-        """The tensors of `statistics.safetensors` by name, None where there is no such file. Raises
-        as `rotations`."""
+        """Copies of the tensors of `statistics.safetensors` by name, None where there is no such
+        file. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
-        return self._sound_tensors(STATISTICS)
+        return _copies(self._sound_tensors(STATISTICS))
 
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The tensors of a file, and a sentence for each kind of problem with them: nothing is read
@@ -187,7 +188,7 @@ class Artifact:
                 f"{self.folder / name} is damaged: {problems[0]}",
                 hint="see all of it with: rotationzoo verify",
             )
-        return dict(tensors)
+        return tensors
 
     def _check_same(self, name: str) -> None:
         """Raise `RotationZooError` where another artifact took the folder's place before the file
@@ -198,6 +199,11 @@ class Artifact:
             raise RotationZooError(
                 f"{self.folder} was replaced while it was read", hint="run the command again"
             )
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whoever changes them changes nothing of the artifact."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def check_permission(folder: Path) -> None:

@@ -21,7 +21,7 @@ from rotationzoo.model.source import fetch
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF
 from rotationzoo.storage.files import disk_errors
-from rotationzoo.storage.folders import held
+from rotationzoo.storage.locks import locked
 from rotationzoo.text.prompts import read_prompts
 from rotationzoo.text.rows import Corpus, read_corpus
 
@@ -62,7 +62,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     # Before tokenizer and weights are fetched: a place that cannot be written to is known by now.
     check_output(job)
     with disk_errors(job.output):
-        locks.enter_context(held(job.lock, f"calibrating {job.output}"))
+        locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     source_text = _read_source_text(planned)
     check_room(planned)
     if planned.needs_weights:

@@ -1,5 +1,5 @@
-"""Does an artifact belong to a model's weights? The model runs on some text; its statistics are
-held against the rotations."""
+"""Does an artifact belong to a model's weights? The model runs on some text, and the rotations are
+compared with the statistics of what it computes."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -11,6 +11,7 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
+from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
@@ -18,131 +19,147 @@ from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.source import fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
+from rotationzoo.rotations import SIDES
 from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
+_TRANSPARENCY_TOKENS = 32
 _FLOOR = 1e-6  # of the largest eigenvalue: below it a moment holds rounding alone
-# scripts/check_probe.py measures 0.28 to 0.93 for a model's own rotations, whatever text they were
-# made with, and at most 0.06 for those of other weights; docs/measurements.md has the distribution.
-_OWN = 0.2
+# scripts/check_membership.py measures 0.28 to 0.93 for a model's own rotations, whatever text they
+# were made with, and at most 0.06 for those of other weights; docs/measurements.md has the
+# distribution.
+_LOWEST_OF_RELATIVES = 0.2
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the directions that the rotations were made of are those of what the model computes,
-    mean over layers and heads: 1 the very same, 0 no more than arbitrary ones. See `shares`."""
+    """How well the directions that the rotations were made of match those of what the model
+    computes, mean over layers and heads: 1 for the same ones, 0 for arbitrary ones. See
+    `explained_share`."""
 
     key: float
     value: float
 
     @property
     def lowest(self) -> float:
-        """What decides: keys of any two models share what RoPE does to them."""
+        """The side that decides. Keys agree a little between any two models, because RoPE leaves
+        the same structure in them."""
         return min(self.key, self.value)
 
     @property
     def foreign(self) -> bool:
-        return self.lowest < _OWN
+        """Whether the rotations were made of other weights."""
+        return self.lowest < _LOWEST_OF_RELATIVES
 
     @property
     def verdict(self) -> str:
-        return (
-            "made of other weights"
-            if self.foreign
-            else "made of these weights, or of close relatives"
-        )
+        """The answer in words."""
+        if self.foreign:
+            return "made of other weights"
+        return "made of these weights, or of close relatives"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The model that an artifact may belong to, and where to run it."""
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    device_map: str | None = None
+    max_memory: str | None = None
 
 
 def check_membership(
-    artifact: Artifact,
-    model: str,
-    revision: str | None = None,
-    device: str = "auto",
-    progress: Progress = silent,
-    device_map: str | None = None,
-    max_memory: str | None = None,
+    artifact: Artifact, candidate: Candidate, progress: Progress = silent
 ) -> Agreement:
     """Run a model on the bundled text and compare. Raises `RotationZooError` for rotations that
-    hold no eigenbasis."""
-    memory_limits(device_map, max_memory)
-    recipe, geometry = artifact.recipe, artifact.geometry
-    bases = _bases(artifact, recipe, geometry)
+    hold no eigenbasis, and for artifacts that are bound to no model."""
+    memory_limits(candidate.device_map, candidate.max_memory)
+    bases = _recover_bases(artifact)
     if not artifact.bound:
         raise RotationZooError(
             f"{artifact.folder} is bound to no model",
-            hint=f"import its files again with --model {model}, then ask again",
+            hint=f"import its files again with --model {candidate.model}, then ask again",
         )
-    source = find(model, revision)
+    recipe = artifact.recipe
+    statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
+    moments = {
+        (layer.index, side): target_moment(statistics, recipe, layer.index, side)
+        for layer, side in product(cached_layers(artifact.geometry), SIDES)
+    }
+    return measure_agreement(bases, moments)
+
+
+def _collect_statistics(
+    candidate: Candidate, recipe: Recipe, geometry: Geometry, progress: Progress
+) -> Statistics:
+    """The statistics of what the model computes on `TEXT`, as a calibration with this recipe would
+    collect them."""
+    source = find(candidate.model, candidate.revision)
     config = loading.load_config(source)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
-    with place_weights(device_map, max_memory) as placement:
+    with place_weights(candidate.device_map, candidate.max_memory) as placement:
         progress("loading the model", 0, 0)
-        dtype = loading.torch_dtype("auto", device, device_map)
-        loaded = loading.load(
-            source, config, loading.torch_device(device), dtype, placement, predicts=False
-        )
-        with loading.forward_errors(model, 1, TEXT.length), torch.no_grad():
-            check_transparent(loaded, text.rows[0][None, :32].to(loading.input_device(loaded)))
-            statistics = collect(loaded, geometry, text.batches(1), recipe, progress=progress)
-    moments = {
-        (layer.index, side): target_moment(statistics, recipe, layer.index, side)
-        for layer in cached_layers(geometry)
-        for side in ("key", "value")
-    }
-    return agreement(bases, moments)
+        device = loading.torch_device(candidate.device)
+        dtype = loading.torch_dtype("auto", candidate.device, candidate.device_map)
+        model = loading.load(source, config, device, dtype, placement, predicts=False)
+        with loading.forward_errors(candidate.model, 1, TEXT.length), torch.no_grad():
+            first_tokens = text.rows[0][None, :_TRANSPARENCY_TOKENS]
+            check_transparent(model, first_tokens.to(loading.input_device(model)))
+            return collect(model, geometry, text.batches(1), recipe, progress=progress)
 
 
-def _bases(
-    artifact: Artifact, recipe: Recipe, geometry: Geometry
-) -> dict[tuple[int, str], torch.Tensor]:
-    """The eigenbases `[H, D, D]` that the rotations were composed of, by layer and side; of a
-    search, which learns rotations, those of its statistics."""
-    statistics = artifact.statistics if recipe.search is not None else None
+def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
+    """The eigenbases `[H, D, D]` that the rotations were composed of, by layer and side. A search
+    learns rotations that no eigenbasis can be read from: there, those of its statistics."""
+    recipe = artifact.recipe
+    statistics = None if recipe.search is None else artifact.statistics
     if not recipe.has_eigenbasis or (recipe.search is not None and statistics is None):
         raise RotationZooError(
-            f"{artifact.folder} holds no eigenbasis to look for in a model (composition {recipe.composition})",
+            f"{artifact.folder} holds no eigenbasis to look for in a model "
+            f"(composition {recipe.composition})",
             hint="leave --run out",
         )
+    kinds = {"key": recipe.key_statistic, "value": recipe.value_statistic}
     bases = {}
-    for layer, side in product(cached_layers(geometry), ("key", "value")):
+    for layer, side in product(cached_layers(artifact.geometry), SIDES):
         if statistics is not None:
-            kind = recipe.key_statistic if side == "key" else recipe.value_statistic
-            bases[layer.index, side] = compositions.eigenbasis(
-                statistics[layer.index][kind].second_moment
-            )[1]
+            moment = statistics[layer.index][kinds[side]].second_moment
+            _, basis = compositions.eigenbasis(moment)
         else:
             rotation = artifact.rotations[layer.index][side]
             group = recipe.group(rotation.dim)
-            bases[layer.index, side] = compositions.recover_basis(
-                rotation.matrix, recipe.composition, group
-            )
+            basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
+        bases[layer.index, side] = basis
     return bases
 
 
-def agreement(
+def measure_agreement(
     bases: dict[tuple[int, str], torch.Tensor], moments: dict[tuple[int, str], torch.Tensor]
 ) -> Agreement:
-    """Of eigenbases `[H, D, D]` with second moments `[H, D, D]`, by layer and side; H = 1 where the
-    rotations are pooled."""
-    found: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
+    """Compare eigenbases `[H, D, D]` with second moments `[H, D, D]`, both by layer and side; H is
+    1 where the rotations are pooled."""
+    shares: dict[str, list[torch.Tensor]] = {side: [] for side in SIDES}
     for (layer, side), moment in moments.items():
-        found[side].append(shares(bases[layer, side], moment))
-    key, value = (torch.cat(found[side]).mean().item() for side in ("key", "value"))
+        shares[side].append(explained_share(bases[layer, side], moment))
+    key, value = (torch.cat(shares[side]).mean().item() for side in SIDES)
     return Agreement(key, value)
 
 
-def shares(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """`[H]`: how much of the structure of second moments `[H, D, D]` a basis (columns ascending)
-    explains.
+def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """`[H]`: how much of the structure of second moments `[H, D, D]` a basis `[H, D, D]` explains,
+    whose columns are in ascending order of their eigenvalues.
 
-    The cosine of the logarithm of the moment with the matrix of the same eigenvalues and this
-    basis, both without their traces. Logarithms weigh all directions alike, and directions of
-    near-equal eigenvalues, which every other text turns, cost nothing.
+    It is the cosine between the logarithm of the moment and the matrix of the same eigenvalues with
+    this basis, both without their traces. Logarithms weigh all directions alike, and directions of
+    near-equal eigenvalues, which differ from text to text, cost nothing.
     """
-    values, own = torch.linalg.eigh(moment.double())
-    logarithms = values.clamp(min=_FLOOR * values.amax().item()).log()
-    matrix = own @ torch.diag_embed(logarithms) @ own.mT
+    eigenvalues, vectors = torch.linalg.eigh(moment.double())
+    logarithms = eigenvalues.clamp(min=_FLOOR * eigenvalues.amax().item()).log()
+    logarithm = vectors @ torch.diag_embed(logarithms) @ vectors.mT
     spread = logarithms - logarithms.mean(-1, keepdim=True)
-    seen = (basis.double().mT @ matrix @ basis.double()).diagonal(dim1=-2, dim2=-1)
-    return (seen * spread).sum(-1) / spread.square().sum(-1).clamp(min=1e-12)
+    in_basis = (basis.double().mT @ logarithm @ basis.double()).diagonal(dim1=-2, dim2=-1)
+    share: torch.Tensor = (in_basis * spread).sum(-1) / spread.square().sum(-1).clamp(min=1e-12)
+    return share

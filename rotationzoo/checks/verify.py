@@ -13,8 +13,8 @@ from rotationzoo.recipe import digest
 def verify(
     artifact: Artifact, model: str | None = None, revision: str | None = None
 ) -> Verification:
-    """Recompute everything that can be recomputed; with `model`, also whether the artifact was made
-    for it.
+    """Recompute everything that can be recomputed; with `model`, also check whether the artifact
+    was made for it.
 
     Raises `RotationZooError` only where the check itself cannot be made, such as a model that
     cannot be found.
@@ -27,56 +27,60 @@ def verify(
             problems.append(
                 "the recipe in the manifest is not the one that was used: its sha256 differs"
             )
-        sound = _check_files(artifact)
-        problems += sound.problems
-        error = sound.orthogonality_error
-        checked += sound.checked
+        tensors = _check_tensors(artifact)
+        problems += tensors.problems
+        error = tensors.orthogonality_error
+        checked += tensors.checked
     except RotationZooError as damage:
-        problems += [str(damage)] if str(damage) not in problems else []
+        # What cannot be read is a problem of the artifact; its checksum may have said so already.
+        if str(damage) not in problems:
+            problems.append(str(damage))
     if model is not None:
-        found, what = _model_problems(artifact, model, revision)
-        problems += found
-        checked += [] if found else [what]
+        model_problems, compared = _check_model(artifact, model, revision)
+        problems += model_problems
+        if not model_problems:
+            checked.append(compared)
     return Verification(problems, error, checked)
 
 
-def _check_files(artifact: Artifact) -> Verification:
-    """The tensors, of which none is read where names, types or shapes are not those of recipe and
-    geometry."""
+def _check_tensors(artifact: Artifact) -> Verification:
+    """Check names, types and shapes of all tensors first: where they are not those of recipe and
+    geometry, no tensor is read."""
     rotations, problems = artifact.examine(ROTATIONS)
     statistics = None
     if STATISTICS in artifact.manifest.files:
-        statistics, others = artifact.examine(STATISTICS)
-        problems += others
+        statistics, statistics_problems = artifact.examine(STATISTICS)
+        problems += statistics_problems
     if problems:
         return Verification(problems, None, ["geometry", "finiteness"])
     averages = None if statistics is None else statistics_from(statistics)
     return check(rotations_from(rotations), averages, artifact.content)
 
 
-def _model_problems(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
-    """Compare the config and, where the weights are on this machine, their fingerprint; a sentence
-    says which."""
-    theirs = artifact.manifest.model
+def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
+    """Compare the config and, where the model's weights are on this machine, their fingerprint.
+
+    Returns the problems, and in words what was compared.
+    """
+    expected = artifact.manifest.model
     source = find(model, revision)
+    compared = f"the config of {model}"
     if not artifact.bound:
-        return [
-            "bound to no model: nobody has said which one the imported files are for"
-        ], f"the config of {model}"
-    if config_hash(source) != theirs.config_sha256:
-        return [
-            f"made for another model or config than that of {model}: {theirs.id}"
-        ], f"the config of {model}"
-    fingerprint = theirs.weights_fingerprint
+        problem = "bound to no model: nobody has said which one the imported files are for"
+        return [problem], compared
+    if config_hash(source) != expected.config_sha256:
+        problem = f"made for another model or config than that of {model}: {expected.id}"
+        return [problem], compared
+    fingerprint = expected.weights_fingerprint
     if fingerprint and has_weights(source):
-        if weights_fingerprint(source) == fingerprint:
-            return [], f"the weights of {model}"
-        return [
-            f"made for other weights than those of {model}: {theirs.id}"
-        ], f"the weights of {model}"
-    what = f"the config of {model}" + (
-        ", whose weights are not on this machine" if fingerprint else ""
-    )
-    if theirs.revision and source.revision and source.revision != theirs.revision:
-        return [f"made for revision {theirs.revision}, and {model} is at {source.revision}"], what
-    return [], what
+        compared = f"the weights of {model}"
+        if weights_fingerprint(source) != fingerprint:
+            return [f"made for other weights than those of {model}: {expected.id}"], compared
+        return [], compared
+    if fingerprint:
+        compared += ", whose weights are not on this machine"
+    # Without weights to compare, a revision at least tells which ones they are.
+    if expected.revision and source.revision and source.revision != expected.revision:
+        problem = f"made for revision {expected.revision}, and {model} is at {source.revision}"
+        return [problem], compared
+    return [], compared

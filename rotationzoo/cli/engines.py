@@ -2,7 +2,7 @@
 inside."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from rotationzoo.cli.options import (
     parse_windows,
 )
 from rotationzoo.cli.output import Output, hush_libraries
+from rotationzoo.engines.registry import EngineName
 from rotationzoo.errors import UsageError
 
 Clip = Annotated[
@@ -32,7 +33,7 @@ Windows = Annotated[
 def export(
     artifact: ArtifactFolder,
     to: Annotated[
-        Literal["sglang", "vllm", "llama.cpp", "mlx", "onnx"] | None,
+        EngineName | None,
         typer.Option("--to", help="The engine."),
     ] = None,
     output: Annotated[

@@ -280,7 +280,8 @@ def validate(
     opened = Artifact.open(artifact)
     validation.check_device(artifact, device)
     with out.progress() as progress:
-        found = validation.validate(opened, model, revision, rows, device, progress)
+        settings = validation.Validation(rows, model, revision, device)
+        found = validation.validate_kernel(opened, settings, progress)
     show_validation(out, opened, found)
 
 
@@ -343,12 +344,11 @@ def verify(
     found = check(opened, model, revision)
     agreement = None
     if run and model is not None and found.orthogonality_error is not None:
-        from rotationzoo.checks.membership import check_membership
+        from rotationzoo.checks.membership import Candidate, check_membership
 
         with out.progress() as progress:
-            agreement = check_membership(
-                opened, model, revision, device, progress, device_map, max_memory
-            )
+            candidate = Candidate(model, revision, device, device_map, max_memory)
+            agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
             found.problems.append(
                 f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"

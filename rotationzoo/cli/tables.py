@@ -13,10 +13,11 @@ from rotationzoo.calibration.soundness import Verification
 from rotationzoo.checks.membership import Agreement
 from rotationzoo.cli.output import Output, fold_command, say, show_lines, table
 from rotationzoo.engines.export import Exported, as_json, launch_line
-from rotationzoo.zoo.hubs import Published
+from rotationzoo.zoo.download import Pulled
+from rotationzoo.zoo.due import DueModel
+from rotationzoo.zoo.hubs.protocol import Published
+from rotationzoo.zoo.hubs.registry import HUBS
 from rotationzoo.zoo.index import Entry
-from rotationzoo.zoo.pull import Pulled
-from rotationzoo.zoo.regenerate import Due
 
 
 def show_artifact(
@@ -275,9 +276,6 @@ def show_pull(out: Output, pulled: Pulled) -> None:
 
 
 _THERE = {True: "yes", False: "no", None: "not known"}
-_SHORT = {"huggingface": "hf", "modelscope": "ms"}
-
-
 _KINDS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
 
 
@@ -301,7 +299,7 @@ def show_list(out: Output, entries: list[Entry], artifact: list[bool | None] | N
         for number, entry in enumerate(entries):
             arms = (entry.evaluation or {}).get("arms", {})
             cost = f"{next(iter(arms.values()))['perplexity_increase']:+.2%}" if arms else "-"
-            hubs = "+".join(sorted({_SHORT[copy.hub] for copy in entry.copies}))
+            hubs = "+".join(sorted({HUBS[copy.hub].abbreviation for copy in entry.copies}))
             row = [
                 entry.model,
                 entry.recipe,
@@ -331,7 +329,7 @@ def _without_empty(columns: list[str], rows: list[list[str]]) -> tuple[list[str]
     return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]
 
 
-def show_due(out: Output, due: list[Due], unknown: Mapping[str, Exception]) -> None:
+def show_due(out: Output, due: list[DueModel], unknown: Mapping[str, Exception]) -> None:
     def human() -> None:
         table(
             f"{len(due)} due",

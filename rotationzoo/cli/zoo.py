@@ -20,21 +20,27 @@ from rotationzoo.cli.options import (
     named,
 )
 from rotationzoo.cli.output import Output, hush_libraries
+from rotationzoo.engines.registry import PullEngineName
 from rotationzoo.errors import PartlyDone, UsageError
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUB_NAMES, HubName
 
 if TYPE_CHECKING:
-    from rotationzoo.zoo.lookup import Found
+    from rotationzoo.zoo.lookup import LoadedIndex
 
-BOTH = ["huggingface", "modelscope"]
+    HubOrBoth = str
+    HubOrAny = str
+else:
+    HubOrBoth = Literal[(*HUB_NAMES, "both")]
+    HubOrAny = Literal[(*HUB_NAMES, "any")]
+
+BOTH = list(HUB_NAMES)
 
 
 @app.command()
 def push(
     artifact: ArtifactFolder,
     repo: Annotated[str, typer.Argument(help="The zoo repository, as owner/name.", metavar="REPO")],
-    to: Annotated[
-        Literal["huggingface", "modelscope", "both"], typer.Option(help="Which hub.")
-    ] = "huggingface",
+    to: Annotated[HubOrBoth, typer.Option(help="Which hub.")] = DEFAULT_HUB,
     create_pr: Annotated[
         bool, typer.Option("--create-pr", help="As a pull request (Hugging Face).")
     ] = False,
@@ -59,23 +65,25 @@ def push(
     hush_libraries()
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.tables import show_push, show_push_plan
-    from rotationzoo.zoo import push
     from rotationzoo.zoo.ownership import check_model
+    from rotationzoo.zoo.push import extend_index_file, pinned_entry
+    from rotationzoo.zoo.push import push as push_upload
+    from rotationzoo.zoo.upload import prepare_upload
 
     opened = Artifact.open(artifact)
-    upload = push.prepare(opened, repo, not no_statistics)
+    upload = prepare_upload(opened, repo, not no_statistics)
     if dry_run:
-        show_push_plan(out, repo, push.plan_of(upload))
+        show_push_plan(out, repo, upload.listing())
         return
     check_model(opened)
     hubs = BOTH if to == "both" else [str(to)]
-    done = push.push(upload, repo, hubs, create_pr, str(artifact))
+    done = push_upload(upload, repo, hubs, create_pr, str(artifact))
     if index is not None:
-        push.extend(index, push.pinned(upload, repo, done))
+        extend_index_file(index, pinned_entry(upload, repo, done))
     show_push(out, repo, upload.path, done)
 
 
-def _read_index(out: Output, place: str | None, repo: str | None, hub: str) -> "Found":
+def _read_index(out: Output, place: str | None, repo: str | None, hub: str) -> "LoadedIndex":
     """The index that the options name."""
     from rotationzoo.zoo import lookup
 
@@ -89,9 +97,7 @@ def pull(
     model: Annotated[
         str, typer.Argument(help="The model whose rotations to fetch, as Qwen/Qwen3-8B.")
     ],
-    from_: Annotated[
-        Literal["huggingface", "modelscope", "any"], typer.Option("--from", help="Which hub.")
-    ] = "any",
+    from_: Annotated[HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
     revision: Annotated[
         str | None, typer.Option(help="The model's revision that they should be made for.")
     ] = None,
@@ -100,7 +106,7 @@ def pull(
         Path | None, typer.Option(help="Put them here and not into the cache.")
     ] = None,
     to: Annotated[
-        Literal["sglang", "vllm", "mlx", "onnx"] | None,
+        PullEngineName | None,
         typer.Option("--to", help="Also export them for this engine."),
     ] = None,
     index: IndexPlace = None,
@@ -120,7 +126,7 @@ def pull(
 
     hubs = BOTH if from_ == "any" else [str(from_)]
     found = _read_index(out, index, repo, hubs[0])
-    entry, copies, why = lookup.choose(found, model, revision, recipe, hubs)
+    entry, copies, why = lookup.choose_entry(found, model, revision, recipe, hubs)
     with out.progress() as progress:
         pulled = pulling.pull_first(found, entry, copies, named(local_dir), progress)
     out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")
@@ -155,9 +161,7 @@ def list_(
         str | None, typer.Argument(help="Only models with this in their name.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
-    from_: Annotated[
-        Literal["huggingface", "modelscope"], typer.Option("--from", help="Whose index.")
-    ] = "huggingface",
+    from_: Annotated[HubName, typer.Option("--from", help="Whose index.")] = DEFAULT_HUB,
     remote: Annotated[
         bool, typer.Option("--remote", help="Ask the hubs whether the files are there.")
     ] = False,
@@ -173,7 +177,7 @@ def list_(
     out = Output(json, quiet)
     hush_libraries()
     from rotationzoo.cli.tables import show_list
-    from rotationzoo.zoo import pull as pulling
+    from rotationzoo.zoo.availability import check_availability
 
     found = _read_index(out, index, repo, str(from_))
     chosen = [
@@ -181,7 +185,7 @@ def list_(
         for entry in found.content.entries
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe)
     ]
-    artifact = pulling.are_there(found, chosen) if remote else None
+    artifact = check_availability(found, chosen) if remote else None
     show_list(out, chosen, artifact)
 
 
@@ -201,7 +205,7 @@ def regenerate(
     length: Annotated[int, typer.Option(min=2, help="Tokens a text.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Rows a forward pass.")] = 4,
     to: Annotated[
-        Literal["huggingface", "modelscope", "both"] | None,
+        HubOrBoth | None,
         typer.Option(help="Publish to this hub."),
     ] = None,
     device: Device = "auto",
@@ -225,16 +229,21 @@ def regenerate(
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.tables import show_due, show_regenerated
     from rotationzoo.evaluation.job import Evaluation
-    from rotationzoo.zoo import lookup, ownership, push, regenerate
+    from rotationzoo.zoo import due as due_models
+    from rotationzoo.zoo import lookup, ownership, regenerate
+    from rotationzoo.zoo.push import push as push_upload
+    from rotationzoo.zoo.upload import prepare_upload
 
     if model is None and not plan:
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
-    path = regenerate.recipe_of(configs, model)
+    path = due_models.find_recipe_file(configs, model)
     zoo = repo or lookup.ZOO
-    found = regenerate.published(index, zoo, "modelscope" if to == "modelscope" else "huggingface")
+    found = regenerate.load_published_index(
+        index, zoo, DEFAULT_HUB if to in (None, "both") else str(to)
+    )
     out.note(f"Read {found.origin}")
     if plan or model is None:
-        due, unknown = regenerate.due(configs, found.content)
+        due, unknown = due_models.find_due(configs, found.content)
         show_due(out, due, unknown)
         if unknown:
             name, error = next(iter(unknown.items()))
@@ -254,9 +263,9 @@ def regenerate(
     done = {}
     if to is not None:
         made = Artifact.open(job.output)
-        upload = push.prepare(made, zoo)
+        upload = prepare_upload(made, zoo)
         ownership.check_model(made)
-        done = push.push(
+        done = push_upload(
             upload, zoo, BOTH if to == "both" else [str(to)], create_pr=True, name=str(job.output)
         )
     show_regenerated(out, job, verdict, done)

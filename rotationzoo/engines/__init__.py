@@ -1,0 +1,1 @@
+"""Serving engines: exporting an artifact for one, and importing the rotation files of another."""

@@ -1,4 +1,4 @@
-"""What an engine is handed of an artifact: its sides, its provenance and what to serve with,
+"""The payload of an engine: the matrices, the provenance and the serving parameters of an artifact,
 reduced as the user asked."""
 
 from collections.abc import Mapping
@@ -8,70 +8,97 @@ from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
-from rotationzoo.engines.base import SIDES, WORDS, Options, Payload, Side
+from rotationzoo.engines.base import Options, Payload, SideMatrices
+from rotationzoo.engines.objectives import objective_of
+from rotationzoo.engines.provenance import provenance
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model.source import DEMO, Source, config_hash
-from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import Rotations
-from rotationzoo.storage.files import digest
+from rotationzoo.rotations import SIDES, Rotation, Rotations
 
 PLACEHOLDER = "MODEL"
 """What a launch line has for a model whose place is not known."""
 
+Clips = Mapping[int, tuple[list[float], list[float]]]
+"""Layer -> the different clip ratios of its heads, of keys and of values, ascending."""
+
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for and agrees to. `clip` (ratios of keys and of values) and `windows`
-    (sink and recent tokens) replace the artifact's own."""
+    """One export as the user asked for it, with what may be left out."""
 
     engine: str
     output: Path | None = None
     pooled: bool = False
+    """One rotation per layer instead of one per KV head."""
     uncentered: bool = False
+    """Keys and values keep their mean."""
     clip: tuple[float, float] | None = None
+    """Clip ratios of keys and of values, instead of the artifact's own."""
     windows: tuple[int, int] | None = None
+    """Sink and recent tokens, instead of the artifact's own."""
     values_absorbed: Path | None = None
     """The model that carries the value rotation already, as `absorb` wrote it."""
     options: Options = field(default_factory=Options)
 
 
-Clips = Mapping[int, tuple[list[float], list[float]]]
-"""Layer -> the different clip ratios of its heads, of keys and of values."""
+def requested_clips(rotations: Rotations, request: Request) -> Clips:
+    """The clip ratios to serve with: the user's, or the artifact's own."""
+    if request.clip is not None:
+        key_clip, value_clip = request.clip
+        return {layer: ([key_clip], [value_clip]) for layer in rotations}
+    return {
+        layer: (_different(sides.key), _different(sides.value))
+        for layer, sides in rotations.items()
+    }
 
 
-def assemble(artifact: Artifact, request: Request, clips: Clips, absorbed: str | None) -> Payload:
-    """All of it; `absorbed` is the model that carries the value rotation already. Raises
-    `RotationZooError` for an artifact that cannot be pooled."""
-    recipe, geometry, rotations = artifact.recipe, artifact.geometry, artifact.rotations
+def assemble_payload(
+    artifact: Artifact, request: Request, clips: Clips, absorbed: str | None
+) -> Payload:
+    """What the engine is given; `absorbed` is the model that carries the value rotation already.
+
+    Raises `RotationZooError` for an artifact that cannot be pooled.
+    """
+    recipe, rotations = artifact.recipe, artifact.rotations
     pools = request.pooled and rotations.per_head
     if pools:
-        rotations = pooled(artifact)
-    key, value = (_side(artifact, rotations, side, request, pools) for side in SIDES)
+        rotations = pooled_rotations(artifact)
+    key, value = (
+        _side_matrices(rotations, side, _objective(artifact, side, pools)) for side in SIDES
+    )
+    if request.uncentered:
+        key, value = replace(key, mean={}), replace(value, mean={})
     sink, recent = request.windows or (recipe.sink, recipe.recent)
+    served = _served(clips, recipe.group_size, sink, recent)
     return Payload(
         model=absorbed or _model_to_serve(artifact),
-        geometry=geometry,
+        geometry=artifact.geometry,
         key=key,
         value=None if absorbed else value,
         clips={layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()},
         group_size=recipe.group_size,
         sink=sink,
         recent=recent,
-        provenance=_provenance(
-            artifact, recipe, request, pools, _served(clips, recipe, sink, recent)
+        provenance=provenance(
+            artifact,
+            pools=pools,
+            uncentered=request.uncentered and bool(recipe.centered),
+            absorbed=request.values_absorbed is not None,
+            served=served,
         ),
     )
 
 
-def pooled(artifact: Artifact) -> Rotations:
+def pooled_rotations(artifact: Artifact) -> Rotations:
     """Rotations fitted from the statistics pooled over heads; the mean of rotations would be no
     rotation."""
     recipe, statistics = artifact.recipe, artifact.statistics
     if recipe.composition == GIVEN or (recipe.needs_statistics and statistics is None):
         raise RotationZooError(
-            f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per layer from",
+            f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
+            "layer from",
             hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
         )
     # The key mean is the artifact's own: what was recovered from imported files has none.
@@ -81,101 +108,63 @@ def pooled(artifact: Artifact) -> Rotations:
         "center_values": False,
         "search": None,
     }
-    # What a search found for single heads is left behind, but for the clip.
+    # What a search chose for single heads is left behind, but for the clip.
     changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
-    shared = recipe.model_copy(update=changes)
-    one_a_layer = fit(None if statistics is None else sums(statistics), shared, artifact.geometry)
-    return one_a_layer.replace(
+    pooled_recipe = recipe.model_copy(update=changes)
+    moments = None if statistics is None else sums(statistics)
+    fitted = fit(moments, pooled_recipe, artifact.geometry)
+    return fitted.replace(
         lambda layer, side, rotation: replace(rotation, mean=artifact.rotations[layer][side].mean)
     )
 
 
-def _side(
-    artifact: Artifact, rotations: Rotations, side: str, request: Request, pools: bool
-) -> Side:
-    of_layers = {layer: sides[side] for layer, sides in rotations.items()}
-    matrices = {layer: one.matrix for layer, one in of_layers.items()}
-    eigenvalues = {
-        layer: one.eigenvalues for layer, one in of_layers.items() if one.eigenvalues is not None
-    }
-    if not any(one.per_head for one in of_layers.values()):
-        matrices = {layer: matrix[0] for layer, matrix in matrices.items()}
-        eigenvalues = {layer: values[0] for layer, values in eigenvalues.items()}
-    means = {layer: one.mean for layer, one in of_layers.items() if one.mean is not None}
-    if request.uncentered:
-        means = {}
+def _different(rotation: Rotation) -> list[float]:
+    return sorted(set(rotation.clip.tolist()))
+
+
+def _objective(artifact: Artifact, side: str, pools: bool) -> str:
+    """Of imported files what they said themselves, unless the rotations were fitted again."""
     imported = artifact.manifest.imported
     if imported and not pools:
-        return Side(matrices, imported.objectives[side], eigenvalues, means)
-    return Side(matrices, objective(artifact.recipe, side), eigenvalues, means)
+        return imported.objectives[side]
+    return objective_of(artifact.recipe, side)
 
 
-def objective(recipe: Recipe, side: str) -> str:
-    """Statistic and composition in the words of OSCAR's files; which V^T S^T S V it was is in the
-    provenance."""
-    if not recipe.has_eigenbasis:
-        return recipe.composition
-    words = {ours: theirs for theirs, ours in WORDS.items()} | {"output": "sst"}
-    return f"{words[recipe.key_statistic if side == 'key' else recipe.value_statistic]}_{recipe.composition}"
-
-
-def _provenance(
-    artifact: Artifact,
-    recipe: Recipe,
-    request: Request,
-    pools: bool,
-    served: dict[str, int | float],
-) -> dict[str, str | int | float | bool]:
-    """Primitives alone, so that a `.pt` file loads without running anything. Of imported files what
-    they said themselves."""
-    manifest = artifact.manifest
-    uncentered = request.uncentered and bool(recipe.centered)
-    reduction = f"{artifact.identity} {pools} {uncentered} {request.values_absorbed is not None}"
-    generation = {
-        "generation_id": digest(reduction.encode())[:32]
-    }  # both sides of one export, and of no other
-    if manifest.imported is not None:
-        said = manifest.imported.calibration
-        changed = (
-            {"pooling": "layer" if pools else recipe.pooling, **generation}
-            if pools or uncentered
-            else {}
-        )
-        return {**said, **changed, **served} if said else {}
-    model, data = manifest.model, manifest.calibration
-    found = {
-        "fitter": f"rotationzoo {manifest.versions.rotationzoo}", **generation, "artifact": artifact.identity,
-        "model": model.id, "model_revision": model.revision, "config_sha256": model.config_sha256,
-        "weights_fingerprint": model.weights_fingerprint, "recipe": recipe.name, "recipe_sha256": manifest.recipe_sha256,
-        "key_statistic": recipe.key_statistic, "value_statistic": recipe.value_statistic, "composition": recipe.composition,
-        "pooling": "layer" if pools else recipe.pooling, "tokens": None if data is None else data.tokens,
-        "text_sha256": None if data is None else data.fingerprint, "post_rope": True, "accumulator_dtype": "float64",
-    }  # fmt: skip
-    return {name: value for name, value in found.items() if value is not None} | served
+def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatrices:
+    """One side, without a dimension of heads where the heads of all layers share theirs."""
+    layers = {layer: sides[side] for layer, sides in rotations.items()}
+    per_head = any(rotation.per_head for rotation in layers.values())
+    matrices, eigenvalues, means = {}, {}, {}
+    for layer, rotation in layers.items():
+        matrices[layer] = rotation.matrix if per_head else rotation.matrix[0]
+        if rotation.eigenvalues is not None:
+            eigenvalues[layer] = rotation.eigenvalues if per_head else rotation.eigenvalues[0]
+        if rotation.mean is not None:
+            means[layer] = rotation.mean
+    return SideMatrices(matrices, objective, eigenvalues, means)
 
 
 def _model_to_serve(artifact: Artifact) -> str | None:
-    """The hub id of the model, or the demo's folder, or a word for another folder, whose place is
-    not known here; None for one that nobody has named."""
+    """The hub id of the model, or the demo's folder, or a placeholder for another folder, whose
+    place is not known here; None for one that nobody has named."""
+    if not artifact.bound:
+        return None
     model = artifact.manifest.model
-    if not artifact.bound or model.revision:
-        return model.id if artifact.bound else None
+    if model.revision:
+        return model.id
     demo = Source("demo", DEMO, None)
-    return (
-        str(DEMO)
-        if (model.id, model.config_sha256) == (demo.name, config_hash(demo))
-        else PLACEHOLDER
-    )
+    is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
+    return str(DEMO) if is_demo else PLACEHOLDER
 
 
-def _served(clips: Clips, recipe: Recipe, sink: int, recent: int) -> dict[str, int | float]:
+def _served(clips: Clips, group_size: int | None, sink: int, recent: int) -> dict[str, int | float]:
     """What to serve with, for those who import the files again; clip ratios only where all layers
     share them."""
-    found: dict[str, int | float] = {"sink": sink, "recent": recent}
-    if recipe.group_size is not None:
-        found["group_size"] = recipe.group_size
-    for number, name in enumerate(("key_clip", "value_clip")):
-        ratios = {ratio for pair in clips.values() for ratio in pair[number]}
+    served: dict[str, int | float] = {"sink": sink, "recent": recent}
+    if group_size is not None:
+        served["group_size"] = group_size
+    for index, name in enumerate(("key_clip", "value_clip")):
+        ratios = {ratio for sides in clips.values() for ratio in sides[index]}
         if len(ratios) == 1:
-            found[name] = ratios.pop()
-    return found
+            served[name] = ratios.pop()
+    return served

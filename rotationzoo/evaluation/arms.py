@@ -1,4 +1,4 @@
-"""The arms of an evaluation: the artifacts that it was given, and beside them what costs no
+"""The arms of an evaluation: the artifacts that it was given, and baselines that need no
 calibration."""
 
 from rotationzoo.artifact.store import Artifact
@@ -11,28 +11,38 @@ BASELINES = ("identity", "hadamard", "random")
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
-    """Clip ratios, group size and windows for what brings none: the first artifact's, so that arms
-    differ in their rotations alone. A plain recipe where there is no artifact."""
+    """The recipe whose clip ratios, group size and windows the baselines share: that of the first
+    artifact, so that arms differ in their rotations alone, or the default without artifacts."""
     if not artifacts:
         return Recipe()
     clips = {f"{side}_clip": ratio for side, ratio in artifacts[0].clip_ratios.items()}
     return artifacts[0].recipe.model_copy(update=clips)
 
 
-def arms_of(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
-    """An arm for each artifact, in their order and of different names, then the baselines."""
+def build_arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
+    """An arm for each artifact, in their order, then one for each baseline; no two have the same
+    name."""
     arms: list[Arm] = []
     for artifact in artifacts:
-        taken = {*BASELINES, *(arm.name for arm in arms)}
-        name = artifact.folder.resolve().name
-        if name in taken:  # by its hash: paths are not for a report that may be published
-            name = f"{name} {artifact.identity[:8]}"
-        if name in taken:
-            name = f"{name} ({len(arms) + 1})"
+        name = _unique_name(artifact, arms)
         arms.append(Arm(name, artifact.rotations, artifact.recipe.group_size))
     shared = shared_recipe(artifacts)
-    same = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
+    codec = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
     for name in BASELINES:
-        rotations = fit(None, PRESETS[name].model_copy(update=same), geometry)
+        # These recipes make rotations of shapes alone, without statistics.
+        rotations = fit(None, PRESETS[name].model_copy(update=codec), geometry)
         arms.append(Arm(name, rotations, shared.group_size))
     return arms
+
+
+def _unique_name(artifact: Artifact, arms: list[Arm]) -> str:
+    """The name of the artifact's folder; where it is in use, with the artifact's hash, since a
+    report may be published and whole paths are private; and with a number behind that for the same
+    artifact given twice."""
+    used = {*BASELINES, *(arm.name for arm in arms)}
+    name = artifact.folder.resolve().name
+    if name in used:
+        name = f"{name} {artifact.identity[:8]}"
+    if name in used:
+        name = f"{name} ({len(arms) + 1})"
+    return name

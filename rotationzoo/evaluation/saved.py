@@ -1,5 +1,5 @@
-"""What `evaluate --save` adds to an artifact: all that was measured of it, and in its manifest a
-summary."""
+"""What `evaluate --save` adds to an artifact: the whole report as `evaluation.json`, and a summary
+in its manifest."""
 
 import json
 from collections.abc import Sequence
@@ -9,27 +9,44 @@ from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.artifact.writer import add_files
 from rotationzoo.evaluation.verdict import judge
 
+_SUMMARIZED = ("perplexity_increase", "attention_kl", "output_error", "standard_error")
+_OF_ARMS = ("arms", "verdict", "windows")  # the keys of a report that are not the same for all arms
 
-def save(report: dict[str, Any], artifact: Artifact, own: str, baselines: Sequence[str]) -> None:
-    """Add `evaluation.json` to an artifact: its own arm and the baselines."""
-    shared = {
-        key: value for key, value in report.items() if key not in ("arms", "verdict", "windows")
-    }
+
+def save_evaluation(
+    report: dict[str, Any], artifact: Artifact, arm: str, baselines: Sequence[str]
+) -> None:
+    """Add `evaluation.json` to an artifact: of all arms only its own and the baselines."""
+    shared = {key: value for key, value in report.items() if key not in _OF_ARMS}
     windows = []
     for window in report["windows"]:
-        arms = {name: window["arms"][name] for name in (own, *baselines)}
-        verdict = judge(arms, [own], report["exact"]["text_tokens"])
+        arms = {name: window["arms"][name] for name in (arm, *baselines)}
+        losses = {name: measures["text_losses"] for name, measures in arms.items()}
+        # Judged again: with fewer arms there are fewer comparisons to correct for.
+        verdict = judge(losses, [arm], report["exact"]["text_tokens"])
         windows.append({**window, "arms": arms, "verdict": verdict})
-    first = windows[0]
-    summary = {
-        "text": report["text"]["source"], "tokens": report["tokens"], "perplexity": report["exact"]["perplexity"],
-        "format": report["format"], "sink": first["sink"], "recent": first["recent"],
-        "prefill_chunk": report["prefill_chunk"], "prefill_layout": report["prefill_layout"],
-        "arms": {
-            name: {key: arm[key] for key in ("perplexity_increase", "attention_kl", "output_error", "standard_error")}
-            for name, arm in first["arms"].items()
-        },
-        "texts": first["verdict"]["texts"], "verdict": first["verdict"]["words"],
-    }  # fmt: skip
-    content = json.dumps({**shared, "own_arm": own, "windows": windows}, indent=2) + "\n"
+    evaluation = {**shared, "own_arm": arm, "windows": windows}
+    content = json.dumps(evaluation, indent=2) + "\n"
+    summary = _summarize(report, windows[0])
     add_files(artifact, {EVALUATION: content.encode()}, {"evaluation": summary})
+
+
+def _summarize(report: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest keeps of an evaluation, and the card shows: one window's figures."""
+    arms = {
+        name: {key: measures[key] for key in _SUMMARIZED}
+        for name, measures in window["arms"].items()
+    }
+    return {
+        "text": report["text"]["source"],
+        "tokens": report["tokens"],
+        "perplexity": report["exact"]["perplexity"],
+        "format": report["format"],
+        "sink": window["sink"],
+        "recent": window["recent"],
+        "prefill_chunk": report["prefill_chunk"],
+        "prefill_layout": report["prefill_layout"],
+        "arms": arms,
+        "texts": window["verdict"]["texts"],
+        "verdict": window["verdict"]["words"],
+    }

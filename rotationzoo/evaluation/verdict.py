@@ -4,40 +4,69 @@ over texts."""
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
-from typing import Any
+from typing import TypedDict
 
 from scipy.special import stdtr
 
 from rotationzoo.linalg.paired import paired_difference
 
-# chance of calling any difference clear where there is none, over all comparisons of a window
+# The chance of calling any difference clear where there is none, over all comparisons of a window.
 LEVEL = 0.05
 _LARGEST = 700.0  # nats whose exponential is still a number
+# How the verdict on an artifact is worded, by the sign of the difference to the other arm.
+_PHRASES = {
+    -1: "clearly better than",
+    1: "clearly worse than",
+    0: "not clearly different from",
+}
+
+
+class Comparison(TypedDict):
+    """An artifact's arm beside another arm. Negative differences are in favour of the artifact."""
+
+    arm: str
+    other: str
+    log_perplexity_difference: float
+    standard_error: float | None
+    p_value: float | None
+    clear: bool
+
+
+class Verdict(TypedDict):
+    """All comparisons of a window, and the lines that say what they show."""
+
+    texts: int
+    level: float
+    comparisons: list[Comparison]
+    words: list[str]
 
 
 def judge(
-    arms: Mapping[str, dict[str, Any]], artifacts: Sequence[str], tokens: list[int]
-) -> dict[str, Any]:
-    """Each of the `artifacts` beside every other arm; `tokens` are those of each text.
+    losses: Mapping[str, list[float]], artifacts: Sequence[str], tokens: list[int]
+) -> Verdict:
+    """Compare each of the `artifacts` with every other arm.
 
-    A difference is one of log perplexities on the same texts. It is clear where Student's t over
+    `losses` are the mean losses of each text by arm; `tokens` is how many each text has. A
+    difference is one of log perplexities on the same texts. It is clear where Student's t over
     texts gives less than `LEVEL` after Holm's correction for the number of comparisons (Holm 1979).
     A single text gives no error, and no verdict.
     """
-    others = [name for name in arms if name not in artifacts]
-    pairs = [*combinations(artifacts, 2), *product(artifacts, others)]
-    found = [
-        paired_difference(arms[one]["text_losses"], arms[other]["text_losses"], tokens)
-        for one, other in pairs
-    ]
-    values = holm([p_value(difference, error, len(tokens)) for difference, error in found])
-    comparisons = [
-        {
-            "arm": one, "other": other, "log_perplexity_difference": difference, "standard_error": error,
-            "p_value": value, "clear": value is not None and value < LEVEL,
-        }
-        for (one, other), (difference, error), value in zip(pairs, found, values, strict=True)
-    ]  # fmt: skip
+    baselines = [name for name in losses if name not in artifacts]
+    pairs = [*combinations(artifacts, 2), *product(artifacts, baselines)]
+    differences = [paired_difference(losses[arm], losses[other], tokens) for arm, other in pairs]
+    single = [p_value(difference, error, len(tokens)) for difference, error in differences]
+    comparisons: list[Comparison] = []
+    for pair, (difference, error), value in zip(pairs, differences, holm(single), strict=True):
+        comparisons.append(
+            {
+                "arm": pair[0],
+                "other": pair[1],
+                "log_perplexity_difference": difference,
+                "standard_error": error,
+                "p_value": value,
+                "clear": value is not None and value < LEVEL,
+            }
+        )
     return {
         "texts": len(tokens),
         "level": LEVEL,
@@ -58,51 +87,63 @@ def p_value(difference: float, error: float | None, texts: int) -> float | None:
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """P values corrected for their number, so that the chance of any false one stays that of a
     single test."""
-    known = sorted((value, place) for place, value in enumerate(values) if value is not None)
+    ranked = sorted((value, index) for index, value in enumerate(values) if value is not None)
     corrected: list[float | None] = [None] * len(values)
     largest = 0.0
-    for rank, (value, place) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * value))
-        corrected[place] = largest
+    for rank, (value, index) in enumerate(ranked):
+        # No value is corrected to less than one that ranks before it.
+        largest = max(largest, min(1.0, (len(ranked) - rank) * value))
+        corrected[index] = largest
     return corrected
 
 
-def _words(comparisons: list[dict[str, Any]], texts: int) -> list[str]:
+def _words(comparisons: list[Comparison], texts: int) -> list[str]:
     """A line for every artifact, and one that says what clear means."""
     if not comparisons:
         return []
     if texts < 2:
         return [
-            "A single text gives no standard errors: no arm is said to be better than another. Give more --tokens."
+            "A single text gives no standard errors: no arm is said to be better than another. "
+            "Give more --tokens."
         ]
-    lines = []
-    for name in dict.fromkeys(row["arm"] for row in comparisons):
-        rows = [row for row in comparisons if row["arm"] == name]
-        parts = []
-        for words, wanted in (
-            ("clearly better than", -1),
-            ("clearly worse than", 1),
-            ("not clearly different from", 0),
-        ):
-            chosen = [row for row in rows if _direction(row) == wanted]
-            if chosen:
-                parts.append(f"{words} {', '.join(map(_with_difference, chosen))}")
-        lines.append(f"{name}: {'; '.join(parts)}")
-    test = f"Student's t over {texts} texts, Holm's correction for {len(comparisons)} comparisons, {LEVEL:.0%}"
-    return [
-        *lines,
-        f"In brackets: perplexity beside the other's on the same texts, ± standard error. Clear: {test}",
-    ]
+    artifacts = dict.fromkeys(comparison["arm"] for comparison in comparisons)
+    lines = [_line(name, comparisons) for name in artifacts]
+    test = (
+        f"Student's t over {texts} texts, Holm's correction for {len(comparisons)} comparisons, "
+        f"{LEVEL:.0%}"
+    )
+    lines.append(
+        "In brackets: perplexity beside the other's on the same texts, ± standard error. "
+        f"Clear: {test}"
+    )
+    return lines
 
 
-def _direction(row: dict[str, Any]) -> int:
+def _line(name: str, comparisons: list[Comparison]) -> str:
+    """`NAME: clearly better than A (-1.00% ±0.10%), B (...); not clearly different from ...`"""
+    parts = []
+    for sign, phrase in _PHRASES.items():
+        others = [
+            _with_difference(comparison)
+            for comparison in comparisons
+            if comparison["arm"] == name and _sign(comparison) == sign
+        ]
+        if others:
+            parts.append(f"{phrase} {', '.join(others)}")
+    return f"{name}: {'; '.join(parts)}"
+
+
+def _sign(comparison: Comparison) -> int:
     """-1 where the artifact is clearly better, 1 where it is clearly worse, 0 where neither is
     clear."""
-    if not row["clear"]:
+    if not comparison["clear"]:
         return 0
-    return -1 if row["log_perplexity_difference"] < 0 else 1
+    return -1 if comparison["log_perplexity_difference"] < 0 else 1
 
 
-def _with_difference(row: dict[str, Any]) -> str:
-    ratio = math.exp(min(row["log_perplexity_difference"], _LARGEST))
-    return f"{row['other']} ({ratio - 1:+.2%} ±{ratio * row['standard_error']:.2%})"
+def _with_difference(comparison: Comparison) -> str:
+    """The other arm's name, with the ratio of perplexities and its standard error in brackets."""
+    ratio = math.exp(min(comparison["log_perplexity_difference"], _LARGEST))
+    error = comparison["standard_error"]
+    assert error is not None, "two texts and more give an error"
+    return f"{comparison['other']} ({ratio - 1:+.2%} ±{ratio * error:.2%})"

@@ -71,9 +71,9 @@ through the model in place of the attention's output `[B, T, H_q, D_v]`.
 """
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`(layer, query, key, value, output)`: called after the attention of a layer, with the tensors that
-`Intercept` is handed, and the output as `[B, H_q, T, D_v]`. They are the model's own: copy what is
-kept, and change nothing."""
+"""`(layer, query, key, value, output)`: called after the attention of a layer, with the
+tensors that `Intercept` is handed, and the output as `[B, H_q, T, D_v]`. They are the model's own:
+copy what is kept, and change nothing."""
 
 
 @contextmanager

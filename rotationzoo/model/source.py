@@ -21,7 +21,8 @@ from huggingface_hub.errors import (
 
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
 from rotationzoo.model.files import read_json, tensor_ends, weight_files
-from rotationzoo.network import limits, tokens
+from rotationzoo.network.huggingface_session import asking_huggingface
+from rotationzoo.network.tokens import huggingface_token
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
 # What is fetched. Root files only: subfolders hold other formats of the same weights.
@@ -104,9 +105,9 @@ def has_weights(source: Source) -> bool:
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     """The hub client's exceptions as one sentence each; subclasses come before their parents."""
-    tokens.huggingface()
+    huggingface_token()
     try:
-        with limits.asking_huggingface():
+        with asking_huggingface():
             yield
     except RotationZooError:
         raise

@@ -1,5 +1,4 @@
-"""Access tokens of the hubs: read once, checked before a client sees them, and kept out of
-everything that is printed."""
+"""Access tokens of the hubs: checked before they are sent, and kept out of everything printed."""
 
 import contextlib
 import os
@@ -8,14 +7,18 @@ from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
 
-HUGGINGFACE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
-MODELSCOPE = ("MODELSCOPE_API_TOKEN",)
-_SHORTEST = 4  # characters of a token; anything shorter is part of many words
-_SHORTEST_LINE = 12  # of a line of one, which may be a plain word
+# Named here and not beside the hubs, because no output may hold a token, whether or not its hub
+# was asked. The token of any other hub is kept out of the output once `check` has seen it.
+HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
+MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"
+_VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE)
+_MIN_TOKEN = 4  # characters of a token; anything shorter is part of many words
+_MIN_LINE = 12  # characters of a line of a token, which may be a plain word
+# For the whole process: a library may quote a token in an error that surfaces anywhere.
 _checked: set[str] = set()
 
 
-def check(token: str | None, place: str) -> str | None:
+def check_token(token: str | None, place: str) -> str | None:
     """The token without the white space around it; None for an empty one.
 
     Raises `RotationZooError`, without the token, for what no header may carry (RFC 9110, section
@@ -27,39 +30,41 @@ def check(token: str | None, place: str) -> str | None:
     _checked.add(token)
     if not re.fullmatch(r"[\x21-\x7e]+", token):
         raise RotationZooError(
-            f"the token in {place} holds a character that no token has, such as a space or a line break",
+            f"the token in {place} holds a character that no token has, such as a space or a line "
+            "break",
             hint=f"copy the token again, alone and on one line, into {place}",
         )
     return token
 
 
-def huggingface() -> str | None:
+def huggingface_token() -> str | None:
     """The token that huggingface_hub would use. Raises `RotationZooError` for one that cannot be
     sent."""
-    for name in HUGGINGFACE:
-        check(os.environ.get(name), name)
+    for name in HUGGINGFACE_VARIABLES:
+        check_token(os.environ.get(name), name)
     import huggingface_hub
     from huggingface_hub import constants
 
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return None
     with contextlib.suppress(FileNotFoundError):
-        try:
-            check(
-                Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8"), constants.HF_TOKEN_PATH
-            )
-        except UnicodeDecodeError as error:
-            raise RotationZooError(
-                f"{constants.HF_TOKEN_PATH} holds no token", hint="run: hf auth login"
-            ) from error
-    return check(huggingface_hub.get_token(), constants.HF_TOKEN_PATH)
+        check_token(_read_token_file(Path(constants.HF_TOKEN_PATH)), constants.HF_TOKEN_PATH)
+    return check_token(huggingface_hub.get_token(), constants.HF_TOKEN_PATH)
+
+
+def _read_token_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RotationZooError(f"{path} holds no token", hint="run: hf auth login") from error
 
 
 def redact(text: str) -> str:
-    """The text without any token that this process knows of, nor any long line of one."""
-    values = {os.environ.get(name, "") for name in (*HUGGINGFACE, *MODELSCOPE)} | _checked
-    words = {value.strip() for value in values if len(value.strip()) >= _SHORTEST}
-    words |= {line for value in values for line in value.split() if len(line) >= _SHORTEST_LINE}
+    """The text without the tokens that this process knows, and without any long line of one."""
+    tokens = {os.environ.get(name, "") for name in _VARIABLES} | _checked
+    words = {token.strip() for token in tokens if len(token.strip()) >= _MIN_TOKEN}
+    words |= {line for token in tokens for line in token.split() if len(line) >= _MIN_LINE}
+    # The longest first: a token may begin with another.
     for word in sorted(words, key=len, reverse=True):
         text = text.replace(word, "[token]")
     return text

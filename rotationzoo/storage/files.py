@@ -1,8 +1,8 @@
 """Files by name: where a name may lead, what may be opened, and how a file is written whole or not
 at all.
 
-Folders come from hubs, archives and other people's repositories. A link, a pipe or a name with `..`
-in one of them is nothing that rotationzoo made: it is told in one sentence, and never followed,
+Folders come from hubs, archives and other people's repositories. rotationzoo never puts a link, a
+pipe or a name with `..` into one: such a thing is refused in one sentence, and never followed,
 waited for or written to.
 """
 
@@ -22,9 +22,13 @@ from rotationzoo.errors import RotationZooError
 _PART = r"\w[\w.+-]{0,127}"
 _PLAIN = re.compile(rf"{_PART}(/{_PART}){{0,15}}")
 _KINDS = {
-    stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-}  # fmt: skip
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def plain(name: str) -> str:
@@ -36,7 +40,8 @@ def plain(name: str) -> str:
 
 
 def child(folder: Path, name: str) -> Path:
-    """The path of a name that was read from a file or a hub. Every such name becomes a path here.
+    """The path of a name that was read from a file or a hub. This is the only place where such a
+    name becomes a path.
 
     Raises `RotationZooError` for a name that is not plain, and for one that leads out of the folder
     by a symbolic link.
@@ -103,8 +108,8 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file under a name that is ours alone. What lies there is removed first, so that no
-    link is followed and no file of another name is changed. Raises `OSError`."""
+    """Write a file under a name that this process alone uses. What is there is removed first, so
+    that no link is followed and no file of another name is changed. Raises `OSError`."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
@@ -126,8 +131,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not what it leads to) or a whole folder, or as much of it as can be
-    removed."""
+    """Remove a file, a link (not what it leads to), or as much of a folder as can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -136,8 +140,8 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into one sentence; safetensors reports such errors as its own
-    exception."""
+    """Turn a full or read-only disk into one sentence. safetensors reports such errors as an
+    exception of its own."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -149,9 +153,11 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def digest(data: bytes) -> str:
+    """sha256 of bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256(path: Path) -> str:
+    """sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

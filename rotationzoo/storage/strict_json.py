@@ -1,5 +1,5 @@
-"""JSON that others wrote: read within limits, and held against a model, so that nothing behind
-meets another type."""
+"""JSON that others wrote: read within limits, and validated, so that the code behind meets only the
+types that it expects."""
 
 import json
 import math
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 class Strict(BaseModel):
     """A table whose types are as JSON has them: no text for a number, and no number that is not
-    finite. Keys that are not known are let through, for they are of a later version."""
+    finite. Unknown keys are let through: a later version wrote them."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -27,9 +27,9 @@ class Strict(BaseModel):
 
 
 def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
-    """The content of JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for what is none,
-    and for what no reader agrees on: a key twice, NaN, numbers beyond float64, nesting beyond 32
-    levels, halves of characters."""
+    """The content of JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for text that is no
+    JSON, and for JSON that readers disagree about: a key twice, NaN, numbers beyond float64,
+    nesting beyond 32 levels, halves of surrogate pairs."""
     try:
         content = json.loads(
             text,
@@ -40,9 +40,8 @@ def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
         )
         _check(content)
     except (ValueError, RecursionError) as error:
-        reason = (
-            "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
-        )
+        too_deep = isinstance(error, RecursionError)
+        reason = "it is nested too deeply" if too_deep else _first_line(error)
         raise RotationZooError(
             f"{origin} is damaged: no JSON that can be read: {reason}", hint=hint
         ) from error
@@ -50,14 +49,14 @@ def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
 
 
 def read(path: Path, hint: str = _HINT) -> Any:
-    """The content of a JSON file. Raises `RotationZooError` as `parse` does, and for what is no
+    """The content of a JSON file. Raises `RotationZooError` as `parse` does, and for anything but a
     regular file of at most 16 MiB."""
     return parse(files.read(path, LIMIT), str(path), hint)
 
 
 def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
-    """The content as a pydantic model. Raises `RotationZooError` that says where in `origin` what
-    is wrong."""
+    """The content as a pydantic model. Raises `RotationZooError`, which says what is wrong where in
+    `origin`."""
     try:
         return TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
@@ -102,9 +101,8 @@ def _integer(digits: str) -> int:
 
 
 def _check(content: Any) -> None:
-    """Raise `ValueError` for nesting beyond `DEPTH` and for text that is no Unicode, level by
-    level."""
-    level = [content]
+    """Raise `ValueError` for nesting beyond `DEPTH` and for text that is no Unicode."""
+    level = [content]  # one after the other, so that no depth of nesting can exhaust the stack
     for _ in range(DEPTH):
         inner: list[Any] = []
         for node in level:

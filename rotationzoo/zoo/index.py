@@ -1,5 +1,4 @@
-"""`zoo_index.json`: what has been published, where, and with which hashes. Read, validated,
-extended, written."""
+"""`zoo_index.json`: what has been published, where, and with which hashes."""
 
 import json
 import os
@@ -12,35 +11,39 @@ from rotationzoo.artifact.manifest import ROTATIONS, Sha256
 from rotationzoo.artifact.results import EvaluationSummary
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, strict_json
+from rotationzoo.zoo.hubs.registry import HubName
 
 SCHEMA = 1
 NAME = "zoo_index.json"
 WHEEL_COPY = Path(__file__).parents[1] / "data" / NAME
-HUBS = ("huggingface", "modelscope")
-Hub = Literal["huggingface", "modelscope"]
 REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
 Place = Annotated[str, AfterValidator(files.plain)]
-"""A path inside a folder, as it becomes one here."""
-Name = Annotated[Place, Field(pattern="^[^/]*$")]
-_ANOTHER = "tell its owners, or name another one with --index"
+"""A path inside a folder. Every one becomes a path on this machine."""
+PlainName = Annotated[Place, Field(pattern="^[^/]*$")]
+_OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 
 class _Frozen(BaseModel):
+    # Keys that are not known are refused: an index says what to download.
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Copy(_Frozen):
     """One place that holds the files: a folder of a repository at a revision."""
 
-    hub: Hub
+    hub: HubName
     repo: RepoId
     path: Annotated[str, AfterValidator(lambda path: path and files.plain(path))]
-    """The folder inside the repository; empty for the whole of one, or where nobody has seen the
-    folder."""
+    """The folder inside the repository; empty for the whole repository, or where nobody has seen
+    the folder."""
     revision: Place | None = None
     """A commit on Hugging Face, a tag on ModelScope; None where the index came with the files, or
     nobody has looked."""
+
+    def path_of(self, name: str) -> str:
+        """The path of a file in the repository."""
+        return f"{self.path}/{name}" if self.path else name
 
 
 class File(_Frozen):
@@ -53,40 +56,42 @@ class File(_Frozen):
 class Entry(_Frozen):
     """One published rotation of one model."""
 
-    model: RepoId | Name
+    model: RepoId | PlainName
     """Hub id, or the name of a model that is on no hub, such as `demo`."""
     model_revision: Place | None = None
     config_sha256: Sha256 | None = None
     weights_fingerprint: Sha256 | None = None
     format: Literal["rotationzoo", "oscar", "latent", "gguf"] = "rotationzoo"
-    """Of what OSCAR's makers publish, `oscar`: two `.pt` files; `latent`: a matrix a layer for the
-    latent that MLA stores, which nothing here reads; `gguf`: a whole model with rotations in it,
-    which is listed and not pulled."""
+    """`rotationzoo` is an artifact. The others are what OSCAR's authors publish: `oscar`, two `.pt`
+    files; `latent`, one matrix a layer for the latent that MLA stores, which nothing here reads;
+    `gguf`, a whole model with rotations in it, which is listed and not pulled."""
     note: Annotated[str, Field(max_length=500)] | None = None
-    """What a reader of the list should know of it, in a sentence."""
-    recipe: Name
+    """One sentence for the reader of the list."""
+    recipe: PlainName
     recipe_sha256: Sha256 | None = None
     geometry: list[dict[str, bool | int]] | None = None
-    files: dict[Name, File]
+    files: dict[PlainName, File]
     copies: list[Copy]
     evaluation: dict[str, Any] | None = None
-    """What `evaluate` measured, in short."""
+    """The summary of what `evaluate` measured."""
     validation: dict[str, Any] | None = None
     created: Annotated[str, Field(pattern=r"^[0-9T:Z.+-]{1,40}$")] | None = None
     """Day of publication, ISO 8601."""
 
     @model_validator(mode="after")
-    def _hashes_of_our_own_files(self) -> "Entry":
+    def _can_be_checked(self) -> "Entry":
         if not self.copies or (self.pullable and not self.files):
             raise ValueError("an entry needs files and a place that holds them")
         if self.pullable and not all(copy.path for copy in self.copies):
             raise ValueError("files to be pulled need a folder that holds them")
-        if self.format == "rotationzoo" and not all(
-            file.sha256 and file.size is not None for file in self.files.values()
-        ):
-            raise ValueError("every file of a rotationzoo artifact needs a size and a sha256")
-        if self.format == "rotationzoo" and ROTATIONS not in self.files:
-            raise ValueError(f"a rotationzoo artifact needs {ROTATIONS}")
+        if self.format == "rotationzoo":
+            for file in self.files.values():
+                if file.sha256 is None or file.size is None:
+                    raise ValueError(
+                        "every file of a rotationzoo artifact needs a size and a sha256"
+                    )
+            if ROTATIONS not in self.files:
+                raise ValueError(f"a rotationzoo artifact needs {ROTATIONS}")
         return self
 
     @field_validator("evaluation")
@@ -98,13 +103,13 @@ class Entry(_Frozen):
 
     @property
     def pullable(self) -> bool:
-        """Whether `pull` can fetch and check it; the others are listed so that they are known."""
+        """Whether `pull` can fetch and check it; other formats are only listed."""
         return self.format in ("rotationzoo", "oscar")
 
     @property
     def identity(self) -> str:
-        """What tells one entry from another: the sha256 of its rotations, or the place of files
-        without hashes."""
+        """The sha256 of the rotations, or the place of files without hashes. Two entries of a model
+        differ in it."""
         if self.format == "rotationzoo":
             return self.files[ROTATIONS].sha256 or ""
         return f"{self.copies[0].repo}/{self.copies[0].path}"
@@ -131,48 +136,50 @@ class Index(_Frozen):
         return self
 
     def extended(self, entry: Entry) -> "Index":
-        """With one entry more. The same files of the same model again add their places to the entry
-        that is there, and bring what was measured since."""
-        others = [e for e in self.entries if (e.model, e.identity) != (entry.model, entry.identity)]
-        for earlier in self.entries:
-            if earlier not in others:
-                places = {(copy.hub, copy.repo): copy for copy in (*earlier.copies, *entry.copies)}
-                entry = entry.model_copy(
-                    update={
-                        "copies": list(places.values()),
-                        "created": earlier.created or entry.created,
-                    }
-                )
-        return Index(entries=_sorted([*others, entry]))
+        """This index with one more entry.
+
+        If the same files of the same model are listed already, the entries become one: with the
+        copies of both, and with the newer measurements.
+        """
+        entries = []
+        for listed in self.entries:
+            if (listed.model, listed.identity) == (entry.model, entry.identity):
+                entry = _merged(listed, entry)
+            else:
+                entries.append(listed)
+        return Index(entries=_sorted([*entries, entry]))
 
     def text(self) -> str:
-        """As JSON that changes no more than it must: entries and keys sorted; a hash or revision
-        that nobody knows is null."""
-        entries = [
-            entry.model_dump(exclude_none=True)
-            | {"copies": [copy.model_dump() for copy in entry.copies]}
-            | {"files": {name: file.model_dump() for name, file in entry.files.items()}}
-            for entry in _sorted(list(self.entries))
-        ]
-        return (
-            json.dumps({"schema": self.schema_, "entries": entries}, indent=2, sort_keys=True)
-            + "\n"
-        )
+        """The index as JSON with entries and keys in order, so that versions differ by little.
+
+        Keys that are None are left out, except in copies and files: there null says that nobody
+        knows the revision or the hash.
+        """
+        entries = []
+        for entry in _sorted(self.entries):
+            row = entry.model_dump(exclude_none=True)
+            row["copies"] = [copy.model_dump() for copy in entry.copies]
+            row["files"] = {name: file.model_dump() for name, file in entry.files.items()}
+            entries.append(row)
+        content = {"schema": self.schema_, "entries": entries}
+        return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def parse(text: str | bytes, origin: str) -> Index:
     """Raises `RotationZooError`, naming `origin`, for what is no index, or one of a newer
     schema."""
-    content = strict_json.parse(text, origin, _ANOTHER)
+    content = strict_json.parse(text, origin, _OTHER_INDEX_HINT)
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, int) or isinstance(schema, bool):
-        raise RotationZooError(f"{origin} is no index: it is no table with a schema", hint=_ANOTHER)
+        raise RotationZooError(
+            f"{origin} is no index: it is no table with a schema", hint=_OTHER_INDEX_HINT
+        )
     if schema != SCHEMA:
         raise RotationZooError(
             f"{origin} has schema {schema}; this rotationzoo reads schema {SCHEMA}",
             hint="upgrade rotationzoo",
         )
-    return strict_json.validate(Index, content, origin, _ANOTHER)
+    return strict_json.validate(Index, content, origin, _OTHER_INDEX_HINT)
 
 
 def read(path: Path) -> Index:
@@ -180,13 +187,15 @@ def read(path: Path) -> Index:
     return parse(files.read(Path(os.path.realpath(path)), strict_json.LIMIT), str(path))
 
 
+def _merged(listed: Entry, entry: Entry) -> Entry:
+    """The newer entry, with the copies of both and the earlier day of publication."""
+    copies = {(copy.hub, copy.repo): copy for copy in (*listed.copies, *entry.copies)}
+    changes = {"copies": list(copies.values()), "created": listed.created or entry.created}
+    return entry.model_copy(update=changes)
+
+
 def _sorted(entries: list[Entry]) -> list[Entry]:
-    return sorted(
-        entries,
-        key=lambda entry: (
-            entry.model.lower(),
-            entry.format != "rotationzoo",
-            entry.recipe,
-            entry.identity,
-        ),
-    )
+    def key(entry: Entry) -> tuple[str, bool, str, str]:
+        return entry.model.lower(), entry.format != "rotationzoo", entry.recipe, entry.identity
+
+    return sorted(entries, key=key)

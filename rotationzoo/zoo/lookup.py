@@ -1,4 +1,4 @@
-"""Where the index of a zoo is read, and which of its entries is meant."""
+"""Which index is read, and which of its entries is meant."""
 
 import http.client
 import urllib.request
@@ -8,7 +8,8 @@ from pathlib import Path
 from rotationzoo.errors import HubError, RotationZooError, first_sentence
 from rotationzoo.network import limits
 from rotationzoo.zoo import index
-from rotationzoo.zoo.hubs import SPELLING, TITLES, hub
+from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 
 ZOO = "rotationzoo/zoo"
@@ -17,109 +18,132 @@ BUNDLED = "bundled"
 
 
 @dataclass(frozen=True)
-class Found:
-    """An index and where it was read: in words, and if it is a repository's own, which one at which
-    revision."""
+class LoadedIndex:
+    """An index and where it was read. `hub`, `repo` and `revision` are None unless it is the index
+    of a repository."""
 
     content: Index
     origin: str
+    """Where it was read, in words."""
     hub: str | None = None
     repo: str | None = None
     revision: str | None = None
 
+    def revision_of(self, copy: Copy) -> str | None:
+        """The revision that holds a copy. If the copy names none and lies in the same repository as
+        the index, that is the revision at which the index was read."""
+        lies_beside = (self.hub, self.repo) == (copy.hub, copy.repo)
+        return copy.revision or (self.revision if lies_beside else None)
 
-def find_index(place: str | None, repo: str | None, hub_name: str = "huggingface") -> Found:
+
+def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB) -> LoadedIndex:
     """The index at a path, a URL or `bundled`; or else that of a zoo repository on one hub.
 
-    A repository that nobody named, `ZOO`, may not exist: then the copy that came with this package
-    is read. Raises `HubError` for a repository that somebody named and that is not there, and for
-    whatever else keeps a hub from answering: a repository of the same name on another hub may be
-    anybody's.
+    The copy that came with this package is read instead if nobody named a repository and the
+    default one, `ZOO`, does not exist. Raises `HubError` for a named repository that does not
+    exist, and for whatever else keeps a hub from answering. Other hubs are not tried: a repository
+    of the same name there may be anybody's.
     """
     if place == BUNDLED:
-        return Found(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
+        return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
     if place is not None:
         if place.startswith(("http://", "https://")):
-            return Found(index.parse(_get(place), place), place)
-        return Found(index.read(Path(place).expanduser()), place)
+            return LoadedIndex(index.parse(_download(place), place), place)
+        return LoadedIndex(index.read(Path(place).expanduser()), place)
     try:
         return read_index(repo or ZOO, hub_name)
     except HubError as error:
         if repo is not None:
-            elsewhere = error.missing and hub_name == "huggingface"
-            hint = "; or, if it is on ModelScope, add: --from modelscope" if elsewhere else ""
-            raise HubError(str(error), hint=f"{error.hint}{hint}") from error
+            elsewhere = _elsewhere_hint(hub_name) if error.missing else ""
+            raise HubError(str(error), hint=f"{error.hint}{elsewhere}") from error
         if error.missing or error.hidden:
-            return Found(
-                index.read(index.WHEEL_COPY), f"the index that came with rotationzoo ({error})"
-            )
+            origin = f"the index that came with rotationzoo ({error})"
+            return LoadedIndex(index.read(index.WHEEL_COPY), origin)
         hint = f"{error.hint}; or read the list that came with rotationzoo: --index {BUNDLED}"
         raise HubError(str(error), hint=hint) from error
 
 
-def read_index(repo: str, hub_name: str) -> Found:
+def read_index(repo: str, hub_name: str) -> LoadedIndex:
     """A repository's own index. Raises `HubError`, `missing` where there is no repository, or none
     with an index."""
-    client = hub(hub_name)
-    revision = client.resolve(repo)
-    text = client.read(repo, revision, index.NAME)
+    hub = open_hub(hub_name)
+    revision = hub.resolve(repo)
+    text = hub.read(repo, revision, index.NAME)
     if text is None:
-        raise HubError(
-            f"{repo} on {TITLES[hub_name]} has no {index.NAME}", hint=SPELLING, missing=True
-        )
-    where = f"the index of {repo} on {hub_name} at {revision}"
-    return Found(index.parse(text, where), where, hub_name, repo, revision)
+        title = HUBS[hub_name].title
+        raise HubError(f"{repo} on {title} has no {index.NAME}", hint=SPELLING_HINT, missing=True)
+    origin = f"the index of {repo} on {hub_name} at {revision}"
+    return LoadedIndex(index.parse(text, origin), origin, hub_name, repo, revision)
 
 
-def choose(
-    found: Found, model: str, revision: str | None, recipe: str | None, hubs: list[str]
+def choose_entry(
+    loaded: LoadedIndex, model: str, revision: str | None, recipe: str | None, hubs: list[str]
 ) -> tuple[Entry, list[Copy], str]:
-    """The best entry of a model and its places on these hubs, and in words why this one: that of
-    the model's revision, or else the newest. Raises `RotationZooError` if there is none."""
-    matching = [
-        e
-        for e in found.content.entries
-        if e.model.lower() == model.lower() and recipe in (None, e.recipe)
-    ]
-    matching = [e for e in matching if any(copy.hub in hubs for copy in e.copies)]
+    """The best entry of a model, its copies on these hubs, and a sentence that says what it is.
+
+    Entries for the model's revision come first, then artifacts, then the newest. Raises
+    `RotationZooError` if the model has no entry that can be pulled.
+    """
+    matching = []
+    for listed in loaded.content.entries:
+        is_meant = listed.model.lower() == model.lower() and recipe in (None, listed.recipe)
+        if is_meant and any(copy.hub in hubs for copy in listed.copies):
+            matching.append(listed)
     if not matching:
+        which = f" with the recipe {recipe}" if recipe else ""
         raise RotationZooError(
-            f"{found.origin} has no rotation for {model}"
-            + (f" with the recipe {recipe}" if recipe else ""),
-            hint=f"see what there is with: rotationzoo list; or make one with: rotationzoo calibrate {model}",
+            f"{loaded.origin} has no rotation for {model}{which}",
+            hint="see what there is with: rotationzoo list; "
+            f"or make one with: rotationzoo calibrate {model}",
         )
-    if not any(e.pullable for e in matching):
+    pullable = [entry for entry in matching if entry.pullable]
+    if not pullable:
         entry = matching[0]
         raise RotationZooError(
             f"what is published for {entry.model} is not pulled: {entry.note or entry.format}",
-            hint=f"it is at {entry.copies[0].repo}; or make rotations with: rotationzoo calibrate {entry.model}",
+            hint=f"it is at {entry.copies[0].repo}; "
+            f"or make rotations with: rotationzoo calibrate {entry.model}",
         )
-    matching = [e for e in matching if e.pullable]
-    exact = [e for e in matching if revision and e.model_revision == revision]
-    entry = max(exact or matching, key=lambda e: (e.format == "rotationzoo", e.created or ""))
-    made_for = (
-        f"revision {entry.model_revision}"
-        if entry.model_revision
-        else "a revision that nobody recorded"
-    )
-    why = f"{entry.recipe} for {made_for} of {entry.model}"
+    exact = [entry for entry in pullable if revision and entry.model_revision == revision]
+    entry = max(exact or pullable, key=_preference)
+    calibrated_for = "a revision that nobody recorded"
+    if entry.model_revision:
+        calibrated_for = f"revision {entry.model_revision}"
+    reason = f"{entry.recipe} for {calibrated_for} of {entry.model}"
     if revision and not exact:
-        why += f": there is none for {revision}, this is the newest"
-    return entry, [copy for name in hubs for copy in entry.copies if copy.hub == name], why
+        reason += f": there is none for {revision}, this is the newest"
+    copies = sorted(
+        (copy for copy in entry.copies if copy.hub in hubs), key=lambda copy: hubs.index(copy.hub)
+    )
+    return entry, copies, reason
 
 
-def _get(url: str) -> bytes:
-    """What is at an address; no more than an index takes, and no longer than an answer may."""
+def _preference(entry: Entry) -> tuple[bool, str]:
+    return entry.format == "rotationzoo", entry.created or ""
 
-    def read() -> bytes:
-        with urllib.request.urlopen(url, timeout=limits.ANSWER) as answer:
+
+def _elsewhere_hint(hub_name: str) -> str:
+    """What to add to a command whose repository is not on the default hub."""
+    if hub_name != DEFAULT_HUB:
+        return ""
+    hints = []
+    for name, entry in HUBS.items():
+        if name != DEFAULT_HUB:
+            hints.append(f"; or, if it is on {entry.title}, add: --from {name}")
+    return "".join(hints)
+
+
+def _download(url: str) -> bytes:
+    """What is at an address, within the limits of an index."""
+
+    def download() -> bytes:
+        with urllib.request.urlopen(url, timeout=limits.ANSWER_SECONDS) as answer:
             limits.check_encoding(answer.headers, url)
-            return b"".join(
-                limits.bounded(iter(lambda: answer.read1(1 << 16), b""), limits.LARGE, url)
-            )
+            chunks = iter(lambda: answer.read1(1 << 16), b"")
+            return b"".join(limits.limit_chunks(chunks, limits.ANSWER_BYTES, url))
 
     try:
-        return limits.within(limits.ANSWER, read, url)
+        return limits.call_within(limits.ANSWER_SECONDS, download, url)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise HubError(
             f"{url} cannot be read: {first_sentence(error)}",

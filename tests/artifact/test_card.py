@@ -5,11 +5,13 @@ from itertools import product
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from support.models import save_tiny
 from support.places import ROOT
 
 from rotationzoo.artifact.card import render_card
+from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.calibration.job import calibrate
@@ -88,5 +90,25 @@ def test_the_readme_says_how_much_smaller_a_cache_is():
         bits = int2.bits_per_element(dim, None, form, context=CONTEXT, sink=sink, recent=recent)
         stored.append(bits)
     assert {round(16 / bits) for bits in stored} == {5, 6, 7}
-    words = f"is five to seven times smaller ({min(stored):.1f} to {max(stored):.1f} bits an element at 128K"
+    bits = f"{min(stored):.1f} to {max(stored):.1f} bits"
+    words = f"is five to seven times smaller ({bits} an element at 128K"
     assert words in readme, words
+
+
+def test_the_card_has_what_the_hub_understands(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\nwords")
+    artifact = made(model, tmp_path)
+    page = (artifact.folder / "README.md").read_text()
+    front = yaml.safe_load(page.split("---")[1])
+    assert front == {
+        "library_name": "rotationzoo",
+        "tags": ["kv-cache", "2-bit", "rotation"],
+        "license": "apache-2.0",
+    }
+    on_hub = artifact.content["model"] | {"id": "a/b", "revision": "0" * 40}
+    manifest = parse_manifest(artifact.content | {"model": on_hub}, "the manifest")
+    front = yaml.safe_load(render_card(manifest).split("---")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("a/b", "quantized")
+    for name, file in artifact.content["files"].items():
+        assert f"| {name} | {file['size']:,} | `{file['sha256']}` |" in page

@@ -1,16 +1,12 @@
-"""Folders of strangers: links, pipes and names that lead out of them, and files that lie about
-themselves."""
+"""Folders of strangers: links, and names that lead out of them."""
 
 import json
-import os
 import shutil
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.damage import refused, small_artifact
-from support.models import save_tiny
+from support.damage import edit_manifest, refused, small_artifact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import add_files
@@ -19,7 +15,7 @@ from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
 from rotationzoo.zoo import index
-from rotationzoo.zoo.push import prepare
+from rotationzoo.zoo.upload import prepare_upload
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +40,6 @@ def docs(tmp_path) -> SimpleNamespace:
         file=place / "thesis.tex",
         whole=lambda: [path.read_text() for path in place.iterdir()] == ["years of work"],
     )
-
-
-def edit(folder: Path, **changes) -> None:
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 # ---- planted links
@@ -181,7 +172,7 @@ def test_a_card_that_is_published_is_made_anew(folder, tmp_path):
     secret.write_text("a private key")
     (folder / "README.md").unlink()
     (folder / "README.md").symlink_to(secret)
-    upload = prepare(Artifact.open(folder), "me/zoo")
+    upload = prepare_upload(Artifact.open(folder), "me/zoo")
     sent = [
         content if isinstance(content, bytes) else content.read_bytes()
         for content in upload.files.values()
@@ -256,7 +247,7 @@ def test_a_manifest_names_files_of_its_own_folder_alone(inside, folder, name):
     secret = folder.parent.parent / "secret"
     secret.write_text("")
     known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit(folder, files=known | {name: {"size": 0, "sha256": files.digest(b"")}})
+    edit_manifest(folder, files=known | {name: {"size": 0, "sha256": files.digest(b"")}})
     assert "is damaged: files." in refused(inside("verify", folder))
     (folder / ".git").mkdir()
     assert "is damaged: files." in refused(
@@ -270,7 +261,7 @@ def test_restart_replaces_no_file_that_is_no_part_of_an_artifact(inside, folder)
     """Whatever the manifest says, which somebody else may have written."""
     (folder / "thesis.tex").write_text("years of work")
     known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit(
+    edit_manifest(
         folder,
         files=known | {"thesis.tex": {"size": 13, "sha256": files.sha256(folder / "thesis.tex")}},
     )
@@ -294,123 +285,7 @@ def test_an_export_keeps_what_it_did_not_write(inside, folder):
     assert (out / "notes" / "a.txt").read_text() + (out / "main.py").read_text() == "minemine too"
 
 
-# ---- what is no file
-
-
-def special(path: Path, kind: str) -> None:
-    path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        here = os.getcwd()
-        os.chdir(path.parent)  # a socket's path is at most 107 bytes long
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(path.name)
-        os.chdir(here)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "loop":
-        path.symlink_to(path.name)
-
-
-KINDS = [
-    pytest.param(kind, marks=pytest.mark.hostile("link"))
-    for kind in ("pipe", "socket", "folder", "device", "loop")
-]
-COMMANDS = {
-    "verify": (), "inspect": (), "report": (), "export": ("--to", "sglang"), "push": ("me/zoo", "--dry-run"),
-    "validate": ("--device", "cpu"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "rotations.safetensors", "statistics.safetensors"]
-)
-def test_nothing_waits_for_a_pipe_or_reads_a_device(inside, folder, name, kind):
-    special(folder / name, kind)
-    for word, more in COMMANDS.items():
-        if name == "statistics.safetensors" and word in ("inspect", "report"):
-            continue  # they read none
-        assert refused(inside(word, folder, *more))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_report_of_an_evaluation_that_is_no_file(inside, folder, kind):
-    known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit(folder, files=known | {"evaluation.json": {"size": 2, "sha256": files.digest(b"{}")}})
-    special(folder / "evaluation.json", kind)
-    assert "evaluation.json" in refused(inside("report", folder))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_and_an_index_that_are_no_files(inside, made, kind):
-    (inside.folder / "rotations").mkdir()
-    special(inside.folder / "rotations" / "demo-hadamard.checkpoint.safetensors", kind)
-    assert "checkpoint" in refused(inside("calibrate", "demo", "--recipe", "hadamard"))
-    special(inside.folder / "zoo_index.json", kind)
-    named = "/dev/zero" if kind == "device" else "zoo_index.json"
-    assert named in refused(inside("list", "--index", "zoo_index.json"))
-
-
-@pytest.mark.hostile("link")
-def test_a_folder_full_of_other_things_is_no_artifact(inside):
-    place = inside.folder / "junk"
-    place.mkdir()
-    for number in range(200):
-        (place / f"{number}.bin").write_bytes(os.urandom(100))
-    os.mkfifo(place / "pipe")
-    assert "is no artifact" in refused(inside("verify", place))
-    assert "is no artifact" in refused(
-        inside("calibrate", "demo", "--recipe", "hadamard", "-o", place, "--restart")
-    )
-    assert len(list(place.iterdir())) == 201
-
-
-# ---- folders of models
-
-
-@pytest.fixture
-def model(tmp_path) -> Path:
-    return save_tiny(tmp_path / "model")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.hostile("link"))
-        for n in ("README.md", "generation_config.json")
-    ],
-)
-def test_a_pipe_in_a_models_folder_is_not_waited_for(inside, model, name):
-    special(model / name, "pipe")
-    result = inside("calibrate", model, "--recipe", "hadamard")
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize(
-    "shards",
-    [
-        pytest.param(shards, marks=pytest.mark.hostile("path"))
-        for shards in (
-            {"a": "../secret.safetensors"},
-            {"a": "/etc/hostname"},
-            {"a": {"b": 1}},
-            {"a": None},
-            [],
-            "x",
-            3,
-        )
-    ],
-)
-def test_an_index_of_shards_names_files_of_its_folder(inside, model, shards):
-    (model.parent / "secret.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    (model / "model.safetensors").unlink()
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    refused(inside("calibrate", model, "--tokens", "1024", "--length", "256"))
-    assert not (inside.folder / "rotations").exists()
+# ---- models whose files are links
 
 
 @pytest.mark.hostile("link")

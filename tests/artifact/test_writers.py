@@ -26,6 +26,7 @@ from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import PRESETS
 from rotationzoo.storage import files, folders
+from rotationzoo.storage.locks import locked
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,8 @@ def another(made: Path, folder: Path, name: str) -> Path:
 
 # ---- kills
 
-# Every call by which a writer changes what is on the disk.
-STEPS = (
-    (os, "open"), (os, "link"), (os, "unlink"), (os, "mkdir"), (os, "rmdir"), (os, "rename"), (os, "replace"), (os, "chmod"),
-)  # fmt: skip
+# Every call of `os` by which a writer changes what is on the disk.
+STEPS = ("open", "link", "unlink", "mkdir", "rmdir", "rename", "replace", "chmod")
 
 
 def killed_at(number: int, work) -> bool:
@@ -68,8 +67,8 @@ def killed_at(number: int, work) -> bool:
 
             return counted
 
-        for module, name in STEPS:
-            setattr(module, name, dying(getattr(module, name)))
+        for name in STEPS:
+            setattr(os, name, dying(getattr(os, name)))
         try:
             work()
         except BaseException:
@@ -264,16 +263,17 @@ def test_readers_find_the_artifact_while_it_is_replaced(folder):
 @pytest.mark.hostile("crash")
 @pytest.mark.parametrize("what", ["evaluate", "report", "export", "calibrate"])
 def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch, caplog, what):
-    monkeypatch.setattr(folders, "WAIT", 0.3)
+    monkeypatch.setattr("rotationzoo.storage.locks.WAIT", 0.3)
     export_to = inside.folder / "export"
     new = inside.folder / "new"
     words = {
-        "evaluate": (made.parent / "tiny", folder, "--save"), "report": (folder,),
-        "export": (folder, "--to", "mlx", "-o", export_to), "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
-    }[what]  # fmt: skip
-    place = {"export": export_to, "calibrate": inside.folder / "new.checkpoint.safetensors"}.get(
-        what, folder
-    )
+        "evaluate": (made.parent / "tiny", folder, "--save"),
+        "report": (folder,),
+        "export": (folder, "--to", "mlx", "-o", export_to),
+        "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
+    }[what]
+    checkpoint = inside.folder / "new.checkpoint.safetensors"
+    place = {"export": export_to, "calibrate": checkpoint}.get(what, folder)
     lock = place.with_name(f".{place.name}.lock")
     with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -292,7 +292,7 @@ def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path):
     order = []
 
     def hold(name: str) -> None:
-        with folders.held(lock, "writing"):
+        with locked(lock, "writing"):
             order.append(f"{name} in")
             time.sleep(0.02)
             order.append(f"{name} out")

@@ -46,7 +46,7 @@ def test_a_server_keeps_only_the_sink_of_earlier_chunks():
         Cache(sink=5, recent=9, prefill_chunk=7, prefill_layout="window"),
         Cache(sink=7, recent=9, prefill_chunk=7),
     ],
-    ids=str,
+    ids=lambda cache: f"{cache.sink}-{cache.recent}-{cache.prefill_chunk}-{cache.prefill_layout}",
 )
 def test_the_first_query_that_reads_a_quantized_position(cache):
     reads = [query for query, row in enumerate(visible(cache, 400)) if not all(row)]

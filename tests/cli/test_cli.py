@@ -12,7 +12,8 @@ import time
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support import architectures, hub
+from support import architectures
+from support.hubs import huggingface
 from support.models import DATA, save_tiny
 
 import rotationzoo
@@ -125,10 +126,11 @@ def test_dry_run_reads_the_config_and_writes_nothing(inside):
 
 
 def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
-    with hub.serve({"someone/tiny": tiny}) as (endpoint, requests):
+    with huggingface.serve_folders({"someone/tiny": tiny}) as hub:
+        endpoint, requests = hub.endpoint, hub.requests
         made = command("calibrate", "someone/tiny", "--json", *SMALL, env={"HF_ENDPOINT": endpoint})
         assert made.returncode == 0, made.stderr
-        assert json.loads(made.stdout)["revision"] == hub.COMMIT
+        assert json.loads(made.stdout)["revision"] == hub.head("someone/tiny")
         asked = [request for request in requests if "safetensors" in request]
         assert asked, "the weights came from the hub"
         unknown = only_error(
@@ -180,7 +182,8 @@ def test_chats_of_a_data_set_on_the_hub(command, tiny):
         "out",
         "--json",
     ]
-    with hub.serve({"datasets/someone/chats": chats}) as (endpoint, _):
+    with huggingface.serve_folders({"datasets/someone/chats": chats}) as hub:
+        endpoint = hub.endpoint
         made = command(*words, env={"HF_ENDPOINT": endpoint})
         assert made.returncode == 0, made.stderr
         wrong = only_error(

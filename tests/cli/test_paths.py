@@ -13,12 +13,12 @@ from support.oscar_files import KEY, VALUE, v1
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.kernel import validate
+from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
-from rotationzoo.zoo.push import prepare
+from rotationzoo.zoo.upload import prepare_upload
 
 SMALL = Data(tokens=1024, length=512)
 
@@ -54,7 +54,8 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     )
     report = evaluate(job)
     assert len(report["arms"]) == 5
-    validate(Artifact.open(artifact.folder), model, rows=64, device="cpu")
+    on_cpu = Validation(rows=64, model=model, device="cpu")
+    validate_kernel(Artifact.open(artifact.folder), on_cpu)
     said = written_text(artifact.folder)
     for telling in ("home-of-jane", "secret project"):
         assert telling not in said
@@ -67,7 +68,7 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     )
     assert manifest["calibration"]["note"].endswith("all of my-texts.jsonl")
     assert verify(Artifact.open(artifact.folder), model).ok
-    entry = prepare(Artifact.open(artifact.folder), "someone/zoo").entry.model_dump_json()
+    entry = prepare_upload(Artifact.open(artifact.folder), "someone/zoo").entry.model_dump_json()
     assert "home-of-jane" not in entry
     assert "secret project" not in entry
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.kernel import edge_rows, validate
+from rotationzoo.checks.kernel import Validation, validate_kernel
+from rotationzoo.checks.rows import edge_rows
 from rotationzoo.codec import cuda, int2
 from rotationzoo.errors import RotationZooError
 
@@ -187,7 +188,7 @@ def test_validation_of_an_artifact(device, tmp_path):
     from check_int2 import synthetic
 
     artifact = synthetic(tmp_path / "artifact", 64, 64)
-    report = validate(artifact, rows=64, speed=False)
+    report = validate_kernel(artifact, Validation(rows=64, speed=False))
     assert report["on_gpu"]
     assert report["codes_equal"]
     card = (artifact.folder / "README.md").read_text()
@@ -207,11 +208,12 @@ def test_a_kernel_that_differs_is_found(device, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(cuda, "SOURCE", wrong)
     cuda.compiled.cache_clear()
+    artifact = synthetic(tmp_path / "artifact", 64, 64)
     try:
         with pytest.raises(
             RotationZooError,
             match=r"layers\.0\.key, head \d, row \d+: the kernel's code is \d and the",
         ):
-            validate(synthetic(tmp_path / "artifact", 64, 64), rows=256, speed=False)
+            validate_kernel(artifact, Validation(rows=256, speed=False))
     finally:
         cuda.compiled.cache_clear()

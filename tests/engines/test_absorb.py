@@ -2,7 +2,6 @@
 not."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,26 +20,34 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import absorb as absorbing
-from rotationzoo.engines.absorb import RECORD, absorb
+from rotationzoo.engines.absorb import absorb
+from rotationzoo.engines.absorbed import RECORD
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
-from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
 GATED = "has a gate or a norm between attention and the output projection, aten.mul.Tensor"
+
+
 # Families that are calibrated and cannot absorb a rotation -> the words that the refusal must
 # contain; all others can.
 REFUSED = {
     "phi3": r"layer 0 of \S+ has a fused value projection, model.layers.0.self_attn.qkv_proj",
-    "gemma4": r"layer 0 of \S+ has a norm or another operation between the value projection and attention",
+    "gemma4": r"layer 0 of \S+ has a norm or another operation between the value projection and "
+    "attention",
     "qwen3_next": rf"layer 3 of \S+ {GATED}",
     "qwen3_5": rf"layer 3 of \S+ {GATED}",
     "qwen3_5-vlm": rf"layer 3 of \S+ {GATED}",
-    "doge": r"layer 0 of \S+ has another use of its values than its attention, in model.layers.0.self_attn.dt_proj",
+    "doge": r"layer 0 of \S+ has another use of its values than its attention, in "
+    "model.layers.0.self_attn.dt_proj",
 }
+
+
 calibrated = [
     pytest.param(
         name,
@@ -347,146 +354,6 @@ def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
         made.artifact, made.folder, tmp_path / "out", "No space left on device"
     )
     assert copied
-
-
-def projections(model) -> list[tuple[str, str]]:
-    return absorbing._projections(model, geometry_on_meta(model), "this")
-
-
-def on_meta(kind: str, **changes):
-    config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes})
-    return loading.on_meta(config, "this")
-
-
-class Again(torch.nn.Module):
-    """Hands on what another module made last."""
-
-    def __init__(self, other: torch.nn.Module):
-        super().__init__()
-        other.register_forward_hook(lambda module, args, output: vars(self).update(made=output))
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.made
-
-
-def clamped():
-    return on_meta("Olmo", clip_qkv=8.0)  # in place
-
-
-def tied_modules():
-    model = on_meta("Llama")
-    model.model.layers[2].self_attn.v_proj = model.model.layers[1].self_attn.v_proj
-    return model
-
-
-def tied_weights():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.o_proj.weight = model.model.layers[0].self_attn.q_proj.weight
-    return model
-
-
-def keys_are_values():
-    model = on_meta("Llama")
-    attention = model.model.layers[1].self_attn
-    attention.v_proj = Again(attention.k_proj)
-    return model
-
-
-def values_of_another_layer():
-    model = on_meta("Llama")
-    model.model.layers[3].self_attn.v_proj = Again(model.model.layers[1].self_attn.v_proj)
-    return model
-
-
-def mixed_heads():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.v_proj.register_forward_hook(
-        lambda module, args, output: output.view(1, 8, 16, 2).mT
-    )
-    return model
-
-
-def outputs_read_twice():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.o_proj.register_forward_hook(
-        lambda module, args, output: output + args[0].mean()
-    )
-    return model
-
-
-class EachHead(torch.nn.Linear):
-    """One output projection for every head."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return super().forward(states.view(1, 8, 4, 16)).sum(2)
-
-
-def one_projection_for_every_head():
-    model = on_meta("Llama")
-    model.model.layers[1].self_attn.o_proj = EachHead(16, 64, bias=False, device="meta")
-    return model
-
-
-def test_models_without_trouble_are_absorbed():
-    expected = ("model.layers.1.self_attn.v_proj", "model.layers.1.self_attn.o_proj")
-    assert projections(on_meta("Olmo"))[1] == projections(on_meta("Llama"))[1] == expected
-
-
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (
-            clamped,
-            "layer 0 of this has another use of its values than its attention, in aten.clamp_.default",
-        ),
-        (tied_modules, "layer 1 of this has a value or output projection that it shares"),
-        (tied_weights, "layer 1 of this has a value or output projection that it shares"),
-        (
-            keys_are_values,
-            "layer 1 of this has a fused value projection, model.layers.1.self_attn.k_proj",
-        ),
-        (
-            values_of_another_layer,
-            "layer 1 of this has another use of its values .* in the attention of layer 3",
-        ),
-        (
-            mixed_heads,
-            "layer 1 of this has another use of its values than its attention, in their order",
-        ),
-        (
-            outputs_read_twice,
-            "layer 1 of this has a gate or a norm .* output projection, aten.mean.default, model.layers.1",
-        ),
-        (
-            one_projection_for_every_head,
-            "layer 1 of this has a gate or a norm between attention and the output projection",
-        ),
-    ],
-)
-def test_what_else_reads_the_values_is_seen(build, reason, monkeypatch):
-    """Each of these has the modules and shapes of a model that can absorb a rotation."""
-    monkeypatch.setattr(
-        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
-        lambda query, key, *_: (query, key),
-    )
-    with pytest.raises(UnsupportedModel, match=reason):
-        projections(build())
-
-
-def test_a_layer_that_reads_the_cache_of_another_is_refused():
-    model = on_meta("Llama")
-    first, second, *_ = geometry_on_meta(model)
-    with pytest.raises(
-        UnsupportedModel, match="layer 1 of this has no value projection of its own"
-    ):
-        absorbing._projections(model, [first, replace(second, owner=0)], "this")
-
-
-def test_the_look_leaves_the_library_as_it_was():
-    before = transformers.Cache.update, torch.nn.Linear.forward
-    with pytest.raises(UnsupportedModel):
-        projections(clamped())
-    assert before == (transformers.Cache.update, torch.nn.Linear.forward)
 
 
 def test_the_command_absorbs_and_serves_what_it_wrote(made, inside):

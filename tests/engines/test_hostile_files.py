@@ -1,13 +1,9 @@
-"""Rotation files and bases that are damaged or mean harm: one sentence each, and no more memory
-than the file's own."""
+"""Rotation files that are damaged or mean harm: one sentence each, and no more memory than the
+file's own."""
 
 import contextlib
 import json
 import os
-import resource
-import struct
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -18,49 +14,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from support.engine_artifacts import AGREED, base_for, exported
+from support.engine_artifacts import exported
+from support.hostile_files import entry, refused, torch_file
 from support.oscar_files import KEY, VALUE, v1
 
 from rotationzoo.engines.base import Options
-from rotationzoo.engines.export import export
-from rotationzoo.engines.formats import llama_cpp as llama
-from rotationzoo.engines.formats import mlx, oscar_pt
+from rotationzoo.engines.formats.gguf_rotations import read_gguf
+from rotationzoo.engines.formats.mlx import read_safetensors
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.import_ import Import, import_
-from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-
-MEMORY = (
-    6 << 30
-)  # address space of a process that reads a hostile file: torch itself maps more than 3 GiB
-
-
-def refused(function, *arguments) -> str:
-    """The one sentence that a hostile file ends with."""
-    with pytest.raises(RotationZooError) as error:
-        function(*arguments)
-    words = str(error.value)
-    assert "\n" not in words
-    assert len(words) < 400
-    return words
-
-
-def entry(**changes) -> dict:
-    return {"layer_id": 0, "rotation": torch.eye(64), **changes}
-
-
-def torch_file(path: Path, layers: dict, **top) -> Path:
-    content = {
-        "format_version": 1,
-        "objective": "qqt_r_h_pbr",
-        "source_grouping": "layer",
-        **top,
-        "layers": layers,
-    }
-    torch.save(content, path)
-    return path
-
-
-# ---- what asks for too much
 
 
 @pytest.mark.hostile("size")
@@ -70,7 +33,7 @@ def test_a_tensor_of_stride_zero_is_not_expanded(tmp_path, elements):
     for name in ("rotation", "eigenvalues", "k_mean"):
         path = torch_file(tmp_path / KEY, {0: entry(**{name: huge})})
         assert path.stat().st_size < 64_000
-        assert "ask for" in refused(oscar_pt.read, path)
+        assert "ask for" in refused(read_pt, path)
 
 
 @pytest.mark.hostile("size")
@@ -78,9 +41,7 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
     matrix = torch.eye(256)
     path = torch_file(tmp_path / KEY, {i: entry(layer_id=i, rotation=matrix) for i in range(1023)})
     assert path.stat().st_size < 1 << 20
-    assert oscar_pt.read(path).content.rotation[1022].shape == (256, 256), (
-        "as many as any model has"
-    )
+    assert read_pt(path).content.rotation[1022].shape == (256, 256), "as many as any model has"
     path = torch_file(
         tmp_path / KEY,
         {
@@ -88,9 +49,9 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
             for i in range(8)
         },
     )
-    assert "ask for" in refused(oscar_pt.read, path)
+    assert "ask for" in refused(read_pt, path)
     path = torch_file(tmp_path / KEY, {i: entry(layer_id=i, rotation=matrix) for i in range(32000)})
-    assert "has a layer 1024, and no model has" in refused(oscar_pt.read, path)
+    assert "has a layer 1024, and no model has" in refused(read_pt, path)
 
 
 @pytest.mark.hostile("size")
@@ -98,10 +59,10 @@ def test_many_layers_that_share_a_matrix_are_not_written_out(tmp_path):
     "layer", [1024, 10**9, 10**18, 10**5000], ids=["1024", "1e9", "1e18", "1e5000"]
 )
 def test_layers_that_no_model_has(tmp_path, layer):
-    refused(oscar_pt.read, torch_file(tmp_path / KEY, {layer: entry(layer_id=layer)}))
+    refused(read_pt, torch_file(tmp_path / KEY, {layer: entry(layer_id=layer)}))
     if layer < 10**19:
         save_file({f"layer_{layer}": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
-        refused(mlx.read, tmp_path / "k_rotation.safetensors")
+        refused(read_safetensors, tmp_path / "k_rotation.safetensors")
 
 
 @pytest.mark.hostile("size")
@@ -114,82 +75,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
         for name in source.namelist():
             target.writestr(name, source.read(name))
     assert (tmp_path / KEY).stat().st_size < 1 << 18
-    assert "unpacks to" in refused(oscar_pt.read, tmp_path / KEY)
-
-
-def gguf_bytes(*, fields: int = 0, tensors: int = 0, body: bytes = b"", version: int = 3) -> bytes:
-    return struct.pack("<4sIQQ", b"GGUF", version, tensors, fields) + body
-
-
-def gguf_field(name: bytes, kind: int, value: bytes) -> bytes:
-    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
-
-
-def gguf_tensor(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
-    words = struct.pack("<Q", len(name)) + name + struct.pack("<I", len(shape) % 2**32)
-    return words + b"".join(struct.pack("<Q", n) for n in shape) + struct.pack("<IQ", kind, offset)
-
-
-ASKS_TOO_MUCH = {
-    "tensor": gguf_bytes(tensors=1, body=gguf_tensor(b"blk.0.attn_k_rot.weight", (2**30, 2**30))),
-    "tensor that overflows": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (2**32, 2**32))),
-    "tensor far away": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (1,), offset=2**62)),
-    "tensors": gguf_bytes(tensors=2**60),
-    "fields": gguf_bytes(fields=2**60),
-    "text": gguf_bytes(fields=1, body=gguf_field(b"a", 8, struct.pack("<Q", 2**60))),
-    "name": gguf_bytes(fields=1, body=struct.pack("<Q", 2**60)),
-    "list": gguf_bytes(fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 4, 2**60))),
-    "list of texts": gguf_bytes(fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 8, 2**60))),
-    "list of lists": gguf_bytes(
-        fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 9, 2**10) + bytes(2**14))
-    ),
-    "long list": gguf_bytes(
-        fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 0, 5_000_000) + bytes(5_000_000))
-    ),
-    "dimensions": gguf_bytes(tensors=1, body=struct.pack("<QI", 0, 2**32 - 1)),
-    "type": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (32,), kind=4242)),
-    "type of a field": gguf_bytes(fields=1, body=gguf_field(b"a", 77, b"")),
-    "alignment": gguf_bytes(
-        fields=1, body=gguf_field(b"general.alignment", 4, struct.pack("<I", 0))
-    ),
-    "alignment of no power of two": gguf_bytes(
-        fields=1, body=gguf_field(b"general.alignment", 4, struct.pack("<I", 24))
-    ),
-    "version": gguf_bytes(version=77),
-}
-
-
-@pytest.mark.hostile("size")
-@pytest.mark.parametrize("name", ASKS_TOO_MUCH)
-def test_a_gguf_that_asks_for_more_than_it_has(tmp_path, name):
-    (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH[name] + bytes(512))
-    assert "is no GGUF file" in refused(llama.read, tmp_path / "x.gguf")
-
-
-@pytest.mark.hostile("size")
-@pytest.mark.parametrize("name", ["stride zero", "gguf"])
-def test_the_command_ends_within_little_memory(tmp_path, name):
-    if name == "gguf":
-        (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH["list"] + bytes(512))
-        files = [tmp_path / "x.gguf"]
-    else:
-        huge = torch.ones(1).expand(2**20, 2**20)
-        files = [
-            torch_file(tmp_path / KEY, {0: entry(rotation=huge)}),
-            torch_file(tmp_path / VALUE, {0: entry()}),
-        ]
-    done = subprocess.run(
-        [sys.executable, "-m", "rotationzoo", "import", *map(str, files), "-o", str(tmp_path / "out")],
-        capture_output=True, text=True, timeout=60,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("Error: ")
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-# ---- what is no file
+    assert "unpacks to" in refused(read_pt, tmp_path / KEY)
 
 
 @pytest.mark.hostile("link")
@@ -213,9 +99,6 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
             lambda: exported("llama.cpp", artifact, tmp_path / "x", options=Options(base=path))
         )
         assert "there is no file" in words or "is no regular file" in words
-
-
-# ---- what is of another kind than it should be
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +126,7 @@ def good(tmp_path_factory) -> Path:
     return folder
 
 
-READERS = {KEY: oscar_pt.read, "k_rotation.safetensors": mlx.read, "x.gguf": llama.read}
+READERS = {KEY: read_pt, "k_rotation.safetensors": read_safetensors, "x.gguf": read_gguf}
 
 
 @pytest.mark.hostile("malformed")
@@ -288,17 +171,30 @@ def deep(depth: int) -> dict:
 
 
 ODD_LAYERS = {
-    "text": {0: {"rotation": "matrix"}}, "number": {0: 3}, "list": [torch.eye(8)], "none": None, "empty": {},
-    "no numbers": {"first": entry()}, "negative": {-1: entry(layer_id=-1)}, "float": {0.5: entry()},
-    "tuple": {(0, 1): entry()}, "layer id of a list": {0: entry(layer_id=[0])},
-    "layer id of a tensor": {0: entry(layer_id=torch.arange(2))}, "sparse": {0: entry(rotation=torch.eye(8).to_sparse())},
-    "integers": {0: entry(rotation=torch.eye(8, dtype=torch.int64))}, "truth": {0: entry(rotation=torch.eye(8) > 0)},
-    "float8": {0: entry(rotation=torch.eye(8).to(torch.float8_e4m3fn))}, "no dimension": {0: entry(rotation=torch.tensor(1.0))},
-    "vector": {0: entry(rotation=torch.ones(8))}, "five dimensions": {0: entry(rotation=torch.ones(1, 1, 1, 8, 8))},
-    "no channels": {0: entry(rotation=torch.ones(0, 0))}, "no heads": {0: entry(rotation=torch.ones(0, 8, 8))},
+    "text": {0: {"rotation": "matrix"}},
+    "number": {0: 3},
+    "list": [torch.eye(8)],
+    "none": None,
+    "empty": {},
+    "no numbers": {"first": entry()},
+    "negative": {-1: entry(layer_id=-1)},
+    "float": {0.5: entry()},
+    "tuple": {(0, 1): entry()},
+    "layer id of a list": {0: entry(layer_id=[0])},
+    "layer id of a tensor": {0: entry(layer_id=torch.arange(2))},
+    "sparse": {0: entry(rotation=torch.eye(8).to_sparse())},
+    "integers": {0: entry(rotation=torch.eye(8, dtype=torch.int64))},
+    "truth": {0: entry(rotation=torch.eye(8) > 0)},
+    "float8": {0: entry(rotation=torch.eye(8).to(torch.float8_e4m3fn))},
+    "no dimension": {0: entry(rotation=torch.tensor(1.0))},
+    "vector": {0: entry(rotation=torch.ones(8))},
+    "five dimensions": {0: entry(rotation=torch.ones(1, 1, 1, 8, 8))},
+    "no channels": {0: entry(rotation=torch.ones(0, 0))},
+    "no heads": {0: entry(rotation=torch.ones(0, 8, 8))},
     "eigenvalues of a matrix": {0: entry(eigenvalues=torch.eye(64))},
-    "mean of three dimensions": {0: entry(k_mean=torch.ones(1, 2, 64))}, "deep": {0: entry(note=deep(200))},
-}  # fmt: skip
+    "mean of three dimensions": {0: entry(k_mean=torch.ones(1, 2, 64))},
+    "deep": {0: entry(note=deep(200))},
+}
 
 
 @pytest.mark.hostile("malformed")
@@ -314,15 +210,23 @@ def test_tables_of_other_kinds(tmp_path, name):
 
 
 ODD_WORDS = {
-    "objective of a list": {"objective": [1]}, "objective of lines": {"objective": "qqt_r_h_pbr\n\x1b[2J"},
-    "long objective": {"objective": "x" * 10**6}, "nested calibration": {"calibration": deep(200)},
-    "calibration of a tensor": {"calibration": {"model": torch.ones(3), "generation_id": torch.ones(2)}},
-    "huge number": {"calibration": {"tokens": 10**60, "key_clip": float("nan"), "value_clip": float("inf")}},
+    "objective of a list": {"objective": [1]},
+    "objective of lines": {"objective": "qqt_r_h_pbr\n\x1b[2J"},
+    "long objective": {"objective": "x" * 10**6},
+    "nested calibration": {"calibration": deep(200)},
+    "calibration of a tensor": {
+        "calibration": {"model": torch.ones(3), "generation_id": torch.ones(2)}
+    },
+    "huge number": {
+        "calibration": {"tokens": 10**60, "key_clip": float("nan"), "value_clip": float("inf")}
+    },
     "escape": {"calibration": {"model": "\x1b]0;owned\x07", "fitter": "a\nb"}},
     "half a character": {"calibration": {"model": "\ud800"}},
-    "groups": {"calibration": {"group_size": -64}}, "groups of nothing": {"calibration": {"group_size": 0}},
-    "transform": {"transform": [1, 2]}, "version": {"format_version": [3]},
-}  # fmt: skip
+    "groups": {"calibration": {"group_size": -64}},
+    "groups of nothing": {"calibration": {"group_size": 0}},
+    "transform": {"transform": [1, 2]},
+    "version": {"format_version": [3]},
+}
 
 
 @pytest.mark.hostile("malformed")
@@ -375,7 +279,9 @@ def test_safetensors_and_gguf_of_other_shapes(tmp_path, shape):
 def test_metadata_that_is_no_json(tmp_path, metadata):
     save_file({"layer_0": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
     (tmp_path / "metadata.json").write_bytes(metadata)
-    assert "is damaged: it is no JSON" in refused(mlx.read, tmp_path / "k_rotation.safetensors")
+    assert "is damaged: it is no JSON" in refused(
+        read_safetensors, tmp_path / "k_rotation.safetensors"
+    )
 
 
 @pytest.mark.hostile("malformed")
@@ -385,60 +291,4 @@ def test_metadata_that_is_no_json(tmp_path, metadata):
 def test_metadata_of_other_kinds_is_left_out(tmp_path, metadata):
     save_file({"layer_0": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
     (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    assert mlx.read(tmp_path / "k_rotation.safetensors").calibration == {}
-
-
-@pytest.mark.hostile("malformed")
-@given(data=st.data())
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_a_base_with_bytes_changed(tmp_path, made, data):
-    """It is exported with, or refused with a sentence."""
-    artifact = made(head_dim=32)
-    content = bytearray(base_for(artifact, tmp_path).read_bytes())
-    header = bytes(content).rindex(b"blk.3.ffn_down.weight") + 60
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
-    (tmp_path / "changed.gguf").write_bytes(content)
-    request = Request(
-        "llama.cpp",
-        tmp_path / "out",
-        options=Options(tmp_path / "changed.gguf"),
-        **AGREED["llama.cpp"],
-    )
-    with contextlib.suppress(RotationZooError):
-        export(artifact, request)
-
-
-ODD_BASES = {
-    "a list for an architecture": gguf_field(
-        b"general.architecture", 9, struct.pack("<IQI", 4, 1, 3)
-    ),
-    "a number for an architecture": gguf_field(b"general.architecture", 4, struct.pack("<I", 3)),
-    "no text": gguf_field(b"general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe"),
-}
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize("name", ODD_BASES)
-def test_a_base_of_no_architecture(tmp_path, made, name):
-    (tmp_path / "x.gguf").write_bytes(gguf_bytes(fields=1, body=ODD_BASES[name]) + bytes(512))
-    words = refused(
-        lambda: exported(
-            "llama.cpp", made(head_dim=32), tmp_path, options=Options(tmp_path / "x.gguf")
-        )
-    )
-    assert "is of architecture unknown" in words
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize("cut", [8, 100, 1000, 5000])
-def test_a_base_that_was_cut_off(tmp_path, made, cut):
-    artifact = made(head_dim=32)
-    base = base_for(artifact, tmp_path)
-    base.write_bytes(base.read_bytes()[:-cut])
-    assert "was cut off" in refused(
-        lambda: exported("llama.cpp", artifact, tmp_path / "x", options=Options(base=base))
-    )
-    assert not (tmp_path / "x" / "out").exists()
+    assert read_safetensors(tmp_path / "k_rotation.safetensors").calibration == {}

@@ -1,51 +1,31 @@
-"""What a rotation costs a model: the report."""
+"""What a rotation costs a model: the report, on the screen, in JSON and in the card."""
 
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from support import architectures
-from support.models import save_family, save_tiny
+from support.models import save_family
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.options import parse_layers, parse_windows
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Data, Recipe
-
-SMALL = Data(tokens=1024, length=256)
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
+from rotationzoo.model.source import DEMO, find
+from rotationzoo.recipe import Data
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import read_corpus
 
 
-@pytest.fixture(scope="module")
-def models_and_artifacts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("evaluate")
-    artifacts = [
-        calibrate(
-            Job(
-                "demo",
-                recipe.model_copy(update={"data": Data(tokens=2048, length=512)}),
-                folder / recipe.name,
-            )
-        ).folder
-        for recipe in (PRESETS["oscar"], PRESETS["oscar-v1"])
-    ]
-    return folder, artifacts
-
-
-def test_the_report(models_and_artifacts):
-    _, artifacts = models_and_artifacts
+def test_the_report(artifacts):
     job = Evaluation(
         "demo",
         artifacts,
@@ -76,56 +56,33 @@ def test_the_report(models_and_artifacts):
         saved = Artifact.open(folder)
         assert verify(saved, "demo").ok
         content = json.loads((folder / "evaluation.json").read_text())
-        assert list(content["windows"][0]["arms"]) == [
-            folder.name,
-            "identity",
-            "hadamard",
-            "random",
-        ]
+        assert list(content["windows"][0]["arms"]) == [folder.name, *BASELINES]
         assert f"| {folder.name} |" in (folder / "README.md").read_text()
-    again = evaluate(
-        Evaluation(
-            "demo", artifacts[:1], Data(tokens=2048, length=512), windows=[(16, 64)], queries=16
-        )
-    )
-    assert again["first_position"] == 80
+    narrow = replace(job, artifacts=artifacts[:1], windows=[(16, 64)], save_to=[])
+    assert evaluate(narrow)["first_position"] == 80
     repeated = evaluate(job)
     assert repeated["arms"] == report["arms"]
 
 
-def test_perplexity_is_that_of_the_model(models_and_artifacts):
+def test_perplexity_is_that_of_the_model():
     report = evaluate(Evaluation("demo", [], Data(tokens=512, length=512), queries=0, device="cpu"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        architectures_demo(), dtype=torch.float32
-    )
-    from rotationzoo.model import loading
-    from rotationzoo.model.source import find
-    from rotationzoo.text.documents import HELD_OUT
-    from rotationzoo.text.rows import read_corpus
-
-    text = read_corpus(
-        Data(source=str(HELD_OUT), tokens=512, length=512),
-        loading.load_tokenizer(find("demo")),
-    )
-    ids = text.rows[0][None]
-    loss = torch.nn.functional.cross_entropy(logits(model, ids)[0, 320:-1], ids[0, 321:])
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    data = Data(source=str(HELD_OUT), tokens=512, length=512)
+    ids = read_corpus(data, loading.load_tokenizer(find("demo"))).rows[0][None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[0, 320:-1], ids[0, 321:])
     assert report["exact"]["perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-5)
     assert all(arm["attention_kl"] is None for arm in report["arms"].values())
 
 
-def architectures_demo():
-    from rotationzoo.model.source import DEMO
-
-    return DEMO
-
-
-def test_one_cause_at_a_time(models_and_artifacts):
+def test_one_cause_at_a_time():
     """Layers and sides that are not selected stay exact."""
-    one = dict(data=Data(tokens=512, length=512), windows=[(4, 16)], queries=8)
-    both = evaluate(Evaluation("demo", [], **one))["arms"]["random"]
-    keys = evaluate(Evaluation("demo", [], sides=("key",), **one))["arms"]["random"]
-    values = evaluate(Evaluation("demo", [], sides=("value",), **one))["arms"]["random"]
-    layer = evaluate(Evaluation("demo", [], layers={1}, **one))
+    options = dict(data=Data(tokens=512, length=512), windows=[(4, 16)], queries=8)
+    both = evaluate(Evaluation("demo", [], **options))["arms"]["random"]
+    keys = evaluate(Evaluation("demo", [], sides=("key",), **options))["arms"]["random"]
+    values = evaluate(Evaluation("demo", [], sides=("value",), **options))["arms"]["random"]
+    layer = evaluate(Evaluation("demo", [], layers={1}, **options))
     assert values["attention_kl"] < 1e-6 < keys["attention_kl"]
     assert max(keys["output_error"], values["output_error"]) < both["output_error"]
     assert layer["layers"] == [1]
@@ -136,8 +93,8 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     """In a model whose last layers share caches, each of them reads what the first of its kind has
     stored."""
     folder = save_family("gemma4", tmp_path / "gemma4", vocab_size_per_layer_input=2048)
-    one = dict(data=Data(tokens=32, length=32), windows=[(2, 4)], queries=4)
-    report = evaluate(Evaluation(str(folder), [], layers={1}, **one))
+    options = dict(data=Data(tokens=32, length=32), windows=[(2, 4)], queries=4)
+    report = evaluate(Evaluation(str(folder), [], layers={1}, **options))
     owners = {layer.index: layer.owner for layer in geometry_of(architectures.build("gemma4"))}
     assert report["layers"] == [layer for layer, owner in owners.items() if owner == 1]
     assert len(report["layers"]) > 1
@@ -145,46 +102,28 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     with pytest.raises(
         UsageError, match=r"layer 3 of .* stores nothing: it reads the cache of layer 1"
     ) as refusal:
-        evaluate(Evaluation(str(folder), [], layers={0, 3}, **one))
+        evaluate(Evaluation(str(folder), [], layers={0, 3}, **options))
     assert refusal.value.hint == "name that layer: --layers 1"
 
 
 def test_chunked_prefill_reads_less_of_the_quantized_history():
-    """The fewer the more of it is kept exact: a chunk of its own, and a window before it that no
-    server keeps."""
-    one = dict(data=Data(tokens=1024, length=512), windows=[(4, 64)], queries=16)
-    decode = evaluate(Evaluation("demo", [], **one))
-    server = evaluate(Evaluation("demo", [], prefill_chunk=256, **one))
-    window = evaluate(Evaluation("demo", [], prefill_chunk=256, prefill_layout="window", **one))
+    """The more is kept exact, the less is lost: in a chunk its own tokens are, and with `window`
+    also some before it, which no server keeps."""
+    options = dict(data=Data(tokens=1024, length=512), windows=[(4, 64)], queries=16)
+    chunked = options | dict(prefill_chunk=256)
+    decode = evaluate(Evaluation("demo", [], **options))
+    server = evaluate(Evaluation("demo", [], **chunked))
+    window = evaluate(Evaluation("demo", [], prefill_layout="window", **chunked))
     kl = [report["arms"]["identity"]["attention_kl"] for report in (window, server, decode)]
     assert 0 < kl[0] < kl[1] < kl[2]
-    assert [report["prefill_layout"] for report in (decode, server, window)] == [
-        None,
-        "server",
-        "window",
-    ]
+    layouts = [report["prefill_layout"] for report in (decode, server, window)]
+    assert layouts == [None, "server", "window"]
 
 
-def test_how_it_was_prefilled_is_said_wherever_the_figures_are(
-    inside, models_and_artifacts, tmp_path
-):
-    _, (made, _) = models_and_artifacts
-    folder = tmp_path / "made"
-    shutil.copytree(made, folder)
-    words = [
-        "evaluate",
-        "demo",
-        folder,
-        "--tokens",
-        512,
-        "--length",
-        512,
-        "--queries",
-        0,
-        "--windows",
-        "4/64",
-        "--save",
-    ]
+def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts, tmp_path):
+    folder = shutil.copytree(artifacts[0], tmp_path / "made")
+    words = ["evaluate", "demo", folder, "--save", "--windows", "4/64", "--queries", 0]
+    words += ["--tokens", 512, "--length", 512]
     for options, between in (
         (["--prefill-chunk", 256], "between which only the sink stays exact"),
         (
@@ -205,43 +144,13 @@ def test_how_it_was_prefilled_is_said_wherever_the_figures_are(
     assert wrong.stderr.startswith("Error: --prefill-layout is for a prefill in chunks")
 
 
-def test_notes_for_the_reader(models_and_artifacts, tmp_path):
-    folder, _ = models_and_artifacts
-    other = save_tiny(tmp_path / "other", num_hidden_layers=2)
-    made = calibrate(Job(str(other), Recipe(data=SMALL), tmp_path / "made")).folder
-    twin = save_tiny(tmp_path / "twin", num_hidden_layers=2)
-    state = transformers.AutoModelForCausalLM.from_pretrained(twin)
-    with torch.no_grad():
-        state.model.layers[0].self_attn.q_proj.weight.mul_(2)
-    state.save_pretrained(twin)
-    notes = evaluate(
-        Evaluation(str(twin), [made], Data(tokens=512, length=512), windows=[(4, 16)], queries=0)
-    )["notes"]
-    assert any("made for other weights" in note for note in notes)
-    from rotationzoo.text.documents import BUNDLED
-
-    seen = Data(source=str(BUNDLED), tokens=2048, length=512)
-    notes = evaluate(Evaluation("demo", [folder / "oscar"], seen, queries=0))["notes"]
-    assert any("calibrated on this very text" in note for note in notes)
-
-
-def test_what_does_not_fit_is_refused_before_the_weights(models_and_artifacts, tmp_path, tiny):
-    folder, _ = models_and_artifacts
-    with pytest.raises(RotationZooError, match="made for a model of other layers"):
-        evaluate(Evaluation(str(tiny), [folder / "oscar"], SMALL))
-    with pytest.raises(RotationZooError, match="are too short"):
-        evaluate(Evaluation("demo", [], SMALL))
-    with pytest.raises(UsageError, match="no attention in layer 9: it has layers 0 to 3"):
-        evaluate(Evaluation("demo", [], Data(tokens=512, length=512), layers={9}))
-    with pytest.raises(RotationZooError, match="is no artifact"):
-        evaluate(Evaluation("demo", [tmp_path], SMALL))
-    for text in ("64", "a/b", "64/256,"):
-        if text != "64/256,":
-            with pytest.raises(UsageError, match="--windows"):
-                parse_windows(text)
+def test_windows_and_layers_on_the_command_line():
     assert parse_windows("64/256,128/1024") == [(64, 256), (128, 1024)]
-    assert parse_layers("0,4-6") == {0, 4, 5, 6}
     assert parse_windows("4/16,8/32,4/16") == [(4, 16), (8, 32)]
+    assert parse_layers("0,4-6") == {0, 4, 5, 6}
+    for text in ("64", "a/b"):
+        with pytest.raises(UsageError, match="--windows"):
+            parse_windows(text)
     for text in ("0,x", "3-1", ""):
         with pytest.raises(UsageError, match="--layers"):
             parse_layers(text)
@@ -250,30 +159,19 @@ def test_what_does_not_fit_is_refused_before_the_weights(models_and_artifacts, t
 def test_the_command_line(command):
     made = command("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
     folder = made.stdout.strip()
-    words = [
-        "evaluate",
-        "demo",
-        folder,
-        "--tokens",
-        "1024",
-        "--length",
-        "512",
-        "--windows",
-        "16/64,64/256",
-    ]
+    words = ["evaluate", "demo", folder, "--windows", "16/64,64/256"]
+    words += ["--tokens", "1024", "--length", "512"]
     shown = command(*words, "--save", "--json")
     assert shown.returncode == 0, shown.stderr
     report = json.loads(shown.stdout)
     assert {"tokens", "exact", "arms"} <= report.keys()
-    assert {"perplexity", "perplexity_increase", "attention_kl", "output_error"} <= report["arms"][
-        "demo-oscar"
-    ].keys()
-    table = command(*words, env={"COLUMNS": "80"})
-    assert table.returncode == 0
-    assert "…" not in table.stdout
-    assert max(map(len, (line for line in table.stdout.splitlines() if "  " in line))) <= 80, (
-        "tables"
-    )
+    measures = {"perplexity", "perplexity_increase", "attention_kl", "output_error"}
+    assert measures <= report["arms"]["demo-oscar"].keys()
+    shown = command(*words, env={"COLUMNS": "80"})
+    assert shown.returncode == 0
+    assert "…" not in shown.stdout
+    table = [line for line in shown.stdout.splitlines() if "  " in line]
+    assert max(map(len, table)) <= 80
     assert command("verify", folder).returncode == 0
     wrong = command("evaluate", "demo", folder, "--keys-only", "--values-only")
     assert wrong.returncode == 2

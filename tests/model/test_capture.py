@@ -75,9 +75,8 @@ def test_capture_sees_every_layer_and_is_undone(name):
     assert all(torch.isfinite(tensor).all() for tensor in statistics.values())
 
 
-def test_the_table_in_the_docs_is_what_the_probe_finds():
-    """Rewrites docs/architectures.md where it is out of date, and fails so that the change is
-    committed."""
+def test_the_table_in_the_docs_is_what_the_probe_finds(request):
+    """`pytest tests/model/test_capture.py --write-docs` writes it into docs/architectures.md."""
     rows = []
     for name in filter(architectures.available, NAMES):
         model = architectures.build(name)
@@ -90,7 +89,8 @@ def test_the_table_in_the_docs_is_what_the_probe_finds():
         layers = cached_layers(geometry)
         what = f"layers {', '.join(str(layer.index) for layer in layers)} of {architectures.LAYERS}"
         if len(geometry) > len(layers):
-            what += f"; layers {', '.join(str(x.index) for x in geometry if x.owner != x.index)} share their caches"
+            sharing = [str(layer.index) for layer in geometry if layer.owner != layer.index]
+            what += f"; layers {', '.join(sharing)} share their caches"
         dims = sorted({(layer.key_dim, layer.value_dim) for layer in layers})
         if len(dims) > 1:
             what += f"; head dimensions {', '.join(str(key) for key, _ in dims)}"
@@ -102,9 +102,12 @@ def test_the_table_in_the_docs_is_what_the_probe_finds():
     text = TABLE.read_text(encoding="utf-8")
     head, _ = text.split("| architecture |")
     body = "| architecture | | what is found |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-    if text != head + body and len(rows) == len(NAMES):
+    if len(rows) < len(NAMES):
+        pytest.skip("this transformers lacks some of the architectures")
+    if request.config.getoption("--write-docs"):
         TABLE.write_text(head + body, encoding="utf-8")
-        pytest.fail("docs/architectures.md was out of date; it has been rewritten")
+    else:
+        assert text == head + body, "run this test with --write-docs"
 
 
 def test_restored_when_the_forward_raises():
@@ -161,9 +164,8 @@ def test_a_capture_that_changes_the_model_is_refused():
 
     def drift(module, args, output):
         state["calls"] += 1
-        return output * (
-            2 if state["calls"] == 2 else 1
-        )  # the second forward, the captured one, differs
+        # The second forward, the captured one, differs.
+        return 2 * output if state["calls"] == 2 else output
 
     norm.register_forward_hook(drift)
     with pytest.raises(UnsupportedModel, match="changes what"), torch.no_grad():
@@ -179,16 +181,13 @@ def test_two_attentions_in_a_layer_are_refused():
 
 
 def test_models_without_attention_or_with_a_part_called_decoder():
+    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64)
     with pytest.raises(UnsupportedModel, match="code of its own"):
-        geometry_on_meta(
-            loading.on_meta(
-                transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64),
-                "mamba",
-            )
-        )
+        geometry_on_meta(loading.on_meta(mamba, "mamba"))
     odd = transformers.ModernBertDecoderConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2,
     )  # fmt: skip
     assert len(geometry_on_meta(loading.on_meta(odd, "modernbert"))) == 2
 

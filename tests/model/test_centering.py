@@ -30,7 +30,7 @@ from rotationzoo.model.geometry import (
     shifted_layers,
 )
 from rotationzoo.recipe import PRESETS, Data, Search
-from rotationzoo.zoo import regenerate
+from rotationzoo.zoo import due
 from rotationzoo.zoo.index import Entry
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
@@ -247,7 +247,7 @@ def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     """The published recipe is what was done; the configured one is what was asked for."""
     done = BEST.model_copy(update={"center_keys": False})
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
-    reasons = [regenerate._reason(None, recipe, entry, "1" * 40, {}) for recipe in (BEST, CENTERED)]
+    reasons = [due._find_reason(None, recipe, entry, "1" * 40, {}) for recipe in (BEST, CENTERED)]
     assert reasons == [None, "the recipe has changed"]
 
 

@@ -31,18 +31,19 @@ SEARCHED = PRESETS["best"].model_copy(
 
 
 def read_all(model, geometry) -> dict[int, tuple[torch.Tensor | None, str]]:
-    return {layer: found.read() for layer, found in output_projections(model, geometry).items()}
+    projections = output_projections(model, geometry)
+    return {layer: projection.read() for layer, projection in projections.items()}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_the_output_projection_is_found_by_what_runs(name):
     model = architectures.build(name)
     geometry = geometry_of(model)
-    found = read_all(model, geometry)
-    assert set(found) == {layer.index for layer in geometry}
+    matrices = read_all(model, geometry)
+    assert set(matrices) == {layer.index for layer in geometry}
     for layer in geometry:
         weight = model.get_decoder().layers[layer.index].self_attn.o_proj.weight
-        matrix, kept = found[layer.index]
+        matrix, kept = matrices[layer.index]
         assert matrix.shape == (layer.query_heads, layer.value_dim, 64)
         assert torch.equal(matrix.flatten(0, 1).T, weight)
         assert kept == "weight"
@@ -69,10 +70,10 @@ def test_offloaded_weights_are_read_and_then_let_go(place, tmp_path):
         )
     weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
     assert all(weight.is_meta for weight in weights)
-    found = read_all(model, geometry)
+    matrices = read_all(model, geometry)
     for layer, (matrix, kept) in expected.items():
-        assert kept == found[layer][1] == "weight"
-        assert torch.equal(found[layer][0], matrix)
+        assert kept == matrices[layer][1] == "weight"
+        assert torch.equal(matrices[layer][0], matrix)
     assert all(layer.self_attn.o_proj.weight.is_meta for layer in model.model.layers)
 
 
@@ -82,17 +83,19 @@ def test_a_search_with_weights_on_disk_gives_the_same_rotations(tmp_path, monkey
     plain = calibrate(Job(output=tmp_path / "plain", **job))
     places = []
     load = loading.load
-    monkeypatch.setattr(
-        loading,
-        "load",
-        lambda *a: (loaded := load(*a), places.extend(loaded.hf_device_map.values()))[0],
-    )
+
+    def note_places(*arguments):
+        model = load(*arguments)
+        places.extend(model.hf_device_map.values())
+        return model
+
+    monkeypatch.setattr(loading, "load", note_places)
     spread = calibrate(
         Job(output=tmp_path / "spread", device_map="auto", max_memory="cpu=150KB", **job)
     )
     assert "disk" in places
-    for one in (plain, spread):
-        kept = [layer["projection"] for layer in one.content["search"]["layers"].values()]
+    for artifact in (plain, spread):
+        kept = [layer["projection"] for layer in artifact.content["search"]["layers"].values()]
         assert kept == [{str(layer): "weight"} for layer in range(4)]
     assert spread.identity == plain.identity
 
@@ -125,10 +128,8 @@ def test_fp8_weights_are_multiplied_with_their_scales(name):
                 scale = scale.to(torch.float8_e8m0fnu)
             whole = scale.float()[blocks_of(64, sizes[0])][:, blocks_of(64, sizes[1])]
         else:
-            scale = torch.rand(
-                [] if name == "one scale" else [64] if name == "row vector" else [64, 1],
-                generator=generator,
-            )
+            shape = {"one scale": [], "row vector": [64], "rows": [64, 1]}[name]
+            scale = torch.rand(shape, generator=generator)
             whole = (scale[:, None] if name == "row vector" else scale).expand(64, 64)
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
         if sizes or name == "one scale":
@@ -137,9 +138,8 @@ def test_fp8_weights_are_multiplied_with_their_scales(name):
             del module.weight_scale_inv
             module.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
         exact[index] = weight.double() * whole.double()
-        module.forward = lambda rows, index=index: (
-            rows @ exact[index].float().T
-        )  # its own kernels are a GPU's
+        # Its own kernels are a GPU's.
+        module.forward = lambda rows, index=index: rows @ exact[index].float().T
         layer.self_attn.o_proj = module
     for layer, (matrix, kept) in read_all(model, geometry).items():
         assert kept == "dequantized"
@@ -164,9 +164,9 @@ def test_what_is_not_read_says_why(change, says):
     module = model.model.layers[2].self_attn.o_proj
     module.forward = lambda rows, weight=module.weight: rows @ weight.T
     module.weight = torch.nn.Parameter(change(module), requires_grad=False)
-    found = read_all(model, geometry_of(model))
-    assert found[2] == (None, says)
-    assert found[1][1] == "weight"
+    matrices = read_all(model, geometry_of(model))
+    assert matrices[2] == (None, says)
+    assert matrices[1][1] == "weight"
 
 
 @pytest.mark.hostile("values")
@@ -191,15 +191,18 @@ def test_the_record_and_the_table_say_what_was_not_read(tmp_path, inside, monkey
         {"0": "identity: its weights are kept as int8"},
         {"1": "identity: its weights are kept as int8"},
     ]
-    said = "Scored without the output projection, which was not readable: layers 0, 1 (its weights are kept as int8)"
-    assert said in inside("inspect", "out").stdout
+    sentence = (
+        "Scored without the output projection, which was not readable: "
+        "layers 0, 1 (its weights are kept as int8)"
+    )
+    assert sentence in inside("inspect", "out").stdout
 
 
 def test_sinks_that_are_elsewhere_are_part_of_the_scores(tmp_path):
     """An attention's own parameters are in memory only while it runs, and samples are read after
     that."""
     rows = list(torch.randint(3, 59, (2, 40), generator=torch.Generator().manual_seed(1)))
-    found = []
+    samples_of = []
     for offloaded in (False, True):
         model = architectures.build("gpt_oss")
         geometry = geometry_of(model)
@@ -208,9 +211,8 @@ def test_sinks_that_are_elsewhere_are_part_of_the_scores(tmp_path):
         projections = {layer: matrix for layer, (matrix, _) in read_all(model, geometry).items()}
         sampled = {layer: projections[layer] for layer in (0, 1)}
         samples = sample_queries(model, geometry, rows, Cache(sink=2, recent=4), 8, sampled)
-        found.append(
-            [(one.exact, *one.attention(one.key)) for layer in (0, 1) for one in samples[layer]]
-        )
+        both_layers = [*samples[0], *samples[1]]
+        samples_of.append([(sample.exact, *sample.attention(sample.key)) for sample in both_layers])
         assert model.model.layers[0].self_attn.sinks.is_meta == offloaded
-    for plain, spread in zip(*found, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(plain, spread, strict=True))
+    for plain, spread in zip(*samples_of, strict=True):
+        assert all(map(torch.equal, plain, spread))

@@ -13,8 +13,10 @@ import transformers
 LAYERS = 4
 WINDOW = 8
 BASE = dict(
-    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2,
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 ROUTED = dict(
@@ -23,7 +25,8 @@ ROUTED = dict(
 ROUTED |= dict(first_k_dense_replace=1)
 LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
 LATENT = dict(
-    q_lora_rank=32, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=4, **ROUTED
+    q_lora_rank=32, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    num_key_value_heads=4, **ROUTED
 )  # fmt: skip
 INDEXER = dict(LATENT, index_topk=4, index_n_heads=2, index_head_dim=16)
 DELTA = dict(
@@ -47,12 +50,16 @@ _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("Phi3", "Phi3", dict(sliding_window=WINDOW)),
     "mistral": ("Mistral", "Mistral", dict(sliding_window=WINDOW)),
     "gemma2": ("Gemma2", "Gemma2", dict(
-        head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=1.0, attn_implementation="eager")),
-    "gemma3": ("Gemma3", "Gemma3Text", dict(head_dim=16, sliding_window=WINDOW, layer_types=MOSTLY_SLIDING)),
+        head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=1.0,
+        attn_implementation="eager")),
+    "gemma3": ("Gemma3", "Gemma3Text", dict(head_dim=16, sliding_window=WINDOW,
+        layer_types=MOSTLY_SLIDING)),
     "gemma4": ("Gemma4", "Gemma4Text", dict(
-        head_dim=16, global_head_dim=32, sliding_window=WINDOW, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+        head_dim=16, global_head_dim=32, sliding_window=WINDOW, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=64, layer_types=["sliding_attention", "full_attention"] * 2)),
-    "gpt_oss": ("GptOss", "GptOss", dict(head_dim=16, sliding_window=WINDOW, layer_types=MOSTLY_SLIDING, **LOCAL)),
+    "gpt_oss": ("GptOss", "GptOss", dict(head_dim=16, sliding_window=WINDOW,
+        layer_types=MOSTLY_SLIDING, **LOCAL)),
     "mimo_v2_flash": ("MiMoV2Flash", "MiMoV2Flash", dict(
         head_dim=16, v_head_dim=12, sliding_window=WINDOW, layer_types=MOSTLY_SLIDING, **ROUTED)),
     "llama4": ("Llama4", "Llama4Text", dict(
@@ -60,9 +67,11 @@ _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", "Glm4Moe", dict(head_dim=16, **ROUTED)),
     "minimax_m2": ("MiniMaxM2", "MiniMaxM2", dict(head_dim=16, **LOCAL)),
     "qwen3_next": ("Qwen3Next", "Qwen3Next", dict(
-        head_dim=16, layer_types=MOSTLY_LINEAR, shared_expert_intermediate_size=32, decoder_sparse_step=1, **EXPERTS, **DELTA)),
+        head_dim=16, layer_types=MOSTLY_LINEAR, shared_expert_intermediate_size=32,
+        decoder_sparse_step=1, **EXPERTS, **DELTA)),
     "qwen3_5": ("Qwen3_5", "Qwen3_5Text", dict(head_dim=16, layer_types=MOSTLY_LINEAR, **DELTA)),
-    "minimax": ("MiniMax", "MiniMax", dict(head_dim=16, block_size=8, layer_types=MOSTLY_LINEAR, **LOCAL)),
+    "minimax": ("MiniMax", "MiniMax", dict(head_dim=16, block_size=8, layer_types=MOSTLY_LINEAR,
+        **LOCAL)),
     "lfm2": ("Lfm2", "Lfm2", dict(layer_types=["conv", "conv", "full_attention", "conv"])),
     "kimi_linear": ("KimiLinear", "KimiLinear", dict(
         LATENT, head_dim=16, layer_types=MOSTLY_LINEAR, linear_head_dim=16, linear_num_heads=4)),
@@ -72,20 +81,25 @@ _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsa", "GlmMoeDsa", INDEXER),
     "deepseek_v4": ("DeepseekV4", "DeepseekV4", dict(head_dim=16, sliding_window=WINDOW)),
     "doge": ("Doge", "Doge", {}),
-    "falcon": ("Falcon", "Falcon", dict(new_decoder_architecture=True, num_kv_heads=2, alibi=False)),
+    "falcon": ("Falcon", "Falcon", dict(new_decoder_architecture=True, num_kv_heads=2,
+        alibi=False)),
 }  # fmt: skip
 _WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptj": ("GPTJForCausalLM", "GPTJConfig", dict(
-        vocab_size=64, n_embd=64, n_layer=LAYERS, n_head=4, rotary_dim=8, n_positions=64, bos_token_id=1, eos_token_id=2)),
+        vocab_size=64, n_embd=64, n_layer=LAYERS, n_head=4, rotary_dim=8, n_positions=64,
+        bos_token_id=1, eos_token_id=2)),
     "gemma3-vlm": ("Gemma3ForConditionalGeneration", "Gemma3Config", dict(
-        text_config=dict(BASE, head_dim=16, sliding_window=WINDOW, layer_types=MOSTLY_SLIDING), mm_tokens_per_image=4,
+        text_config=dict(BASE, head_dim=16, sliding_window=WINDOW, layer_types=MOSTLY_SLIDING),
+        mm_tokens_per_image=4,
         vision_config=dict(
-            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14))),
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            image_size=28, patch_size=14))),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", dict(
         MARKERS, vision_config=dict(VISION, deepstack_visual_indexes=[0]),
         text_config=dict(BASE, head_dim=16, rope_parameters=MROPE))),
     "qwen3_5-vlm": ("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", dict(
-        MARKERS, vision_config=VISION, text_config=dict(BASE, head_dim=16, layer_types=MOSTLY_LINEAR, **DELTA))),
+        MARKERS, vision_config=VISION, text_config=dict(BASE, head_dim=16,
+        layer_types=MOSTLY_LINEAR, **DELTA))),
 }  # fmt: skip
 NAMES = [*_CAUSAL, *_WHOLE]
 

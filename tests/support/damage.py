@@ -1,6 +1,7 @@
 """What tests of damaged, planted and half-written files share: a small artifact, and what a refusal
 is."""
 
+import json
 from pathlib import Path
 
 from rotationzoo.calibration.job import calibrate
@@ -10,6 +11,15 @@ from support.models import save_tiny
 
 SMALL = PRESETS["oscar"].model_copy(
     update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16}
+)
+
+# Commands that read an artifact, with the rest of their words.
+READERS = (
+    ("inspect",),
+    ("verify",),
+    ("report",),
+    ("export", "--to", "sglang"),
+    ("push", "me/zoo", "--dry-run"),
 )
 
 
@@ -27,3 +37,13 @@ def refused(result) -> str:
     assert [line[:7] for line in lines if line.startswith("Error: ")] == ["Error: "], result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr
+
+
+def all_refuse(inside, folder: Path) -> list[str]:
+    """What each command says, in one sentence."""
+    return [refused(inside(word, folder, *more)) for word, *more in READERS]
+
+
+def edit_manifest(folder: Path, **changes) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -32,9 +32,12 @@ CENTERED = OSCAR.model_copy(update={"center_keys": True})
 
 # What an engine does not take, agreed to.
 AGREED = {
-    "sglang": {}, "onnx": {}, "mlx": {},
-    "vllm": {"pooled": True, "windows": (0, 0)}, "llama.cpp": {"pooled": True, "clip": (0.96, 0.96)},
-}  # fmt: skip
+    "sglang": {},
+    "onnx": {},
+    "mlx": {},
+    "vllm": {"pooled": True, "windows": (0, 0)},
+    "llama.cpp": {"pooled": True, "clip": (0.96, 0.96)},
+}
 
 
 def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifact:
@@ -45,14 +48,22 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
     rotations = fit(statistics, recipe, geometry)
     manifest = {
         "model": {
-            "id": f"tiny/{family}", "revision": "0" * 40, "license": None, "architecture": family,
-            "config_sha256": "1" * 64, "weights_fingerprint": "2" * 64,
+            "id": f"tiny/{family}",
+            "revision": "0" * 40,
+            "license": None,
+            "architecture": family,
+            "config_sha256": "1" * 64,
+            "weights_fingerprint": "2" * 64,
         },
-        "geometry": geometry_json(geometry), "recipe": recipe.model_dump(), "recipe_sha256": recipe.hash,
-        "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64}, "identity": {},
-        "versions": {"rotationzoo": "0"}, "run": {"seconds": 0.0, "peak_memory_bytes": None},
+        "geometry": geometry_json(geometry),
+        "recipe": recipe.model_dump(),
+        "recipe_sha256": recipe.hash,
+        "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64},
+        "identity": {},
+        "versions": {"rotationzoo": "0"},
+        "run": {"seconds": 0.0, "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": 0.0},
-    }  # fmt: skip
+    }
     return write_artifact(folder, rotations, average(statistics), manifest)
 
 
@@ -94,7 +105,7 @@ def exported(engine: str, artifact: Artifact, folder: Path, **changes):
 
 def matrices(artifact: Artifact, layer, side: str, pooled: bool) -> torch.Tensor:
     """What the engine should multiply by, `[H, D, D]`."""
-    rotations = payload.pooled(artifact) if pooled else artifact.rotations
+    rotations = payload.pooled_rotations(artifact) if pooled else artifact.rotations
     return rotations[layer.index][side].matrix.expand(layer.kv_heads, -1, -1)
 
 

@@ -16,8 +16,10 @@ def save_tiny(folder: Path, **changes) -> Path:
     it."""
     torch.manual_seed(0)
     options = dict(
-        vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=0,
+        vocab_size=2048, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=0,
     )  # fmt: skip
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**options, **changes}))
     with torch.no_grad():

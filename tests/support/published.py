@@ -47,7 +47,7 @@ def zoo(inside, monkeypatch, tmp_path):
         monkeypatch.setenv("HF_TOKEN", hf.token)
         for name, value in ms_environment(ms, tmp_path).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("rotationzoo.zoo.hubs.protocol._PAUSE", 0.0)
+        monkeypatch.setattr("rotationzoo.zoo.hubs.retry._PAUSE_SECONDS", 0.0)
 
         def run(*words) -> SimpleNamespace:
             return inside(*words)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.hubs import Answer, Fault
 from support.hubs.broken import answer, black_hole, broken, endless, trickle
+from support.hubs.calls import Answer, Fault
 from support.published import ZOO, nothing_left, ok, refused
 from support.zoo_models import save_foreign
 
@@ -31,19 +31,25 @@ ANSWERS = {
     "a-list": lambda _: answer(b"[1, 2, 3]"),
     "null": lambda _: answer(b"null"),
     "a-number": lambda _: answer(b"7"),
-    "types": lambda _: answer(b'{"id": 7, "sha": ["x"], "siblings": 3, "data": 4, "Data": 5, "Code": {}}'),
-    "a-sha-that-is-a-path": lambda _: answer(b'{"id": "a/b", "sha": "../../../escaped", "data": [], "Data": "x"}'),
+    "types": lambda _: answer(
+        b'{"id": 7, "sha": ["x"], "siblings": 3, "data": 4, "Data": 5, "Code": {}}'
+    ),
+    "a-sha-that-is-a-path": lambda _: answer(
+        b'{"id": "a/b", "sha": "../../../escaped", "data": [], "Data": "x"}'
+    ),
     "nested": lambda _: answer(b"[" * 100_000),
     "a-long-number": lambda _: answer(b'{"sha": ' + b"9" * 100_000 + b"}"),
     "compressed": lambda _: answer(b"\x1f\x8b\x08", "Content-Encoding: gzip\r\n"),
-    "redirected-for-ever": lambda _: answer(b"", "Location: /api/models/again/again\r\n", "302 Found"),
+    "redirected-for-ever": lambda _: answer(
+        b"", "Location: /api/models/again/again\r\n", "302 Found"
+    ),
     "redirected-to-a-file": lambda _: answer(b"", "Location: file:///etc/passwd\r\n", "302 Found"),
     "a-wait-of-a-day": lambda _: answer(b"{}", "Retry-After: 86400\r\n", "429 Too Many Requests"),
     "unavailable": lambda _: answer(HTML, "", "503 Service Unavailable"),
     "without-end": lambda _: endless(OK + b"\r\n", b"[" * 65536),
     "an-error-without-end": lambda _: endless(b"HTTP/1.1 500 Oh\r\n\r\n", b"x" * 65536),
     "headers-without-end": lambda _: endless(OK, b"X-More: " + b"x" * 60_000 + b"\r\n"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -119,8 +125,8 @@ def test_no_more_is_written_than_the_index_says(zoo, made, pointed, tmp_path, an
 
 @pytest.mark.hostile("size")
 def test_a_file_that_never_comes_to_its_end_is_given_up(zoo, made, pointed, tmp_path, monkeypatch):
-    monkeypatch.setattr("rotationzoo.network.limits.ANSWER", 1.0)
-    monkeypatch.setattr("rotationzoo.network.limits.SLOWEST", 1 << 40)
+    monkeypatch.setattr("rotationzoo.network.limits.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("rotationzoo.network.limits.SLOWEST_BYTES_PER_SECOND", 1 << 40)
     hub = a_hub(
         made, tmp_path, zoo, {"rotations.safetensors": lambda _: trickle(OK + b"\r\n", 0.1)}
     )
@@ -173,7 +179,7 @@ def test_sizes_are_added_up_before_anything_is_fetched(zoo, made, tmp_path):
 @pytest.mark.hostile("size")
 def test_what_nobody_gave_a_size_has_one_in_the_listing(zoo, tmp_path, monkeypatch):
     save_foreign(zoo, tmp_path)
-    monkeypatch.setattr("rotationzoo.zoo.pull.FOREIGN_BYTES", 1000)
+    monkeypatch.setattr("rotationzoo.zoo.oscar_zoo.MAX_BYTES", 1000)
     assert "more than rotations of a model take" in refused(zoo.run("pull", "Qwen/Qwen3-8B"))
     assert not [line for line in zoo.hf.requests if "/resolve/" in line and ".pt" in line]
 
@@ -212,7 +218,7 @@ def test_where_nothing_listens_the_answer_comes_at_once(
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_where_nobody_answers_it_says_whom_it_waits_for(zoo, pointed, words, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    for name, seconds in {"ANSWER": 1.0, "PATIENCE": 0.2}.items():
+    for name, seconds in {"ANSWER_SECONDS": 1.0, "NOTICE_SECONDS": 0.2}.items():
         monkeypatch.setattr(f"rotationzoo.network.limits.{name}", seconds)
     with black_hole() as endpoint:
         pointed(endpoint)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.hubs import Fault
+from support.hubs.calls import Fault
 from support.published import ZOO, nothing_left, ok, refused
 
 from rotationzoo.artifact.store import Artifact
@@ -224,9 +224,14 @@ def test_two_local_models_do_not_share_a_name_in_a_zoo(zoo, made, tmp_path):
 
 
 LISTED = {
-    "model": "Qwen/Qwen3-8B", "model_revision": "f" * 40, "config_sha256": "0" * 64, "weights_fingerprint": "0" * 64,
-    "recipe": "best", "recipe_sha256": "0" * 64, "geometry": [{"index": 0}],
-}  # fmt: skip
+    "model": "Qwen/Qwen3-8B",
+    "model_revision": "f" * 40,
+    "config_sha256": "0" * 64,
+    "weights_fingerprint": "0" * 64,
+    "recipe": "best",
+    "recipe_sha256": "0" * 64,
+    "geometry": [{"index": 0}],
+}
 
 
 @pytest.mark.hostile("hub")

@@ -167,9 +167,13 @@ def runner(command, tmp_path):
 
         def run(script: str, fails: bool = False, **variables: str) -> str:
             done = subprocess.run(
-                ["bash", "-e", "-o", "pipefail", "-c", script], cwd=command.folder, env=environment | variables,
-                capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
+                ["bash", "-e", "-o", "pipefail", "-c", script],
+                cwd=command.folder,
+                env=environment | variables,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
             assert (done.returncode != 0) == fails, done.stdout + done.stderr
             return done.stdout + done.stderr
 

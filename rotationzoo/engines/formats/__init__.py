@@ -1,0 +1,1 @@
+"""One module an engine, and the file formats that engines share."""

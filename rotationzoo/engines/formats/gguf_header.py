@@ -13,24 +13,15 @@ from typing import Any, BinaryIO
 
 from rotationzoo.errors import RotationZooError
 
-_SCALARS = {
-    0: 1,
-    1: 1,
-    2: 2,
-    3: 2,
-    4: 4,
-    5: 4,
-    6: 4,
-    7: 1,
-    10: 8,
-    11: 8,
-    12: 8,
-}  # type of a field -> bytes
+# Type of a field -> bytes of a value.
+_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
-_MOST_ELEMENTS = (
-    1 << 22
-)  # of all lists together: the largest vocabularies have 1.3 million with their merges
+# Of all lists together: the largest vocabularies have 1.3 million with their merges.
+_MOST_ELEMENTS = 1 << 22
 _MOST_DIMENSIONS, _LONGEST_NAME = 4, 1 << 16  # ggml's own, and the specification's for keys
+# The least bytes that a field takes (length of its name, type, one byte of value), and a tensor
+# (length of its name, number of dimensions, one dimension, type, offset).
+_LEAST_FIELD, _LEAST_TENSOR = 13, 32
 
 
 def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
@@ -40,7 +31,7 @@ def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
     """
     try:
         with path.open("rb") as file:
-            _Walk(file, path.stat().st_size, sizes).all()
+            _Walk(file, path.stat().st_size, sizes).check_all()
     except OSError as error:
         raise RotationZooError(
             f"{path} cannot be read: {error.strerror}", hint="check the path"
@@ -53,15 +44,21 @@ def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
 
 @dataclass
 class _Walk:
+    """One pass over a header; every problem is a `ValueError`."""
+
     file: BinaryIO
     size: int
     sizes: dict[int, tuple[int, int]]
     order: str = "<"
+    """Byte order, as `struct` writes it."""
     elements: int = 0
+    """Of all lists so far."""
     alignment: int = 32
     ends: list[int] = field(default_factory=list)
+    """Where each tensor ends, from the first tensor on."""
 
-    def all(self) -> None:
+    def check_all(self) -> None:
+        """The magic number, fields and tensors; then whether the file is long enough for all."""
         if self._bytes(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self._number("I")
@@ -70,21 +67,22 @@ class _Walk:
         if version not in (2, 3):
             raise ValueError(f"its version is {version}, and 2 and 3 are read")
         tensors, fields = self._number("Q"), self._number("Q")
-        for _ in range(self._fitting(fields, 13)):
+        for _ in range(self._fitting(fields, _LEAST_FIELD)):
             name = self._string(_LONGEST_NAME)
             kind = self._number("I")
             if name == b"general.alignment" and kind == _UINT32:
                 self.alignment = self._number("I")
             else:
                 self._skip_value(kind)
-        for _ in range(self._fitting(tensors, 32)):
+        for _ in range(self._fitting(tensors, _LEAST_TENSOR)):
             self._tensor()
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"its alignment is {self.alignment}, and no power of two")
         start = -(-self.file.tell() // self.alignment) * self.alignment
-        if self.ends and start + max(self.ends) > self.size:
+        end = start + max(self.ends, default=0)
+        if self.ends and end > self.size:
             raise ValueError(
-                f"its tensors end at byte {start + max(self.ends):,}, and it has {self.size:,}: it was cut off"
+                f"its tensors end at byte {end:,}, and it has {self.size:,}: it was cut off"
             )
 
     def _tensor(self) -> None:
@@ -98,8 +96,9 @@ class _Walk:
         kind, offset = self._number("I"), self._number("Q")
         if kind not in self.sizes:
             raise ValueError(f"a tensor of it is of type {kind}, which is not known here")
-        block, bytes_ = self.sizes[kind]
-        self.ends.append(offset + -(-elements // block) * bytes_)
+        block_elements, block_bytes = self.sizes[kind]
+        blocks = -(-elements // block_elements)
+        self.ends.append(offset + blocks * block_bytes)
 
     def _skip_value(self, kind: int) -> None:
         if kind == _STRING:
@@ -107,19 +106,22 @@ class _Walk:
         elif kind in _SCALARS:
             self._bytes(_SCALARS[kind])
         elif kind == _ARRAY:
-            inner, count = self._number("I"), self._number("Q")
-            self.elements += self._fitting(count, _SCALARS.get(inner, 8))
-            if self.elements > _MOST_ELEMENTS:
-                raise ValueError(f"its lists have more than {_MOST_ELEMENTS:,} elements")
-            if inner == _STRING:
-                for _ in range(count):
-                    self._string(self.size)
-            elif inner in _SCALARS:
-                self._skip(count * _SCALARS[inner])
-            else:
-                raise ValueError(f"a list of it is of type {inner}, which is not known here")
+            self._skip_list()
         else:
             raise ValueError(f"a field of it is of type {kind}, which is not known here")
+
+    def _skip_list(self) -> None:
+        kind, count = self._number("I"), self._number("Q")
+        self.elements += self._fitting(count, _SCALARS.get(kind, 8))
+        if self.elements > _MOST_ELEMENTS:
+            raise ValueError(f"its lists have more than {_MOST_ELEMENTS:,} elements")
+        if kind == _STRING:
+            for _ in range(count):
+                self._string(self.size)
+        elif kind in _SCALARS:
+            self._skip(count * _SCALARS[kind])
+        else:
+            raise ValueError(f"a list of it is of type {kind}, which is not known here")
 
     def _fitting(self, count: int, least: int) -> int:
         """The count, of things of at least so many bytes, if the rest of the file can hold them."""

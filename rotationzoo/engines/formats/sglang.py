@@ -1,38 +1,45 @@
 """SGLang with the 2-bit cache: OSCAR's own server and its pull request to SGLang.
 
-A pair of `.pt` files, found by two environment variables. A server that reads a pair holds a shared
-lock; who replaces one holds it alone (`srt/mem_cache/oscar_rotation_paths.py` there). Its markers
-of a pair that is half written are needed by who replaces file by file; here the folder of the pair
-is replaced whole.
+A pair of `.pt` files, which the server finds by two environment variables.
 """
 
-import hashlib
-import os
 import shlex
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from rotationzoo.engines.base import Capabilities, Launch, Options, Payload, number, power_of_two
-from rotationzoo.engines.formats import oscar_pt
+from rotationzoo.engines.base import (
+    Capabilities,
+    Description,
+    Launch,
+    Options,
+    Payload,
+    clip_text,
+)
+from rotationzoo.engines.formats.limits import check_power_of_two
+from rotationzoo.engines.formats.oscar_lock import locked_pair
+from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.storage.folders import held
+from rotationzoo.model.geometry import cached_layers
 
-NAME = "sglang"
 CAPABILITIES = Capabilities(heads=True, mean=True, clip="side", windows=True)
+DESCRIPTION = Description(
+    cache="[OSCAR's SGLang](https://github.com/FutureMLS-Lab/OSCAR), "
+    "[pull request 32129](https://github.com/sgl-project/sglang/pull/32129)",
+    reads="`.pt` pair: version 2 (per KV head), 1 (`--pooled`), 3 (key mean)",
+    limits="head dimensions and groups that are no power of two; windows that are no multiple of 8",
+)
 _PAGE = 8  # tokens that leave the exact window at a time
 
 
-def check(geometry: Geometry, serving: Payload) -> None:
+def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what its kernels cannot run."""
-    power_of_two("SGLang", geometry)
-    if serving.group & (serving.group - 1):
+    check_power_of_two("SGLang", payload)
+    group = payload.largest_group
+    if group & (group - 1):
         raise RotationZooError(
-            f"SGLang cannot run quantization groups of {serving.group}: only powers of two"
+            f"SGLang cannot run quantization groups of {group}: only powers of two"
         )
-    for name, tokens in (("sink", serving.sink), ("recent", serving.recent)):
+    for name, tokens in (("sink", payload.sink), ("recent", payload.recent)):
         if tokens % _PAGE:
             raise RotationZooError(
                 f"SGLang cannot keep {tokens} {name} tokens exact: only multiples of {_PAGE}",
@@ -40,84 +47,60 @@ def check(geometry: Geometry, serving: Payload) -> None:
             )
 
 
-def write(work: Path, final: Path, serving: Payload, options: Options) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write the pair to `work`; the launch line names it in `final`."""
-    key, value = oscar_pt.write_pair(work, serving)
-    dims = {
-        dim for layer in cached_layers(serving.geometry) for dim in (layer.key_dim, layer.value_dim)
-    }
-    # Left out, the whole head of each layer is one group.
-    group = (
-        f" --kv-cache-quant-group-size {serving.group}"
-        if serving.group_size or len(dims) == 1
-        else ""
-    )
-    command = [
-        f"python -m sglang.launch_server --model-path {shlex.quote(serving.model or 'MODEL')} --kv-cache-dtype int2"
-        f"{group} --page-size {_PAGE} --prefill-attention-backend triton --decode-attention-backend triton"
-    ]
-    notes = ["needs OSCAR's SGLang, or a SGLang with pull request 32129"]
-    if len(cached_layers(serving.geometry)) < max(layer.index for layer in serving.geometry) + 1:
-        command[0] += " --mamba-radix-cache-strategy extra_buffer"
-        notes.append("only some layers of this model cache keys: their numbers count all layers")
-    if serving.group < max(dims):
-        notes.append(
-            f"{max(dims) // serving.group} groups a head: the server's prefill with more than one is unverified; compare its "
-            "answers with those of one group a head first"
-        )
-    if serving.key.mean:
-        notes.append(
-            "the key mean (version 3) needs the server of August 2026 or later; earlier ones ignore it"
-        )
-    key_clip, value_clip = serving.clip
+    key, value = (final / name for name in write_pair(work, payload))
+    key_clip, value_clip = payload.clip
     environment = {
         "SGLANG_ENABLE_MIXED_KV_WINDOWS": "1",
-        "SGLANG_OSCAR_K_ROTATION_PATH": str(final / key),
-        "SGLANG_OSCAR_V_ROTATION_PATH": str(final / value),
-        "SGLANG_OSCAR_K_CLIP_RATIO": number(key_clip, off=0),
-        "SGLANG_OSCAR_V_CLIP_RATIO": number(value_clip, off=0),
-        "SGLANG_MIXED_KV_PREFIX_TOKENS": str(serving.sink),
-        "SGLANG_MIXED_KV_RECENT_TOKENS": str(serving.recent),
+        "SGLANG_OSCAR_K_ROTATION_PATH": str(key),
+        "SGLANG_OSCAR_V_ROTATION_PATH": str(value),
+        "SGLANG_OSCAR_K_CLIP_RATIO": clip_text(key_clip, off=0),
+        "SGLANG_OSCAR_V_CLIP_RATIO": clip_text(value_clip, off=0),
+        "SGLANG_MIXED_KV_PREFIX_TOKENS": str(payload.sink),
+        "SGLANG_MIXED_KV_RECENT_TOKENS": str(payload.recent),
         "SGLANG_MIXED_KV_HP_DTYPE": "bfloat16",
         "SGLANG_MIXED_KV_SCALE_DTYPE": "float32",
     }
-    return Launch(command, environment, notes)
-
-
-@contextmanager
-def alone(environment: dict[str, str]) -> Iterator[None]:
-    """Hold the pair's lock alone while the folder of its files is replaced, so that no server reads
-    one side of each.
-
-    Raises `RotationZooError` where a server keeps it for longer than locks are waited for.
-    """
-    key, value = (
-        Path(environment[f"SGLANG_OSCAR_{letter}_ROTATION_PATH"]) for letter in ("K", "V")
+    return Launch(
+        [_command(payload)], environment, _notes(payload), partial(locked_pair, key, value)
     )
-    pair, _, _ = markers(key, value)
-    locks = Path(
-        os.environ.get("SGLANG_OSCAR_CALIBRATION_LOCK_DIR")
-        or Path(tempfile.gettempdir()) / "sglang-oscar-locks"
-    )
-    with held(
-        locks / f"oscar_{pair}.lock",
-        f"reading or writing {key.parent} (an SGLang server)",
-        kept=True,
-    ):
-        yield
 
 
-def old_markers(folder: Path) -> list[str]:
-    """Names of what says of earlier pairs in a folder that they are half written, or whole."""
-    return [path.name for path in folder.glob(".oscar_*.json")]
+def _command(payload: Payload) -> str:
+    words = [
+        f"python -m sglang.launch_server --model-path {shlex.quote(payload.model or 'MODEL')}",
+        "--kv-cache-dtype int2",
+    ]
+    # Left out, the whole head of each layer is one group.
+    if payload.group_size or len(payload.head_dims) == 1:
+        words.append(f"--kv-cache-quant-group-size {payload.largest_group}")
+    words.append(f"--page-size {_PAGE}")
+    words.append("--prefill-attention-backend triton --decode-attention-backend triton")
+    if _is_hybrid(payload):
+        words.append("--mamba-radix-cache-strategy extra_buffer")
+    return " ".join(words)
 
 
-def markers(key: Path, value: Path) -> tuple[str, Path, Path]:
-    """A pair's id, and the files that say that it is half written, or whole, as the server computes
-    them."""
-    paths = [os.path.realpath(path) for path in (key, value)]
-    pair = hashlib.sha256(f"K={paths[0]}\0V={paths[1]}".encode()).hexdigest()[:16]
-    pending, complete = (
-        Path(paths[0]).parent / f".oscar_{pair}.{state}.json" for state in ("pending", "complete")
-    )
-    return pair, pending, complete
+def _is_hybrid(payload: Payload) -> bool:
+    """Whether only some layers cache keys."""
+    layers = max(layer.index for layer in payload.geometry) + 1
+    return len(cached_layers(payload.geometry)) < layers
+
+
+def _notes(payload: Payload) -> list[str]:
+    notes = ["needs OSCAR's SGLang, or a SGLang with pull request 32129"]
+    if _is_hybrid(payload):
+        notes.append("only some layers of this model cache keys: their numbers count all layers")
+    largest_dim = max(payload.head_dims)
+    if payload.largest_group < largest_dim:
+        notes.append(
+            f"{largest_dim // payload.largest_group} groups a head: the server's prefill with more "
+            "than one is unverified; compare its answers with those of one group a head first"
+        )
+    if payload.key.mean:
+        notes.append(
+            "the key mean (version 3) needs the server of August 2026 or later; earlier ones "
+            "ignore it"
+        )
+    return notes

@@ -5,52 +5,55 @@ import shlex
 from pathlib import Path
 
 from rotationzoo.engines.base import (
-    OTHERS,
     Capabilities,
+    Description,
     Launch,
     Options,
     Payload,
-    number,
-    one_dim,
-    one_group,
+    clip_text,
 )
-from rotationzoo.engines.formats import oscar_pt
+from rotationzoo.engines.formats.limits import PAGE, check_equal_dims, check_one_group_size
+from rotationzoo.engines.formats.oscar_pt import write_pair
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.geometry import cached_layers
 
-NAME = "vllm"
 CAPABILITIES = Capabilities(heads=False, mean=False, clip="side", windows=False)
+DESCRIPTION = Description(
+    cache="[pull request 46774](https://github.com/vllm-project/vllm/pull/46774)",
+    reads="`.pt` pair, version 1",
+    limits="groups smaller than the head; head dimensions that differ",
+)
+_NAME = "vLLM's pull request"
 
 
-def check(geometry: Geometry, serving: Payload) -> None:
+def check_payload(payload: Payload) -> None:
     """Raise `RotationZooError` for what the pull request cannot run."""
-    one_dim("vLLM's pull request", geometry)
-    one_group("vLLM's pull request", geometry, serving)
-    for layer in cached_layers(geometry):
-        if serving.group_size is not None and serving.group_size < layer.key_dim:
+    check_equal_dims(_NAME, payload)
+    check_one_group_size(_NAME, payload)
+    for layer in cached_layers(payload.geometry):
+        if payload.group_size is not None and payload.group_size < layer.key_dim:
             raise RotationZooError(
-                f"vLLM's pull request keeps one scale a head, and this artifact has groups of {serving.group_size}",
-                hint=OTHERS,
+                f"{_NAME} keeps one scale a head, and this artifact has groups of "
+                f"{payload.group_size}",
+                hint=PAGE,
             )
 
 
-def write(work: Path, final: Path, serving: Payload, options: Options) -> Launch:
+def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
     """Write the pair to `work`; the launch line names it in `final`."""
-    key, value = oscar_pt.write_pair(work, serving)
-    key_clip, value_clip = serving.clip
+    key, value = write_pair(work, payload)
+    key_clip, value_clip = payload.clip
     environment = {
         "VLLM_OSCAR_K_ROTATION_PATH": str(final / key),
         "VLLM_OSCAR_V_ROTATION_PATH": str(final / value),
-        "VLLM_OSCAR_K_CLIP_RATIO": number(key_clip, off=0),
-        "VLLM_OSCAR_V_CLIP_RATIO": number(value_clip, off=0),
-        "VLLM_OSCAR_GROUP_SIZE": str(serving.group),
+        "VLLM_OSCAR_K_CLIP_RATIO": clip_text(key_clip, off=0),
+        "VLLM_OSCAR_V_CLIP_RATIO": clip_text(value_clip, off=0),
+        "VLLM_OSCAR_GROUP_SIZE": str(payload.largest_group),
     }
     notes = [
         "needs a vLLM with pull request 46774",
-        "a path that is wrong, or a layer that is missing, serves without rotation and says so only in the log",
+        "a path that is wrong, or a layer that is missing, serves without rotation and says so "
+        "only in the log",
     ]
-    return Launch(
-        [f"vllm serve {shlex.quote(serving.model or 'MODEL')} --kv-cache-dtype oscar_int2"],
-        environment,
-        notes,
-    )
+    model = shlex.quote(payload.model or "MODEL")
+    return Launch([f"vllm serve {model} --kv-cache-dtype oscar_int2"], environment, notes)

@@ -1,20 +1,35 @@
-"""What a hub can do, and patience with it."""
+"""What a hub can do: say where the head is and what it holds, fetch files, and publish files.
+
+A hub imports its client when it is used. It limits what it reads, and repeats what may pass; hashes
+are checked by the caller.
+"""
 
 import tempfile
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from rotationzoo.errors import HubError
-from rotationzoo.network.limits import LARGE
+from rotationzoo.network.limits import ANSWER_BYTES
 
-T = TypeVar("T")
-SPELLING = "check the spelling of the repository and the revision"
-_ATTEMPTS = 4
-_PAUSE = 1.0  # seconds before the second attempt; doubled each time
+SPELLING_HINT = "check the spelling of the repository and the revision"
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Files to put into a repository in one step."""
+
+    repo: str
+    files: Mapping[str, Path | bytes]
+    """Path in the repository -> file on this machine, or content."""
+    message: str
+    parent: str | None
+    """The head that the files were made for; None if there was no repository."""
+    tag: str
+    """The name of what is published, on a hub that pins by tags."""
+    create_pr: bool
+    """Whether to open a pull request, on a hub that has them."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +44,8 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """What a hub says of a file; `sha256` where it tells it."""
+class ListedFile:
+    """What a hub says of a file; `sha256` where it says so much."""
 
     size: int
     sha256: str | None
@@ -40,60 +55,43 @@ class Hub(ABC):
     """One hub. Every method raises `HubError`, in one sentence, for what the hub or the network
     refuses."""
 
-    name: str
+    pins_by_tag = False
+    """Whether the revision of what is published is the publication's tag, and so is known before
+    it is published. Otherwise it is a commit, which the hub names afterwards."""
 
     @abstractmethod
     def resolve(self, repo: str, revision: str | None = None) -> str:
         """The revision that a branch, tag or None (the newest) stands for, to read from."""
 
     @abstractmethod
-    def list_files(self, repo: str, revision: str | None) -> dict[str, Listed]:
+    def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
         """Path -> size and hash of every file."""
 
     @abstractmethod
     def fetch(
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
-        """Download these files into `folder`, under the same paths, and no more of each than its
-        size."""
+        """Download these files into `folder`, under the same paths.
+
+        `sizes`: path -> the size in bytes at which a larger file is given up.
+        """
 
     @abstractmethod
-    def publish(
-        self,
-        repo: str,
-        files: Mapping[str, Path | bytes],
-        message: str,
-        parent: str | None,
-        tag: str,
-        create_pr: bool,
-    ) -> Published:
-        """Put files into a repository, made if it is not there, in one step that readers see whole
-        or not at all.
+    def publish(self, publication: Publication) -> Published:
+        """Put files into a repository, which is created if it does not exist. Readers see all of
+        the files or none.
 
-        `parent` is the head that the files were made for: raises `StaleParent` if the repository
-        has moved on since.
+        Raises `StaleParent` if the repository has moved on since `publication.parent`.
         """
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
-        """One small file, or None if the revision has none of that name. Raises `HubError` for a
+        """One small file, or None if the revision has no file of that name. Raises `HubError` for a
         large one."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                self.fetch(repo, revision, {path: LARGE}, Path(scratch))
+                self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))
             except HubError as error:
                 if error.missing:
                     return None
                 raise
             return (Path(scratch) / path).read_bytes()
-
-
-def patiently(call: Callable[[], T], passing: Callable[[Exception], bool]) -> T:
-    """Repeat a call whose failure may pass, a few times and more and more slowly."""
-    for attempt in range(_ATTEMPTS - 1):
-        try:
-            return call()
-        except Exception as error:
-            if isinstance(error, HubError) or not passing(error):
-                raise
-            time.sleep(_PAUSE * 2**attempt)
-    return call()

@@ -10,7 +10,7 @@ from support.searches import CACHE, FAMILIES, ROWS, samples_of
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.calibration.fit import fit
-from rotationzoo.evaluation.job import attention_modules
+from rotationzoo.evaluation.forward import attention_modules
 from rotationzoo.recipe import PRESETS
 
 

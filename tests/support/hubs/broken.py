@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 
 def answer(body: bytes, headers: str = "", status: str = "200 OK") -> list[bytes]:
-    return [
-        f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}Connection: close\r\n\r\n".encode(),
-        body,
-    ]
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}"
+    return [f"{head}Connection: close\r\n\r\n".encode(), body]
 
 
 def trickle(start: bytes, seconds: float = 0.3) -> Iterator[bytes]:

@@ -9,7 +9,10 @@ from contextlib import AbstractContextManager
 from http.cookies import SimpleCookie
 from typing import Any, ClassVar
 
-from support.hubs import Answer, Blob, Call, Hub, Refusal, Repository, as_json, route, running
+from support.hubs.calls import Answer, Call, Refusal, as_json
+from support.hubs.hub import Hub, route
+from support.hubs.repository import Blob, Repository
+from support.hubs.server import running
 
 PRIVATE = 1  # the hub's number for this visibility
 LARGE = 64 * 1024  # from here on the client sends any file through the storage

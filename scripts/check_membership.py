@@ -1,12 +1,12 @@
-"""How far apart are a model's own rotations and those of others, as `verify --run` sees them: many
-pairs of small models.
+"""How well `verify --run` tells a model's own rotations from those of other models: the agreements
+of many pairs of small models.
 
-    scripts/check_probe.py
+    python scripts/check_membership.py
 
 Own: rotations of the demo model, of random models and of copies with channel outliers, each
 calibrated on texts of four kinds. Related: copies with noise in their weights or rescaled channels.
-RotationFile: other random weights, layers in reverse order, heads swapped. Prints the range of the lower
-of the two agreements for each kind of pair.
+Foreign: other random weights, and layers in reverse order. Prints for each kind of pair the range
+of the lower of the two agreements.
 """
 
 import copy
@@ -20,7 +20,7 @@ from loading import load
 from rotationzoo import recipe
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import target_moment
-from rotationzoo.checks.membership import TEXT, shares
+from rotationzoo.checks.membership import TEXT, measure_agreement
 from rotationzoo.linalg.compositions import eigenbasis
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers, geometry_of
@@ -45,9 +45,8 @@ def rescaled(model: Model, sigma: float, seed: int) -> Model:
     for layer in model.model.layers:
         attention = layer.self_attn
         dim = attention.head_dim
-        keys = torch.exp(sigma * torch.randn(dim // 2, generator=generator)).repeat(
-            2
-        )  # RoPE pairs i and i + D/2
+        keys = torch.exp(sigma * torch.randn(dim // 2, generator=generator))
+        keys = keys.repeat(2)  # RoPE turns channels i and i + D/2 into each other
         attention.q_norm.weight.data /= keys
         attention.k_norm.weight.data *= keys
         heads = attention.k_proj.out_features // dim
@@ -59,12 +58,12 @@ def rescaled(model: Model, sigma: float, seed: int) -> Model:
 
 
 def noised(model: Model, size: float, seed: int) -> Model:
+    """A copy with noise in every matrix, `size` times as large as its entries."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            parameter.data += (
-                size * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
-            )
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += size * parameter.data.std() * noise
     return model
 
 
@@ -87,18 +86,18 @@ def rearranged(model: Model, order: Callable[[list], list]) -> Model:
 
 
 def families(demo: Model) -> dict[str, dict[str, dict[str, Model]]]:
-    """Shape -> family -> models: within a family they are related, between families they are
-    foreign."""
+    """Shape -> family -> models by their kin to the first, which has no name. Models of one family
+    are related, and those of two are foreign to each other."""
     related = {f"noise {size}": noised(demo, size, 1) for size in (0.02, 0.1, 0.3, 1.0)}
     related |= {f"channels {sigma}": rescaled(demo, sigma, 1) for sigma in (0.2, 0.4, 0.8, 1.5)}
+    upside_down = rearranged(demo, lambda states: states[::-1])
+    untrained = {f"random {seed}": {"": random_model(demo.config, seed)} for seed in range(4)}
     shapes = {
         "64, trained": {
             "demo": {"": demo, **related},
-            "reversed": {"": rearranged(demo, lambda s: s[::-1])},
+            "reversed": {"": upside_down},
+            **untrained,
         }
-    }
-    shapes["64, trained"] |= {
-        f"random {seed}": {"": random_model(demo.config, seed)} for seed in range(4)
     }
     for name, changes in SHAPES.items():
         config = transformers.Qwen3Config(
@@ -109,15 +108,17 @@ def families(demo: Model) -> dict[str, dict[str, dict[str, Model]]]:
             eos_token_id=0,
             **changes,
         )
-        models_ = {f"random {seed}": {"": random_model(config, seed)} for seed in range(6)}
-        shapes[name] = models_ | {
+        plain = {f"random {seed}": {"": random_model(config, seed)} for seed in range(6)}
+        outliers = {
             f"outliers {seed}": {"": rescaled(random_model(config, seed), 1.0, seed)}
             for seed in (7, 8)
         }
+        shapes[name] = plain | outliers
     return shapes
 
 
 def texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, list[torch.Tensor]]:
+    """Kind of text -> batches of token ids; the first is the text that `verify --run` reads."""
     prose = ROOT / "rotationzoo" / "data" / "demo" / "LICENSE-PSF.txt"
     sources = {
         "the same": TEXT,
@@ -126,15 +127,12 @@ def texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, list[tor
         "prose, 2,048 tokens": Data(source=str(prose), tokens=2048, length=512),
     }
     rows = {name: read_corpus(data, tokenizer).batches(1) for name, data in sources.items()}
-    return rows | {
-        "random ids": [
-            torch.randint(0, 2048, (1, 1024), generator=torch.Generator().manual_seed(1))
-        ]
-        * 4
-    }
+    ids = torch.randint(0, 2048, (1, 1024), generator=torch.Generator().manual_seed(1))
+    return rows | {"random ids": [ids] * 4}
 
 
 def moments_of(model: Model, batches: list[torch.Tensor]) -> Moments:
+    """What the recipe `oscar` would make rotations of, by layer and side."""
     with torch.no_grad():
         geometry = geometry_of(model, batches[0][:, :32])
         settings = recipe.PRESETS["oscar"]
@@ -148,10 +146,8 @@ def moments_of(model: Model, batches: list[torch.Tensor]) -> Moments:
 def lowest(made_of: Moments, measured: Moments) -> float:
     """The agreement that decides, of rotations made of some moments with what a model was measured
     to compute."""
-    found: dict[str, list[torch.Tensor]] = {"key": [], "value": []}
-    for (layer, side), moment in measured.items():
-        found[side].append(shares(eigenbasis(made_of[layer, side])[1], moment))
-    return min(torch.cat(one).mean().item() for one in found.values())
+    bases = {place: eigenbasis(moment)[1] for place, moment in made_of.items()}
+    return measure_agreement(bases, measured).lowest
 
 
 def main() -> None:
@@ -160,29 +156,34 @@ def main() -> None:
     rows = texts(loading.load_tokenizer(find("demo")))
     print("| head dimension | pairs | number | agreement |\n|---|---|---|---|")
     for shape, members in families(demo).items():
-        found: dict[str, list[float]] = {}
-        probed = {
-            (family, name): moments_of(model, rows["the same"])
-            for family, m in members.items()
-            for name, model in m.items()
-        }
-        for family, related in members.items():
-            for text in list(rows)[1:]:
-                made_of = moments_of(related[""], rows[text])
-                for (other, name), measured in probed.items():
-                    kind = (
-                        "foreign"
-                        if other != family
-                        else f"related: {name}"
-                        if name
-                        else f"own: {text}"
-                    )
-                    found.setdefault(kind, []).append(lowest(made_of, measured))
-        for kind, values in sorted(found.items()):
+        for kind, values in sorted(agreements(members, rows).items()):
             print(
                 f"| {shape} | {kind} | {len(values)} | {min(values):.2f} to {max(values):.2f} |",
                 flush=True,
             )
+
+
+def agreements(
+    members: dict[str, dict[str, Model]], rows: dict[str, list[torch.Tensor]]
+) -> dict[str, list[float]]:
+    """Kind of pair -> the agreement of each: rotations of the first model of each family, made on
+    each text, with every model on the text that `verify --run` reads."""
+    measured = {
+        (family, name): moments_of(model, rows["the same"])
+        for family, models in members.items()
+        for name, model in models.items()
+    }
+    by_kind: dict[str, list[float]] = {}
+    for family, models in members.items():
+        for text in list(rows)[1:]:
+            made_of = moments_of(models[""], rows[text])
+            for (other_family, name), moments in measured.items():
+                if other_family != family:
+                    kind = "foreign"
+                else:
+                    kind = f"related: {name}" if name else f"own: {text}"
+                by_kind.setdefault(kind, []).append(lowest(made_of, moments))
+    return by_kind
 
 
 if __name__ == "__main__":

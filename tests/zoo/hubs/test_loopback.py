@@ -5,7 +5,8 @@ import json
 import urllib.request
 
 import pytest
-from support.hubs import Fault, huggingface, modelscope
+from support.hubs import huggingface, modelscope
+from support.hubs.calls import Fault
 
 NAME = "org/zoo"
 TENSORS = b"\x00tensors" * 50_000

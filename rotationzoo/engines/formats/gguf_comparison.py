@@ -1,0 +1,174 @@
+"""Was a GGUF file converted from the model that an artifact was made for? Its config and some of
+its weights are compared, as far as the model is on this machine.
+
+A base of other weights serves rotations of another model: nothing fails, and answers are worse.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rotationzoo.engines.base import Options, Payload
+from rotationzoo.engines.formats.gguf_base import CONVERTED_BASE
+from rotationzoo.engines.formats.gguf_file import gguf_package
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model.files import read_json, weight_files
+from rotationzoo.model.source import Source, config_hash, find
+
+_ROWS = 256  # of the embedding, from its beginning
+# Relative error of an embedding: about .1 where it was quantized to 4 bits, 1.4 against other
+# weights.
+_CONVERTED = 0.5
+# Relative error of norms, which converters keep in float32: 0, and 1e-3 where they went through
+# float16.
+_SAME = 2e-3
+# Field of the file -> key of config.json.
+_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "rope.freq_base": "rope_theta",
+}
+
+
+def compare_base(options: Options, reader: Any, payload: Payload) -> str:
+    """What could be compared, as a note. Raises `RotationZooError` for a file that was converted
+    from another model."""
+    name = options.base.name if options.base else ""
+    source = find(options.model) if options.model else _model_here(payload)
+    if source is None:
+        model = payload.model or "its model"
+        return (
+            f"the base was compared by its shapes alone: {model} was not found on this machine "
+            "(--model says where it is)"
+        )
+    config_sha256 = config_hash(source)
+    if options.model and payload.provenance.get("config_sha256", config_sha256) != config_sha256:
+        raise RotationZooError(
+            f"{options.model} is not the model of this artifact: its config differs",
+            hint="check --model",
+        )
+    _check_config(name, reader, source)
+    compared = _check_weights(name, reader, source)
+    if not compared:
+        return (
+            f"the base was compared by its config alone: the weights of {source.name} are not on "
+            "this machine"
+        )
+    return f"the base has the weights of {source.name}, as far as {', '.join(compared)} show"
+
+
+def _model_here(payload: Payload) -> Source | None:
+    """The model of an artifact where its files are on this machine already; nothing is fetched."""
+    model = payload.model
+    if model is None:
+        return None
+    if model == "demo":
+        return find(model)
+    revision = payload.provenance.get("model_revision")
+    try:
+        path = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # a name that no hub has
+        return None
+    return Source(model, Path(path).parent, revision) if isinstance(path, str) else None
+
+
+def _check_config(name: str, reader: Any, source: Source) -> None:
+    config = read_json(source.folder / "config.json")
+    if isinstance(text_config := config.get("text_config"), dict):  # of a vision model
+        config = text_config
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict):
+        config = {**rope, **config}
+    architecture = reader.get_field("general.architecture").contents()
+    for field, key in _FIELDS.items():
+        entry = reader.get_field(f"{architecture}.{field}")
+        stored = None if entry is None else entry.contents()
+        expected = config.get(key)
+        if not isinstance(stored, int | float) or not isinstance(expected, int | float):
+            continue
+        if not math.isclose(stored, expected, rel_tol=1e-6):
+            raise RotationZooError(
+                f"{name} was not converted from {source.name}: its {field} is {stored:g}, and "
+                f"{key} is {expected:g} there",
+                hint=CONVERTED_BASE,
+            )
+
+
+def _check_weights(name: str, reader: Any, source: Source) -> list[str]:
+    """Which tensors were compared: norms at both ends of the stack, and the first rows of the
+    embedding."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    matches = (re.fullmatch(r"blk\.(\d{1,4})\.attn_norm\.weight", tensor) for tensor in tensors)
+    last = max((int(match[1]) for match in matches if match), default=0)
+    pairs = {
+        "output_norm.weight": (".norm.weight", _SAME),
+        "blk.0.attn_norm.weight": (".layers.0.input_layernorm.weight", _SAME),
+        f"blk.{last}.attn_norm.weight": (f".layers.{last}.input_layernorm.weight", _SAME),
+        "token_embd.weight": (".embed_tokens.weight", _CONVERTED),
+    }
+    compared = []
+    for tensor, (ending, allowed) in pairs.items():
+        original = _original_rows(source, ending)
+        if original is None or tensor not in tensors:
+            continue
+        converted = _converted_rows(tensors[tensor])
+        if converted is None:
+            continue
+        if converted.shape != original.shape:
+            raise RotationZooError(
+                f"{name} was not converted from {source.name}: its {tensor} is "
+                f"{list(converted.shape)}, and {list(original.shape)} there",
+                hint=CONVERTED_BASE,
+            )
+        error = _relative_error(converted, original, is_norm=allowed == _SAME)
+        if not error <= allowed:
+            raise RotationZooError(
+                f"{name} was not converted from {source.name}: its {tensor} differs "
+                f"(relative error {error:.2g})",
+                hint=CONVERTED_BASE,
+            )
+        compared.append(tensor)
+    return compared
+
+
+def _relative_error(converted: np.ndarray, original: np.ndarray, is_norm: bool) -> float:
+    difference = converted - original
+    if is_norm:  # norms of 1 + w are stored as such
+        difference = difference - np.round(np.median(difference))
+    return float(np.linalg.norm(difference) / max(float(np.linalg.norm(original)), 1e-30))
+
+
+def _converted_rows(tensor: Any) -> np.ndarray | None:
+    """The first rows of the file's tensor, float32; None for a type that the package cannot
+    read."""
+    try:
+        rows: np.ndarray = gguf_package().quants.dequantize(tensor.data[:_ROWS], tensor.tensor_type)
+    except (NotImplementedError, KeyError, ValueError, IndexError):
+        return None
+    return rows
+
+
+def _original_rows(source: Source, ending: str) -> np.ndarray | None:
+    """The first rows of the model's tensor of that name, float32; None where it is not here, or not
+    unique."""
+    matches = []
+    for path in weight_files(source.folder):
+        try:
+            with safe_open(path, "pt") as file:
+                names = [name for name in file.keys() if f".{name}".endswith(ending)]  # noqa: SIM118 (no mapping)
+                if ending == ".norm.weight":  # not those inside the layers
+                    names = [name for name in names if "layers." not in name]
+                matches += [file.get_slice(name)[:_ROWS] for name in names]
+        except (OSError, SafetensorError):
+            return None
+    if len(matches) != 1 or not matches[0].is_floating_point() or matches[0].dtype.itemsize < 2:
+        return None
+    numbers: np.ndarray = matches[0].to(torch.float32).numpy()
+    return numbers

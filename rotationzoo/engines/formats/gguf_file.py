@@ -1,0 +1,105 @@
+"""A GGUF file, opened after its header was checked, and copied with more tensors in it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rotationzoo.engines.formats.gguf_header import check_header
+from rotationzoo.engines.formats.reading import check_regular
+from rotationzoo.errors import RotationZooError, first_sentence
+
+NOTE = "rotationzoo."
+"""What the fields that an export adds begin with."""
+
+
+def gguf_package() -> Any:
+    """The `gguf` package. Raises `RotationZooError` where it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise RotationZooError(
+            "gguf is not installed",
+            hint="run: pip install 'rotationzoo[engines]', or pip install gguf",
+        ) from error
+    return gguf
+
+
+def open_gguf(path: Path) -> Any:
+    """A `gguf.GGUFReader`. Raises `RotationZooError` for what is no whole GGUF file."""
+    package = gguf_package()
+    check_regular(path)
+    check_header(path, {kind.value: sizes for kind, sizes in package.GGML_QUANT_SIZES.items()})
+    try:
+        return package.GGUFReader(path)
+    except OSError as error:
+        raise RotationZooError(
+            f"{path} cannot be read: {error.strerror}", hint="check the path"
+        ) from error
+    except Exception as error:  # whatever a file that is none makes of the parser
+        raise RotationZooError(
+            f"{path} is no GGUF file: {error}", hint="give a file that llama.cpp loads"
+        ) from error
+
+
+def read_field(reader: Any, name: str) -> Any:
+    """What a file says; None where it does not, or says it in no way that can be read."""
+    field = reader.get_field(name)
+    try:
+        return None if field is None else field.contents()
+    except (ValueError, IndexError):
+        return None
+
+
+def write_copy(
+    reader: Any,
+    architecture: str,
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    notes: dict[str, Any],
+) -> None:
+    """Write the file that was opened to `path`, with tensors and notes added and everything else as
+    it was. Raises `RotationZooError` for metadata that cannot be copied."""
+    writer = gguf_package().GGUFWriter(path, architecture, endianess=reader.endianess)
+    try:
+        _copy_fields(reader, writer)
+        for name, note in notes.items():
+            if isinstance(note, bool):
+                writer.add_bool(f"{NOTE}{name}", note)
+            else:
+                writer.add_string(f"{NOTE}{name}", str(note))
+        _write_tensors(reader, writer, tensors)
+    except (ValueError, TypeError, IndexError) as error:
+        # An empty list, or text that is none: the package reads them and cannot write them.
+        raise RotationZooError(
+            f"the base model's metadata cannot be copied: {first_sentence(error)}"
+        ) from error
+    finally:
+        writer.close()
+
+
+def _copy_fields(reader: Any, writer: Any) -> None:
+    package = gguf_package()
+    writer.data_alignment = reader.alignment
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith(("GGUF.", NOTE)):
+            continue  # the writer's own, and those of an earlier artifact
+        kind = field.types[0]
+        inner = field.types[-1] if kind == package.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+
+
+def _write_tensors(reader: Any, writer: Any, tensors: dict[str, np.ndarray]) -> None:
+    """Names and shapes of all tensors come first in the file, then their numbers."""
+    for tensor in reader.tensors:
+        data = tensor.data
+        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+    for name, matrix in tensors.items():
+        writer.add_tensor_info(name, matrix.shape, matrix.dtype, matrix.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:
+        writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
+    for matrix in tensors.values():
+        writer.write_tensor_data(matrix)

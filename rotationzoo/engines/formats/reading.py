@@ -1,0 +1,75 @@
+"""What the readers of files that others wrote have in common: nothing in such a file is believed
+before it was looked at."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotationzoo.errors import RotationZooError
+
+MOST_LAYERS = 1024
+"""No model has nearly as many; a file that says so wants memory."""
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LONGEST_TEXT = 1000
+
+
+def as_mapping(content: Any) -> Mapping[str, Any]:
+    """What a file has where a table is expected, or an empty one: such files hold all sorts of
+    things."""
+    return content if isinstance(content, Mapping) else {}
+
+
+def primitives(content: Any) -> dict[str, str | int | float]:
+    """The part of a table that a manifest can hold: printable text, finite numbers and truth
+    values."""
+    return {
+        name: value
+        for name, value in as_mapping(content).items()
+        if _is_text(name) and _is_primitive(value)
+    }
+
+
+def objective_name(content: Any) -> str:
+    """The objective that a file names, or `unknown` for what is no name."""
+    return content if content and _is_text(content) else "unknown"
+
+
+def check_layer(path: Path, layer: int | str) -> int:
+    """The number of a layer. Raises `RotationZooError` for one that no model has."""
+    if int(layer) >= MOST_LAYERS:
+        raise RotationZooError(
+            f"{path.name} has a layer {layer}, and no model has", hint="do not use it"
+        )
+    return int(layer)
+
+
+def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
+    """Raise `RotationZooError` for what is no plain table of real numbers, such as a sparse,
+    quantized or complex one."""
+    plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
+    if not plain or not tensor.numel():
+        raise RotationZooError(
+            f"the {label} in {path.name} is no table of real numbers", hint="do not use it"
+        )
+
+
+def check_regular(path: Path) -> None:
+    """Raise `RotationZooError` for what is no file, or one that could be waited for for ever, such
+    as a pipe or a device."""
+    if not path.exists():
+        raise RotationZooError(f"there is no file {path}", hint="check the path")
+    if not path.is_file():
+        raise RotationZooError(f"{path} is no regular file", hint="give a file")
+
+
+def _is_primitive(value: Any) -> bool:
+    if isinstance(value, int | float):
+        return abs(value) < 2**63 and math.isfinite(value)
+    return _is_text(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_TEXT and value.isprintable()

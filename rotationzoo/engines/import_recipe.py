@@ -1,0 +1,68 @@
+"""The recipe of imported rotations: what the files and the user say, and for the rest what the
+published fitter did."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rotationzoo.engines.objectives import Described
+from rotationzoo.engines.rotation_file import Pair
+from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.linalg.compositions import DATA_FREE
+from rotationzoo.recipe import PRESETS, Recipe
+
+_SERVED = ("key_clip", "value_clip", "sink", "recent")
+_PUBLISHED = "oscar-v1"
+
+
+def recipe_of_files(
+    pair: Pair,
+    described: Mapping[str, Described],
+    composition: str,
+    group_size: int | None,
+    served: Mapping[str, float],
+) -> tuple[Recipe, list[str]]:
+    """The recipe, and remarks on what neither the files nor the user say.
+
+    `described` is side -> what its file says; `composition` is the one that was recognised;
+    `served` holds the clip ratios and windows that the user names, which go before the files'.
+    Raises `RotationZooError` for files that say what no recipe can.
+    """
+    defaults = PRESETS[_PUBLISHED]
+    calibration = pair.key.calibration
+    served_by_files = {
+        name: calibration[name]
+        for name in _SERVED
+        if isinstance(calibration.get(name), int | float)
+    }
+    stated: dict[str, Any] = {
+        "name": composition if composition in DATA_FREE else "imported",
+        "composition": composition,
+        "pooling": "head" if pair.per_head else "layer",
+        "key_statistic": described["key"].statistic or defaults.key_statistic,
+        "value_statistic": described["value"].statistic or defaults.value_statistic,
+        "center_keys": bool(pair.key.content.mean),
+        "group_size": group_size,
+        **served_by_files,
+        **served,
+    }
+    try:
+        recipe = Recipe.model_validate({**defaults.model_dump(), **stated})
+    except ValueError as error:
+        raise RotationZooError(
+            f"{pair.key.path.name} says what no recipe can: {first_sentence(error)}"
+        ) from error
+    notes = []
+    if any(name not in stated for name in _SERVED):
+        notes.append(
+            "the files do not say clip ratios or windows; assumed are "
+            f"{recipe.key_clip:g}/{recipe.value_clip:g} and {recipe.sink}/{recipe.recent}"
+        )
+    return _named(recipe, defaults), notes
+
+
+def _named(recipe: Recipe, published: Recipe) -> Recipe:
+    """Under the published recipe's name if its matrices are made alike, however they are served."""
+    served = {"name", "group_size", *_SERVED}
+    if recipe.model_dump(exclude=served) != published.model_dump(exclude=served):
+        return recipe
+    return recipe.model_copy(update={"name": _PUBLISHED})

@@ -1,0 +1,59 @@
+"""What an engine's files say of where their rotations come from."""
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.storage.files import digest
+
+Provenance = dict[str, str | int | float | bool]
+"""Primitives alone, so that a `.pt` file loads without running anything."""
+
+
+def provenance(
+    artifact: Artifact,
+    pools: bool,
+    uncentered: bool,
+    absorbed: bool,
+    served: dict[str, int | float],
+) -> Provenance:
+    """Of imported files what they said themselves; of others model, recipe and text.
+
+    `pools`, `uncentered` and `absorbed` say how the artifact was reduced: rotations pooled over
+    heads, means left out, the value rotation in the weights. `served` is what to serve with.
+    """
+    # Both sides of one export have it, and those of no other.
+    reduction = f"{artifact.identity} {pools} {uncentered} {absorbed}"
+    generation = digest(reduction.encode())[:32]
+    pooling = "layer" if pools else artifact.recipe.pooling
+    imported = artifact.manifest.imported
+    if imported is None:
+        return _of_calibration(artifact, generation, pooling) | served
+    if not imported.calibration:
+        return {}
+    stated = dict(imported.calibration)
+    if pools or uncentered:
+        stated |= {"pooling": pooling, "generation_id": generation}
+    return {**stated, **served}
+
+
+def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Provenance:
+    manifest, recipe = artifact.manifest, artifact.recipe
+    model, data = manifest.model, manifest.calibration
+    entries: dict[str, str | int | bool | None] = {
+        "fitter": f"rotationzoo {manifest.versions.rotationzoo}",
+        "generation_id": generation,
+        "artifact": artifact.identity,
+        "model": model.id,
+        "model_revision": model.revision,
+        "config_sha256": model.config_sha256,
+        "weights_fingerprint": model.weights_fingerprint,
+        "recipe": recipe.name,
+        "recipe_sha256": manifest.recipe_sha256,
+        "key_statistic": recipe.key_statistic,
+        "value_statistic": recipe.value_statistic,
+        "composition": recipe.composition,
+        "pooling": pooling,
+        "tokens": None if data is None else data.tokens,
+        "text_sha256": None if data is None else data.fingerprint,
+        "post_rope": True,
+        "accumulator_dtype": "float64",
+    }
+    return {name: value for name, value in entries.items() if value is not None}

@@ -1,0 +1,141 @@
+"""What an export leaves out of an artifact: a row for everything that an engine may not serve, with
+the flag by which the user agrees."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.engines.base import Capabilities
+from rotationzoo.engines.payload import Clips, Request, requested_clips
+from rotationzoo.errors import RotationZooError
+
+_CHOSEN = (
+    ", for which a search chose its rotations: with higher ones they can be far worse than others"
+)
+
+_CLIP_WORDS = {
+    "one": "a single clip ratio",
+    "side": "one clip ratio for all keys and one for all values",
+    "layer": "one a layer",
+}
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Something that the engine does not get."""
+
+    needed: bool
+    """Whether the engine cannot serve it, or the user does not want it."""
+    agreed: bool
+    words: str
+    flag: str = ""
+    """What to add where it is needed and nobody has agreed."""
+
+
+def agreed_reductions(
+    artifact: Artifact, request: Request, capabilities: Capabilities, clips: Clips
+) -> list[str]:
+    """What is left out, in words. Raises `RotationZooError`, with the flags, for what the request
+    does not leave out and the engine cannot serve."""
+    searched = artifact.manifest.search is not None
+    rows = itertools.chain(
+        _pooling(artifact, request, capabilities),
+        _means(artifact, request, capabilities),
+        _clip_ratios(artifact, request, capabilities, clips),
+        _windows(artifact, request, capabilities),
+    )
+    needed = [row for row in rows if row.needed]
+    refused = [row for row in needed if not row.agreed]
+    if not refused:
+        return [row.words for row in needed]
+    flags = [row.flag for row in refused]
+    wanted = ", ".join(f"{row.words} ({row.flag.split()[0]})" for row in refused)
+    hint = f"to accept that, add: {' '.join(flags)}"
+    if searched and "--uncentered" in flags:
+        hint += "; made for such engines: --recipe best-uncentered"
+    raise RotationZooError(
+        f"{request.engine} cannot serve {artifact.folder} as it is, only with {wanted}", hint=hint
+    )
+
+
+def _pooling(
+    artifact: Artifact, request: Request, capabilities: Capabilities
+) -> Iterator[_Reduction]:
+    yield _Reduction(
+        needed=artifact.rotations.per_head and (request.pooled or not capabilities.heads),
+        agreed=request.pooled,
+        words="one rotation per layer instead of one per KV head",
+        flag="--pooled",
+    )
+
+
+def _means(
+    artifact: Artifact, request: Request, capabilities: Capabilities
+) -> Iterator[_Reduction]:
+    """No engine subtracts a mean from values."""
+    dropped = [
+        side
+        for side in artifact.recipe.centered
+        if request.uncentered or side == "value" or not capabilities.mean
+    ]
+    sides = " and ".join(f"{side}s" for side in dropped)
+    yield _Reduction(
+        needed=bool(dropped),
+        agreed=request.uncentered,
+        words=f"{sides} that keep their mean",
+        flag="--uncentered",
+    )
+
+
+def _clip_ratios(
+    artifact: Artifact, request: Request, capabilities: Capabilities, clips: Clips
+) -> Iterator[_Reduction]:
+    keys, values = _ratios(clips, 0), _ratios(clips, 1)
+    fits = {
+        "one": len(keys | values) == 1,
+        "side": len(keys) == len(values) == 1,
+        "layer": all(len(ratios) == 1 for ratios in itertools.chain(*clips.values())),
+    }[capabilities.clip]
+    if request.clip is not None:
+        words = f"clip ratios {_pair(request.clip)} instead of the artifact's own"
+        if artifact.manifest.search is not None:
+            words += _CHOSEN
+        unchanged = clips == requested_clips(artifact.rotations, replace(request, clip=None))
+        yield _Reduction(needed=fits and not unchanged, agreed=True, words=words)
+    # The highest ratio clips least: lower ones were chosen for the heads that bear them.
+    highest = max(keys), max(values)
+    ratios = f"{highest[0]:g}" if capabilities.clip == "one" else _pair(highest)
+    yield _Reduction(
+        needed=not fits,
+        agreed=False,
+        words=_CLIP_WORDS[capabilities.clip],
+        flag=f"--clip {ratios}",
+    )
+
+
+def _ratios(clips: Clips, side: int) -> set[float]:
+    """The different ratios of all keys (0) or all values (1)."""
+    return set(itertools.chain.from_iterable(sides[side] for sides in clips.values()))
+
+
+def _pair(ratios: tuple[float, float]) -> str:
+    return f"{ratios[0]:g}/{ratios[1]:g}"
+
+
+def _windows(
+    artifact: Artifact, request: Request, capabilities: Capabilities
+) -> Iterator[_Reduction]:
+    of_artifact = (artifact.recipe.sink, artifact.recipe.recent)
+    windows = request.windows or of_artifact
+    yield _Reduction(
+        needed=not capabilities.windows and windows != (0, 0),
+        agreed=False,
+        words="no tokens kept exact",
+        flag="--windows 0/0",
+    )
+    yield _Reduction(
+        needed=windows != of_artifact,
+        agreed=True,
+        words=f"windows {windows[0]}/{windows[1]} instead of {of_artifact[0]}/{of_artifact[1]}",
+    )

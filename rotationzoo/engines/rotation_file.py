@@ -1,0 +1,87 @@
+"""Rotation files that others made: one side as a file has it, and the pair of both sides."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotationzoo.engines.base import SideMatrices
+from rotationzoo.errors import RotationZooError
+
+
+@dataclass(frozen=True)
+class RotationFile:
+    """One side as a file has it."""
+
+    path: Path
+    format: str
+    """`V1`, `V2`, `V3`, `tensors`, `MLX` or `GGUF`."""
+    side: str | None
+    """`key` or `value`; None where neither the file nor its name says it."""
+    content: SideMatrices
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    """What the file says of how it was made."""
+    notes: tuple[str, ...] = ()
+    descending: bool = False
+    """Whether the file has its largest eigenvalue first."""
+
+    @property
+    def transposed(self) -> "RotationFile":
+        """The same file, were its matrices stored transposed."""
+        matrices = {layer: matrix.mT for layer, matrix in self.content.rotation.items()}
+        return replace(self, content=replace(self.content, rotation=matrices))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The key side and the value side of one calibration."""
+
+    key: RotationFile
+    value: RotationFile
+
+    def __iter__(self) -> Iterator[RotationFile]:
+        return iter((self.key, self.value))
+
+    def items(self) -> Iterator[tuple[str, RotationFile]]:
+        """`key` and `value` with their files."""
+        return iter((("key", self.key), ("value", self.value)))
+
+    @property
+    def per_head(self) -> bool:
+        """Whether any KV heads have a matrix each."""
+        return any(file.content.per_head for file in self)
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks of both files, on what was converted when they were read."""
+        return [note for file in self for note in file.notes]
+
+
+def normalise(file: RotationFile, transposed: bool) -> RotationFile:
+    """The file with matrices meant as in `x @ R`, float32, and ascending eigenvalues; `transposed`
+    where they are stored as `R^T` although the format says otherwise.
+
+    Raises `RotationZooError` for eigenvalues in no order.
+    """
+    name = file.path.name
+    notes = list(file.notes)
+    matrices = dict(file.content.rotation)
+    if transposed:
+        matrices = {layer: matrix.mT for layer, matrix in matrices.items()}
+        notes.append(f"{name} was read as transposed")
+    if any(matrix.dtype != torch.float32 for matrix in matrices.values()):
+        notes.append(f"{name} is not float32; its matrices were converted")
+    matrices = {layer: matrix.float().contiguous() for layer, matrix in matrices.items()}
+    eigenvalues = {layer: values.float() for layer, values in file.content.eigenvalues.items()}
+    descending = [layer for layer, values in eigenvalues.items() if (values.diff(dim=-1) < 0).any()]
+    if descending:
+        if any((eigenvalues[layer].diff(dim=-1) > 0).any() for layer in descending):
+            raise RotationZooError(
+                f"the eigenvalues of layer {descending[0]} in {name} are in no order"
+            )
+        eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
+        notes.append(f"{name} has its eigenvalues in descending order; they were reversed")
+    content = replace(file.content, rotation=matrices, eigenvalues=eigenvalues)
+    return replace(file, content=content, notes=tuple(notes), descending=bool(descending))

@@ -1,0 +1,198 @@
+"""The modules around a model's attention that can carry a value rotation: each layer's value and
+output projection.
+
+Attention is linear in its values: of `v @ R` it makes `o @ R`, which the output projection can
+undo. That holds only where nothing else reads either, so the model runs on `meta` and every
+operation between the two projections is looked at.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Cache, PreTrainedModel
+
+from rotationzoo.errors import UnsupportedModel, as_unavailable
+from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.geometry import Geometry, Layer
+
+SERVE_UNABSORBED = (
+    "serve the model as it is and rotate its values on the way to the cache, with the artifact"
+)
+_SHARED = "a value or output projection that it shares with another module"
+_TOKENS = 8  # of the run: any number does
+
+
+@torch.no_grad()
+def find_projections(
+    model: PreTrainedModel, geometry: Geometry, name: str
+) -> list[tuple[str, str]]:
+    """The paths of each layer's value and output projection in a model on `meta`. Raises
+    `UnsupportedModel` where anything but attention is between them."""
+    run = _traced_run(model, name)
+    parameters = model.named_parameters(remove_duplicate=False)
+    uses = Counter(id(parameter) for _, parameter in parameters)
+    projections: dict[str, str] = {}
+    for layer in geometry:
+        values = run.path_of(layer.index)
+        problem = _problem(model, layer, values, run.modules, uses)
+        if problem is None and values.maker in projections:
+            problem = _SHARED
+        if problem is not None:
+            raise UnsupportedModel(
+                f"layer {layer.index} of {name} has {problem}", hint=SERVE_UNABSORBED
+            )
+        assert values.maker is not None
+        projections[values.maker] = values.output_readers[0]
+    return list(projections.items())
+
+
+@dataclass(frozen=True)
+class _ValuePath:
+    """Where the values of one layer come from and go to. Readers are modules by path, or operations
+    by name."""
+
+    values: torch.Tensor
+    maker: str | None
+    """The path of the linear module that computed them; None for anything else."""
+    other_readers: list[str]
+    """What reads them beside the layer's attention."""
+    output_readers: list[str]
+    """What reads what attention made of them."""
+    are_queries_or_keys: bool
+
+
+def _problem(
+    model: PreTrainedModel, layer: Layer, path: _ValuePath, modules: set[str], uses: Counter[int]
+) -> str | None:
+    """Why a layer cannot absorb a rotation, in words, or None. `modules` are the paths of all
+    modules, `uses` says how often each parameter occurs in the model."""
+    if layer.owner != layer.index:
+        return f"no value projection of its own: it reads the cache of layer {layer.owner}"
+    if path.maker is None:
+        return (
+            "a norm or another operation between the value projection and attention, or no value "
+            "projection"
+        )
+    width = layer.kv_heads * layer.value_dim
+    value_weight = _weight(model, path.maker)
+    if len(value_weight) != width or path.are_queries_or_keys:
+        return f"a fused value projection, {path.maker}"
+    # The channels of a head lie side by side, and the heads one after the other.
+    in_order = path.values.stride()[1:] == (layer.value_dim, width, 1)
+    if path.other_readers or not in_order:
+        readers = ", ".join(path.other_readers) or "their order"
+        return f"another use of its values than its attention, in {readers}"
+    readers = ", ".join(path.output_readers)
+    gated = f"a gate or a norm between attention and the output projection, {readers}"
+    if len(path.output_readers) != 1 or readers not in modules:
+        return gated
+    output_weight = _weight(model, readers)
+    if output_weight.shape[1] != layer.query_heads * layer.value_dim:
+        return gated
+    if uses[id(value_weight)] > 1 or uses[id(output_weight)] > 1:
+        return _SHARED
+    return None
+
+
+def _weight(model: PreTrainedModel, module: str) -> torch.nn.Parameter:
+    return model.get_parameter(f"{module}.weight")
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Who reads each tensor: the module in `inside`, or an operation by name. Its views and
+    multiples count as the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.inside: str | None = None
+        self.readers: dict[int, set[str]] = defaultdict(set)
+        self._multiple_of: dict[int, int] = {}
+        self._alive: list[Any] = []  # the address of what is gone would be given away again
+
+    def identity(self, tensor: torch.Tensor) -> int:
+        address: int = tensor.untyped_storage()._cdata
+        return self._multiple_of.get(address, address)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        self._alive += outputs
+        if function is torch.ops.aten.mul.Tensor and not isinstance(args[1], torch.Tensor):
+            # Times a number: rotations commute with it.
+            self._multiple_of[outputs[0].untyped_storage()._cdata] = self.identity(args[0])
+        # A view reads nothing; what changes a tensor in place does.
+        views = set() if function._schema.is_mutable else {self.identity(x) for x in outputs}
+        for identity in {self.identity(x) for x in inputs} - views:
+            self.readers[identity].add(self.inside or str(function))
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass
+class _Run:
+    """One forward pass, as the trace saw it."""
+
+    modules: set[str]
+    """The paths of all modules."""
+    trace: _Trace = field(default_factory=_Trace)
+    calls: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Layer -> query, key, value and output of its attention."""
+    makers: dict[int, str] = field(default_factory=dict)
+    """Identity of a tensor -> the linear module that computed it."""
+
+    def path_of(self, layer: int) -> _ValuePath:
+        query, key, value, output = self.calls[layer]
+        identity = self.trace.identity
+        maker = self.makers.get(identity(value))
+        expected = {f"the attention of layer {layer}", maker}
+        return _ValuePath(
+            values=value,
+            maker=maker,
+            other_readers=sorted(self.trace.readers[identity(value)] - expected),
+            output_readers=sorted(self.trace.readers[identity(output)]),
+            are_queries_or_keys=identity(value) in (identity(query), identity(key)),
+        )
+
+
+def _traced_run(model: PreTrainedModel, name: str) -> _Run:
+    paths = {id(module): path for path, module in model.named_modules()}
+    run = _Run(set(paths.values()))
+    trace = run.trace
+
+    def attention(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        trace.inside = f"the attention of layer {layer}"
+        output = attend(query, key, value).contiguous()
+        trace.inside, run.calls[layer] = None, (query, key, value, output)
+        return output
+
+    def linear(module: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        trace.inside = paths[id(module)]
+        output = torch.nn.functional.linear(states, module.weight, module.bias)
+        trace.inside, run.makers[trace.identity(output)] = None, paths[id(module)]
+        return output
+
+    # A cache copies what it stores; handed back as it is, it can be told by its address.
+    uncopied = patch.object(Cache, "update", lambda self, key, value, *args, **kwargs: (key, value))
+    named_linear = patch.object(torch.nn.Linear, "forward", linear)
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    with (
+        as_unavailable(f"{name} fails when it runs"),
+        uncopied,
+        named_linear,
+        intercept(model, attention),
+        trace,
+    ):
+        decoder(model)(input_ids=tokens, use_cache=True)
+    return run

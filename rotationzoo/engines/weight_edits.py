@@ -1,0 +1,112 @@
+"""Parameters that are changed in place in a copy of a model's safetensors files, in the memory of
+one tensor."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model.files import weight_files
+from rotationzoo.model.source import Source
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to do to one parameter."""
+
+    shape: torch.Size
+    rotation: torch.Tensor
+    """`R` `[H, D, D]` of its heads, float64."""
+    columns: bool
+    """Whether the heads are its columns and not its rows."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the numbers of a parameter are."""
+
+    file: Path
+    begin: int
+    """In bytes, from the beginning of the file."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in the header of a safetensors file."""
+
+    file: Path
+    data_begin: int
+    header: Mapping[str, Any]
+
+
+def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Place]:
+    """The place of each parameter. Raises `RotationZooError` where there is not one floating-point
+    tensor of its shape."""
+    entries: dict[str, _Entry] = {}
+    for path in weight_files(source.folder):
+        entries |= _read_entries(path)
+    places = {}
+    for parameter, change in changes.items():
+        entry = _entry_of(parameter, entries)
+        shape = list(change.shape)
+        if (
+            entry is None
+            or entry.header.get("shape") != shape
+            or entry.header["dtype"] not in _DTYPES
+        ):
+            raise RotationZooError(
+                f"the weights of {source.name} have no {parameter} of shape {shape} in floating "
+                "point",
+                hint="write them again with transformers' save_pretrained, and give that folder",
+            )
+        begin = entry.data_begin + entry.header["data_offsets"][0]
+        places[parameter] = Place(entry.file, begin, _DTYPES[entry.header["dtype"]])
+    return places
+
+
+def apply_change(path: Path, place: Place, change: Change) -> None:
+    """Change one tensor of a copy of its file: per head `R^T` times its rows, or its columns times
+    `R`; in float64, rounded once."""
+    heads, dim, _ = change.rotation.shape
+    with path.open("r+b") as file:
+        file.seek(place.begin)
+        data = bytearray(file.read(change.shape.numel() * place.dtype.itemsize))
+        tensor = torch.frombuffer(data, dtype=place.dtype).view(change.shape).double()
+        rows = tensor.mT if change.columns else tensor
+        rotated = torch.einsum(
+            "hij,hi...->hj...", change.rotation, rows.reshape(heads, dim, *rows.shape[1:])
+        )
+        rows = rotated.flatten(0, 1)
+        result = (rows.mT if change.columns else rows).to(place.dtype).contiguous()
+        file.seek(place.begin)
+        file.write(result.view(torch.uint8).numpy().data)
+
+
+def _read_entries(path: Path) -> dict[str, _Entry]:
+    """Name -> entry; a file is the length of its header in 8 bytes, the header, the numbers."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {name: _Entry(path, 8 + length, entry) for name, entry in header.items()}
+
+
+def _entry_of(parameter: str, entries: Mapping[str, _Entry]) -> _Entry | None:
+    """The one tensor that is this parameter; None where there is none, or more than one.
+
+    Vision models may have another prefix in the checkpoint, often the same words in another order.
+    """
+    if parameter in entries:
+        return entries[parameter]
+    ending = "." + parameter[max(parameter.rfind("layers."), 0) :]
+    names = [name for name in entries if f".{name}".endswith(ending)]
+    words = sorted(parameter.split("."))
+    names = [name for name in names if sorted(name.split(".")) == words] or names
+    return entries[names[0]] if len(names) == 1 else None

@@ -1,0 +1,190 @@
+"""The sessions of huggingface_hub, with limits, and with the token sent to the right host only.
+
+huggingface_hub has one HTTP client for the whole process and takes a factory for it, so this is the
+one place where models and zoo repositories are fetched within the same limits.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rotationzoo.network import limits, tokens, trust
+
+
+class BrokenAnswer(Exception):
+    """A connection that ended before its answer did, where the caller repeats the call."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One block that speaks to an endpoint."""
+
+    endpoint: str
+    repeats: bool
+
+
+class LimitedSessions:
+    """Makes the HTTP clients of huggingface_hub, and knows which blocks use them at the moment.
+
+    The blocks of all threads are kept together, because the client uploads in threads of its own.
+    """
+
+    def __init__(self, plain: Any):
+        """`plain` is a client of httpx or of its successor, whichever huggingface_hub uses."""
+        self.client_type = type(plain)
+        self.httpx = importlib.import_module(self.client_type.__module__.split(".")[0])
+        self.hooks: Mapping[str, list[Callable[[Any], None]]] = plain.event_hooks
+        self.stream_type = _limited_stream_type(self.httpx.SyncByteStream)
+        self.uses: list[Use] = []
+
+    def make(self) -> Any:
+        """A client like the plain one, with limits."""
+        hooks = {
+            **self.hooks,
+            "request": [self._prepare, *self.hooks.get("request", [])],
+            "response": [*self.hooks.get("response", []), self._limit],
+        }
+        client = self.client_type(event_hooks=hooks, follow_redirects=True, timeout=None)
+        plain_send = client.send
+        client.send = lambda request, **options: self._send(plain_send, request, **options)
+        client.limited_sessions = self
+        return client
+
+    @property
+    def _caller_repeats(self) -> bool:
+        return any(use.repeats for use in self.uses)
+
+    def _send(self, plain_send: Callable[..., Any], request: Any, **options: Any) -> Any:
+        is_read, host = request.method in ("GET", "HEAD"), request.url.netloc.decode()
+        is_small = request.method == "HEAD" or request.url.path.startswith("/api/")
+        answer_seconds = _answer_seconds(request)
+        extensions = {**request.extensions, "timeout": _timeouts(is_read)}
+        if is_small:
+            extensions["limit"] = limits.ANSWER_BYTES
+        request.extensions = extensions
+        httpx = self.httpx
+        try:
+            if not (is_read and is_small):
+                return plain_send(request, **options)
+            return limits.call_within(answer_seconds, lambda: plain_send(request, **options), host)
+        except (
+            TimeoutError,
+            httpx.ConnectError,
+            httpx.ConnectTimeout,
+            httpx.ReadTimeout,
+        ) as error:
+            if isinstance(error, httpx.ReadTimeout) and not is_read:
+                raise  # the hub may have done what it was asked to do
+            # Of all errors that the client knows, this is the one that it does not repeat, and
+            # after which it looks into its cache.
+            from huggingface_hub.errors import OfflineModeIsEnabled
+
+            raise OfflineModeIsEnabled(f"{host}: {error}") from error
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
+            if self._caller_repeats:
+                raise BrokenAnswer(f"{host}: {type(error).__name__}") from error
+            raise
+
+    def _prepare(self, request: Any) -> None:
+        """Also called for each redirect, which may lead to another host."""
+        request.headers["accept-encoding"] = "identity"
+        credential = request.headers.get("authorization", "")
+        endpoints = [use.endpoint for use in self.uses]
+        if not endpoints or trust.is_at(str(request.url), endpoints):
+            return
+        # Storage has credentials of its own, which must stay: only our token is taken out.
+        if tokens.redact(credential) != credential:
+            del request.headers["authorization"]
+
+    def _limit(self, response: Any) -> None:
+        request = response.request
+        host = request.url.netloc.decode()
+        limits.check_encoding(response.headers, host)
+        if "retry-after" in response.headers or "ratelimit" in response.headers:
+            # The client would wait for as long as the hub says.
+            response.headers.pop("ratelimit", None)
+            response.headers["retry-after"] = "1"
+        limit = request.extensions.get("limit")
+        if response.has_redirect_location or response.is_error:
+            limit = limits.ERROR_BYTES
+        if limit is not None:
+            response.stream = self.stream_type(response.stream, limit, host)
+        may_pass = response.status_code in (408, 429) or response.status_code >= 500
+        if self._caller_repeats and may_pass:
+            from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
+                hf_raise_for_status,
+            )
+
+            response.read()
+            hf_raise_for_status(response)
+
+
+def limit_sessions() -> LimitedSessions:
+    """Give the sessions of huggingface_hub these limits, from now on and in the whole process."""
+    import huggingface_hub
+
+    session: Any = huggingface_hub.get_session()
+    sessions = getattr(session, "limited_sessions", None)
+    if isinstance(sessions, LimitedSessions):
+        return sessions
+    sessions = LimitedSessions(session)
+    huggingface_hub.set_client_factory(sessions.make)
+    return sessions
+
+
+@contextmanager
+def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> Iterator[None]:
+    """Inside the block the token is sent to this endpoint alone, wherever an answer leads; None is
+    the usual one.
+
+    `repeats`: the caller repeats what fails. The client, which would repeat for 23 seconds each
+    time, then does not.
+    """
+    import huggingface_hub
+
+    sessions = limit_sessions()
+    use = Use(endpoint or huggingface_hub.constants.ENDPOINT, repeats)
+    sessions.uses.append(use)
+    try:
+        yield
+    finally:
+        sessions.uses.remove(use)
+
+
+def _answer_seconds(request: Any) -> float:
+    """How long a small answer may take: less than usual where the user or the client says so."""
+    from huggingface_hub import constants
+
+    longest: float = limits.ANSWER_SECONDS
+    if constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT:
+        longest = constants.HF_HUB_ETAG_TIMEOUT
+    timeouts = request.extensions.get("timeout") or {}
+    return min(longest, timeouts.get("read") or longest)
+
+
+def _timeouts(is_read: bool) -> dict[str, float]:
+    return {
+        "connect": limits.CONNECT_SECONDS,
+        "read": limits.SILENCE_SECONDS if is_read else limits.UPLOAD_SECONDS,
+        "write": limits.UPLOAD_SECONDS,
+        "pool": limits.CONNECT_SECONDS,
+    }
+
+
+def _limited_stream_type(stream_type: Any) -> Any:
+    """A byte stream that ends with an error after so many bytes. The client takes no other type
+    than its own library's."""
+
+    class LimitedStream(stream_type):  # type: ignore[misc, unused-ignore]
+        def __init__(self, stream: Any, limit: int, host: str):
+            self.stream, self.limit, self.host = stream, limit, host
+
+        def __iter__(self) -> Iterator[bytes]:
+            return limits.limit_chunks(self.stream, self.limit, self.host)
+
+        def close(self) -> None:
+            self.stream.close()
+
+    return LimitedStream

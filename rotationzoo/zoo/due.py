@@ -1,0 +1,130 @@
+"""Which models need new rotations: those whose weights, config or recipe have changed."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rotationzoo import recipe as recipes
+from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.recipe import Recipe
+from rotationzoo.zoo.hubs.huggingface import HuggingFace
+from rotationzoo.zoo.index import Entry, Index
+
+_WORKERS = 8  # each may have to wait for an answer that does not come
+# A change of any other file, such as the README, leaves the rotations as they are.
+_SUFFIXES = (".safetensors", ".jinja", ".model", ".json")
+
+
+@dataclass(frozen=True)
+class DueModel:
+    """A model that needs new rotations."""
+
+    model: str
+    revision: str
+    was: str | None
+    """The revision of the published rotations."""
+    recipe: str
+    """The recipe file."""
+    reason: str
+
+
+def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, HubError]]:
+    """The due models of a folder of recipe files, and model -> error for those that could not be
+    looked at.
+
+    Asks Hugging Face for each model: that is where models are fetched from, whichever hub their
+    rotations are published on. Raises `HubError` if no model could be looked at.
+    """
+    hub = HuggingFace()
+    recipes_by_path = {}
+    for path in sorted(configs.glob("*.yaml")):
+        recipe = recipes.load(str(path))
+        if recipe.model:
+            recipes_by_path[path] = recipe
+
+    def look_at(path: Path) -> DueModel | HubError | None:
+        try:
+            return _look_at(hub, path, recipes_by_path[path], index)
+        except HubError as error:
+            return error
+
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        answers = list(pool.map(look_at, recipes_by_path))
+    due, errors = [], {}
+    for recipe, answer in zip(recipes_by_path.values(), answers, strict=True):
+        if isinstance(answer, DueModel):
+            due.append(answer)
+        elif isinstance(answer, HubError):
+            errors[recipe.model or ""] = answer
+    if errors and len(errors) == len(answers):
+        raise next(iter(errors.values()))
+    return due, errors
+
+
+def find_recipe_file(configs: Path, model: str | None) -> Path:
+    """The recipe file of a model, or any for None. Raises `RotationZooError` if the folder has
+    none."""
+    paths = sorted(configs.glob("*.yaml"))
+    if not paths:
+        raise RotationZooError(
+            f"there are no recipe files in {configs}",
+            hint="name the folder of yours with --configs",
+        )
+    for path in paths:
+        if model is None or recipes.load(str(path)).model == model:
+            return path
+    name = (model or "").split("/")[-1]
+    raise RotationZooError(
+        f"{configs} has no recipe for {model}", hint=f"write {configs}/{name}.yaml first"
+    )
+
+
+def find_newest(index: Index, model: str) -> Entry | None:
+    """The newest artifact that is listed for a model."""
+    artifacts = []
+    for entry in index.entries:
+        if entry.model == model and entry.format == "rotationzoo":
+            artifacts.append(entry)
+    return max(artifacts, key=lambda entry: entry.created or "", default=None)
+
+
+def _look_at(hub: HuggingFace, path: Path, recipe: Recipe, index: Index) -> DueModel | None:
+    model = recipe.model or ""
+    revision, hashes = hub.contents(model)
+    published = find_newest(index, model)
+    if published is None:
+        return DueModel(model, revision, None, str(path), "nothing is published")
+    reason = _find_reason(hub, recipe, published, revision, hashes)
+    if reason is None:
+        return None
+    return DueModel(model, revision, published.model_revision, str(path), reason)
+
+
+def _find_reason(
+    hub: HuggingFace, recipe: Recipe, published: Entry, revision: str, hashes: dict[str, str]
+) -> str | None:
+    """Why new rotations are needed; None if they are not. `hashes` are the model's files at this
+    revision."""
+    accepted = [recipe.hash]
+    if recipe.search:
+        # What a search makes of the recipe where the keys of the model cannot be centred.
+        accepted.append(recipe.model_copy(update={"center_keys": False}).hash)
+    if published.recipe_sha256 not in accepted:
+        return "the recipe has changed"
+    if published.model_revision == revision:
+        return None
+    try:
+        _, before = hub.contents(recipe.model or "", published.model_revision)
+    except HubError as error:
+        if not error.missing:
+            raise
+        return "the published revision is gone"
+    changed = []
+    for name in sorted(before.keys() | hashes.keys()):
+        if _matters(name) and before.get(name) != hashes.get(name):
+            changed.append(name)
+    return f"changed: {', '.join(changed[:3])}" if changed else None
+
+
+def _matters(name: str) -> bool:
+    return "/" not in name and name.endswith(_SUFFIXES)

@@ -1,0 +1,124 @@
+"""The rotations that OSCAR's authors publish: two `.pt` files, and no hashes.
+
+What is downloaded first is recorded in `zoo.lock.json` beside the files, and later downloads must
+agree with it.
+"""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.engines.rotation_checks import check_matrices
+from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.progress import Progress
+from rotationzoo.storage import strict_json
+from rotationzoo.storage.files import disk_errors, sha256, write_new
+from rotationzoo.storage.folders import install, recover, temporary_sibling
+from rotationzoo.zoo.download import LOCK, Pulled, check_target, download_files, hash_files
+from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
+from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+from rotationzoo.zoo.index import Copy, Entry, File, Place, PlainName
+
+MAX_BYTES = 4 << 30
+"""The most that is downloaded of files whose sizes nobody has published but the hub that serves
+them."""
+_UNHASHED_NOTE = (
+    "no hash was published for these files: revision and hashes are recorded beside them"
+)
+
+
+class Lock(strict_json.Strict):
+    """`zoo.lock.json`: what was downloaded first."""
+
+    revision: Place
+    files: dict[PlainName, File]
+
+
+def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pulled:
+    """Download the files of an entry without hashes, and check them against those recorded earlier.
+
+    If the hub does not answer, the files that were recorded are what is pulled. Raises
+    `RotationZooError` if a file is not the one that was recorded, or holds no rotations.
+    """
+    lock = _read_lock(target)
+    recorded = hash_files(target, lock.files) if lock else None
+    try:
+        revision = copy.revision or open_hub(copy.hub).resolve(copy.repo)
+    except HubError as error:
+        if lock is None or recorded is None:
+            raise
+        note = f"{error}; these are the files recorded earlier"
+        return Pulled(target, entry, copy, lock.revision, recorded, [note])
+    if lock is not None and recorded is not None and lock.revision == revision:
+        note = "it was here already, as recorded"
+        return Pulled(target, entry, copy, revision, recorded, [note])
+    check_target(target, entry)
+    with disk_errors(target), temporary_sibling(target) as work:
+        progress(f"downloading from {copy.repo} on {HUBS[copy.hub].title}", 0, 0)
+        sizes = _find_sizes(entry, copy, revision)
+        downloaded = download_files(copy, revision, sizes, work)
+        files, hashes = {}, {}
+        for name in entry.files:
+            path = downloaded / name
+            hashes[name] = sha256(path)
+            files[name] = File(size=path.stat().st_size, sha256=hashes[name])
+            if not _is_as_recorded(name, hashes[name], entry, lock):
+                raise RotationZooError(
+                    f"{name} of {copy.repo} at {revision} is not the file that was recorded: "
+                    "its sha256 differs",
+                    hint="its owners may have replaced it; to take the new one, remove "
+                    f"{target} and run the command again",
+                )
+            check_matrices(read_pt(path))
+        _write_lock(downloaded, copy, revision, files)
+        install(downloaded, target)
+    return Pulled(target, entry, copy, revision, hashes, [_UNHASHED_NOTE])
+
+
+def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
+    """Name -> bytes, as the index says or else as the hub lists it. Raises `HubError` for a file
+    that the hub does not list, and for more than rotations take."""
+    listed = open_hub(copy.hub).list_files(copy.repo, revision)
+    sizes = {}
+    for name, file in entry.files.items():
+        path = copy.path_of(name)
+        if path not in listed:
+            raise HubError(
+                f"{copy.repo} at {revision} has no {path}", hint=SPELLING_HINT, missing=True
+            )
+        sizes[name] = listed[path].size if file.size is None else file.size
+    total = sum(sizes.values())
+    if total > MAX_BYTES or min(sizes.values()) < 0:
+        raise HubError(
+            f"{copy.repo} lists {total:,} bytes for {copy.path}, more than rotations of a model "
+            "take",
+            hint="look at the repository, and fetch the files yourself if they are what you want",
+        )
+    return sizes
+
+
+def _is_as_recorded(name: str, sha256: str, entry: Entry, lock: Lock | None) -> bool:
+    """Whether a file's hash agrees with the index and with the lock, as far as they know it."""
+    recorded = [entry.files[name]]
+    if lock is not None and name in lock.files:
+        recorded.append(lock.files[name])
+    return all(file.sha256 in (None, sha256) for file in recorded)
+
+
+def _read_lock(target: Path) -> Lock | None:
+    """The lock of a folder; None where there is none, or a damaged one, which records nothing."""
+    recover(target)
+    try:
+        return Lock.model_validate(strict_json.read(target / LOCK))
+    except (RotationZooError, ValidationError):
+        return None
+
+
+def _write_lock(folder: Path, copy: Copy, revision: str, files: dict[str, File]) -> None:
+    content = {
+        "repo": copy.repo,
+        "revision": revision,
+        "files": {name: file.model_dump() for name, file in files.items()},
+    }
+    write_new(folder / LOCK, strict_json.text(content))

@@ -1,0 +1,110 @@
+"""An artifact as it is published: the files to send, where they go, and the entry that lists
+them."""
+
+import datetime
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rotationzoo.artifact.card import render_card
+from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
+from rotationzoo.artifact.store import CARD, MANIFEST, Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.storage import strict_json
+from rotationzoo.storage.files import digest, regular_file, sha256
+from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
+from rotationzoo.zoo.index import REPOSITORY, Copy, Entry, File
+from rotationzoo.zoo.ownership import listed_name
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What goes into a repository."""
+
+    files: dict[str, Path | bytes]
+    """Name -> file of the artifact, or content that was rendered for this upload."""
+    path: str
+    """The folder in the repository."""
+    tag: str
+    entry: Entry
+    """Its copy names the place, but neither the hub nor the revision, which `push` knows."""
+
+    @property
+    def message(self) -> str:
+        """The title of the commit or pull request."""
+        return f"Add {self.entry.model}, {self.path.split('/')[1]}"
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Path, size and sha256 of each file, for `--dry-run`."""
+        rows = []
+        for name, file in self.entry.files.items():
+            rows.append({"path": f"{self.path}/{name}", "size": file.size, "sha256": file.sha256})
+        return rows
+
+
+def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Upload:
+    """Verify an artifact and make ready what is published of it.
+
+    `statistics`: whether to publish them too. Raises `RotationZooError` for an artifact that is not
+    sound or of no known model, and `UsageError` for what is no repository.
+    """
+    if not re.fullmatch(REPOSITORY, repo):
+        raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
+    if not artifact.bound:
+        raise RotationZooError(
+            f"{artifact.folder} is not published: nobody has said which model it is for",
+            hint="import its files again with --model MODEL",
+        )
+    verification = verify(artifact)
+    if not verification.ok:
+        raise RotationZooError(
+            f"{artifact.folder} is not published: {verification.problems[0]}",
+            hint=f"see: rotationzoo verify {artifact.folder}",
+        )
+    files = _collect_files(artifact, statistics)
+    model = listed_name(artifact.manifest.model)
+    folder = model.replace("/", "__")
+    slug = f"{artifact.recipe.name}-{artifact.identity[:12]}"
+    path = f"{folder}/{slug}"
+    entry = _make_entry(artifact, model, files, Copy(hub=DEFAULT_HUB, repo=repo, path=path))
+    return Upload(files, path, f"{folder}-{slug}", entry)
+
+
+def _collect_files(artifact: Artifact, statistics: bool) -> dict[str, Path | bytes]:
+    """The files that the manifest lists, with a manifest and a card that list no others."""
+    names = [name for name in artifact.manifest.files if statistics or name != STATISTICS]
+    files: dict[str, Path | bytes] = {name: regular_file(artifact.folder, name) for name in names}
+    listed = {name: artifact.content["files"][name] for name in names}
+    content = {**artifact.content, "files": listed}
+    files[MANIFEST] = strict_json.text(content)
+    # Rendered again: the manifest has no hash of the card in the folder, which may say anything.
+    files[CARD] = render_card(parse_manifest(content, "the manifest")).encode()
+    return files
+
+
+def _make_entry(
+    artifact: Artifact, model: str, files: dict[str, Path | bytes], copy: Copy
+) -> Entry:
+    described, metrics = artifact.manifest.model, artifact.content["metrics"]
+    return Entry(
+        model=model,
+        model_revision=described.revision,
+        config_sha256=described.config_sha256,
+        weights_fingerprint=described.weights_fingerprint,
+        recipe=artifact.recipe.name,
+        recipe_sha256=artifact.manifest.recipe_sha256,
+        geometry=artifact.content["geometry"],
+        files={name: _describe_file(content) for name, content in sorted(files.items())},
+        copies=[copy],
+        evaluation=metrics.get("evaluation"),
+        validation=metrics.get("validation"),
+        created=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
+
+
+def _describe_file(content: Path | bytes) -> File:
+    if isinstance(content, bytes):
+        return File(size=len(content), sha256=digest(content))
+    return File(size=content.stat().st_size, sha256=sha256(content))

@@ -1,0 +1,150 @@
+"""GGUF files, as rotations and as bases, that are damaged or mean harm."""
+
+import contextlib
+import resource
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.engine_artifacts import AGREED, base_for, exported
+from support.hostile_files import entry, gguf_bytes, gguf_field, gguf_tensor, refused, torch_file
+from support.oscar_files import KEY, VALUE
+
+from rotationzoo.engines.base import Options
+from rotationzoo.engines.export import export
+from rotationzoo.engines.formats.gguf_rotations import read_gguf
+from rotationzoo.engines.payload import Request
+from rotationzoo.errors import RotationZooError
+
+MEMORY = (
+    6 << 30
+)  # address space of a process that reads a hostile file: torch itself maps more than 3 GiB
+
+
+ASKS_TOO_MUCH = {
+    "tensor": gguf_bytes(tensors=1, body=gguf_tensor(b"blk.0.attn_k_rot.weight", (2**30, 2**30))),
+    "tensor that overflows": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (2**32, 2**32))),
+    "tensor far away": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (1,), offset=2**62)),
+    "tensors": gguf_bytes(tensors=2**60),
+    "fields": gguf_bytes(fields=2**60),
+    "text": gguf_bytes(fields=1, body=gguf_field(b"a", 8, struct.pack("<Q", 2**60))),
+    "name": gguf_bytes(fields=1, body=struct.pack("<Q", 2**60)),
+    "list": gguf_bytes(fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 4, 2**60))),
+    "list of texts": gguf_bytes(fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 8, 2**60))),
+    "list of lists": gguf_bytes(
+        fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 9, 2**10) + bytes(2**14))
+    ),
+    "long list": gguf_bytes(
+        fields=1, body=gguf_field(b"a", 9, struct.pack("<IQ", 0, 5_000_000) + bytes(5_000_000))
+    ),
+    "dimensions": gguf_bytes(tensors=1, body=struct.pack("<QI", 0, 2**32 - 1)),
+    "type": gguf_bytes(tensors=1, body=gguf_tensor(b"t", (32,), kind=4242)),
+    "type of a field": gguf_bytes(fields=1, body=gguf_field(b"a", 77, b"")),
+    "alignment": gguf_bytes(
+        fields=1, body=gguf_field(b"general.alignment", 4, struct.pack("<I", 0))
+    ),
+    "alignment of no power of two": gguf_bytes(
+        fields=1, body=gguf_field(b"general.alignment", 4, struct.pack("<I", 24))
+    ),
+    "version": gguf_bytes(version=77),
+}
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("name", ASKS_TOO_MUCH)
+def test_a_gguf_that_asks_for_more_than_it_has(tmp_path, name):
+    (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH[name] + bytes(512))
+    assert "is no GGUF file" in refused(read_gguf, tmp_path / "x.gguf")
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("name", ["stride zero", "gguf"])
+def test_the_command_ends_within_little_memory(tmp_path, name):
+    if name == "gguf":
+        (tmp_path / "x.gguf").write_bytes(ASKS_TOO_MUCH["list"] + bytes(512))
+        files = [tmp_path / "x.gguf"]
+    else:
+        huge = torch.ones(1).expand(2**20, 2**20)
+        files = [
+            torch_file(tmp_path / KEY, {0: entry(rotation=huge)}),
+            torch_file(tmp_path / VALUE, {0: entry()}),
+        ]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "rotationzoo",
+            "import",
+            *map(str, files),
+            "-o",
+            str(tmp_path / "out"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.hostile("malformed")
+@given(data=st.data())
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_base_with_bytes_changed(tmp_path, made, data):
+    """It is exported with, or refused with a sentence."""
+    artifact = made(head_dim=32)
+    content = bytearray(base_for(artifact, tmp_path).read_bytes())
+    header = bytes(content).rindex(b"blk.3.ffn_down.weight") + 60
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
+    (tmp_path / "changed.gguf").write_bytes(content)
+    request = Request(
+        "llama.cpp",
+        tmp_path / "out",
+        options=Options(tmp_path / "changed.gguf"),
+        **AGREED["llama.cpp"],
+    )
+    with contextlib.suppress(RotationZooError):
+        export(artifact, request)
+
+
+ODD_BASES = {
+    "a list for an architecture": gguf_field(
+        b"general.architecture", 9, struct.pack("<IQI", 4, 1, 3)
+    ),
+    "a number for an architecture": gguf_field(b"general.architecture", 4, struct.pack("<I", 3)),
+    "no text": gguf_field(b"general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe"),
+}
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("name", ODD_BASES)
+def test_a_base_of_no_architecture(tmp_path, made, name):
+    (tmp_path / "x.gguf").write_bytes(gguf_bytes(fields=1, body=ODD_BASES[name]) + bytes(512))
+    words = refused(
+        lambda: exported(
+            "llama.cpp", made(head_dim=32), tmp_path, options=Options(tmp_path / "x.gguf")
+        )
+    )
+    assert "is of architecture unknown" in words
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("cut", [8, 100, 1000, 5000])
+def test_a_base_that_was_cut_off(tmp_path, made, cut):
+    artifact = made(head_dim=32)
+    base = base_for(artifact, tmp_path)
+    base.write_bytes(base.read_bytes()[:-cut])
+    assert "was cut off" in refused(
+        lambda: exported("llama.cpp", artifact, tmp_path / "x", options=Options(base=base))
+    )
+    assert not (tmp_path / "x" / "out").exists()

@@ -1,0 +1,300 @@
+"""Rotations in a copy of a GGUF file, and which base they are copied into."""
+
+import json
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import engine_readers as engines
+from support.engine_artifacts import (
+    OSCAR,
+    base_for,
+    exported,
+    layers_of,
+    matrices,
+    rows_of,
+)
+from support.models import save_tiny
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.engines.base import Options
+from rotationzoo.engines.export import export
+from rotationzoo.engines.gather import gather_pair
+from rotationzoo.engines.payload import Request
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.hadamard import hadamard
+from rotationzoo.recipe import Data
+
+
+def test_two_head_dimensions_in_a_gguf(made, tmp_path):
+    """Gemma 4's loader sizes each layer; Qwen3's does not."""
+    artifact = made("gemma4", head_dim=32, global_head_dim=64)
+    geometry = layers_of(artifact)
+    assert [layer.key_dim for layer in geometry] == [32, 64]
+    for architecture in ("gemma4", "qwen3"):
+        base = engines.write_base(tmp_path / f"{architecture}.gguf", 2, 64, 4, 2, 32, architecture)
+        widen(
+            base,
+            tmp_path / "wide.gguf",
+            ("blk.1.attn_k.weight", "blk.1.attn_v.weight"),
+            geometry[1],
+        )
+        request = Request(
+            "llama.cpp",
+            tmp_path / architecture,
+            pooled=True,
+            clip=(1.0, 1.0),
+            windows=(0, 0),
+            options=Options(base=tmp_path / "wide.gguf"),
+        )
+        if architecture == "qwen3":
+            with pytest.raises(RotationZooError, match="loads one head dimension"):
+                export(artifact, request)
+            continue
+        done = export(artifact, request)
+        assert done.launch.environment["LLAMA_KV_V_ROT"] == "1"
+        rotate = engines.read_llama(done.path, {}, 2)
+        for layer in geometry:
+            matrix = matrices(artifact, layer, "key", pooled=True)
+            rows = rows_of(layer, "key")
+            assert (
+                np.abs(rotate("key", layer.index, rows.numpy()) - (rows @ matrix).numpy()).max()
+                < 1e-5
+            )
+
+
+def widen(base: Path, target: Path, names: tuple[str, ...], layer) -> None:
+    """A copy of a GGUF file with some projections of another width."""
+    reader = gguf.GGUFReader(base)
+    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        if tensor.name in names:
+            data = np.zeros((layer.kv_heads * layer.key_dim, data.shape[1]), np.float16)
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_keeps_everything_else(made, tmp_path):
+    artifact = made(head_dim=32)
+    base = base_for(artifact, tmp_path)
+    done = exported("llama.cpp", artifact, tmp_path, options=Options(base=base))
+    before, after = gguf.GGUFReader(base), gguf.GGUFReader(next(done.path.glob("*.gguf")))
+    tensors = {tensor.name: tensor for tensor in after.tensors}
+    for tensor in before.tensors:
+        copy = tensors.pop(tensor.name)
+        assert (copy.tensor_type, list(copy.shape)) == (tensor.tensor_type, list(tensor.shape))
+        assert copy.data.tobytes() == tensor.data.tobytes(), tensor.name
+    assert sorted(tensors) == sorted(f"blk.{i}.attn_{s}_rot.weight" for i in range(4) for s in "kv")
+    counted = ("GGUF.tensor_count", "GGUF.kv_count")
+    for name, field in before.fields.items():
+        if name not in counted:
+            assert after.fields[name].contents() == field.contents(), name
+            assert after.fields[name].types == field.types, name
+    notes = {
+        name: f.contents() for name, f in after.fields.items() if name.startswith("rotationzoo.")
+    }
+    assert notes["rotationzoo.artifact"] == artifact.identity
+    assert notes["rotationzoo.engine_hadamard"] is False
+    assert any("cancels the calibrated one" in note for note in done.launch.notes)
+    assert done.launch.environment == {
+        "LLAMA_KV_NO_HADAMARD": "1",
+        "LLAMA_ATTN_ROT_DISABLE": "1",
+        "LLAMA_KV_CLIP_RATIO": "0.96",
+        "LLAMA_KV_HP_SINK": "8",
+        "LLAMA_KV_HP_RECENT": "16",
+    }
+    with pytest.raises(RotationZooError, match="has rotations already"):
+        exported(
+            "llama.cpp",
+            artifact,
+            tmp_path / "again",
+            options=Options(base=next(done.path.glob("*.gguf"))),
+        )
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_engines_own_hadamard_is_counted_on(made, tmp_path, dim):
+    """llama.cpp's attention rotation: all of a key, blocks of 64 of a value. After it, what is
+    stored is `x R` again; without the option it would cancel the calibrated Hadamard of the
+    keys."""
+    artifact = made(head_dim=dim)
+    done = exported(
+        "llama.cpp",
+        artifact,
+        tmp_path,
+        options=Options(base_for(artifact, tmp_path), engine_hadamard=True),
+    )
+    assert "LLAMA_ATTN_ROT_DISABLE" not in done.launch.environment
+    rotate = engines.read_llama(done.path, {}, 2)
+    sylvester = {64: hadamard(64).float().numpy(), dim: hadamard(dim).float().numpy()}
+    for layer in layers_of(artifact):
+        for side, block in (("key", dim), ("value", 64)):
+            rows, matrix = rows_of(layer, side), matrices(artifact, layer, side, pooled=True)
+            graph = rotate(side, layer.index, rows.numpy())
+            by_engine = (graph.reshape(*graph.shape[:-1], -1, block) @ sylvester[block]).reshape(
+                graph.shape
+            )
+            assert np.abs(by_engine - (rows @ matrix).numpy()).max() < 2e-4
+    first = matrices(artifact, layers_of(artifact)[0], "key", pooled=True)[0]
+    _, basis = torch.linalg.eigh(
+        artifact.statistics_tensors()["layers.0.query.second_moment"].mean(0)
+    )
+    overlap = (basis.mT @ (first.double() @ hadamard(dim))).abs()
+    assert (overlap.amax(0) > 0.999).all(), (
+        "columns of R H are eigenvectors: R alone is not what such an engine should have"
+    )
+    keys, values = gather_pair([next(done.path.glob("*.gguf"))])
+    assert torch.allclose(keys.content.rotation[0], first, atol=1e-6)
+    assert torch.allclose(
+        values.content.rotation[0],
+        matrices(artifact, layers_of(artifact)[0], "value", pooled=True)[0],
+        atol=1e-6,
+    )
+
+
+def test_an_engine_that_does_not_rotate_small_heads(made, tmp_path):
+    artifact = made(head_dim=32)
+    options = Options(base_for(artifact, tmp_path), engine_hadamard=True)
+    with pytest.raises(RotationZooError, match="rotates no heads of dimension 32"):
+        exported("llama.cpp", artifact, tmp_path, options=options)
+
+
+def test_bases_that_do_not_fit(made, tmp_path):
+    artifact = made(head_dim=32)
+    for shape, reason in (
+        (dict(layers=2), "has no keys in layers 2, 3, and the artifact has rotations"),
+        (dict(layers=6), "layer 4 caches keys there"),
+        (dict(kv_heads=1), "has 32 rows"),
+        (dict(architecture="llama"), "of architecture llama"),
+        (dict(architecture="qwen3moe"), "neither clips nor keeps tokens exact"),
+    ):
+        options = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "dim": 32, **shape}
+        base = engines.write_base(tmp_path / "wrong.gguf", **options)
+        with pytest.raises(RotationZooError, match=reason):
+            exported("llama.cpp", artifact, tmp_path, options=Options(base=base))
+    (tmp_path / "none.gguf").write_bytes(b"GGUF or not")
+    with pytest.raises(RotationZooError, match="is no GGUF file"):
+        exported("llama.cpp", artifact, tmp_path, options=Options(base=tmp_path / "none.gguf"))
+    with pytest.raises(RotationZooError, match="model's own file") as refused:
+        exported("llama.cpp", artifact, tmp_path, options=Options())
+    assert "--base" in refused.value.hint
+
+
+def converted(model: Path, target: Path, embedding: gguf.GGMLQuantizationType, **changes) -> Path:
+    """The tiny model as a converter writes it, with other weights or fields if `changes` says
+    so."""
+    weights = {**load_file(model / "model.safetensors"), **changes.pop("weights", {})}
+    config = json.loads((model / "config.json").read_text())
+    config = {**config["rope_parameters"], **config, **changes}
+    writer = gguf.GGUFWriter(target, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    names = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+    }
+    for i in range(2):
+        names[f"model.layers.{i}.input_layernorm.weight"] = f"blk.{i}.attn_norm.weight"
+        for side in "kv":
+            names[f"model.layers.{i}.self_attn.{side}_proj.weight"] = f"blk.{i}.attn_{side}.weight"
+    for original, name in names.items():
+        kind = embedding if name == "token_embd.weight" else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(
+            name, gguf.quants.quantize(weights[original].float().numpy(), kind), raw_dtype=kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.fixture(scope="module")
+def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
+    """A model of head dimension 32, with norms that tell it from others, and an artifact that was
+    made for it."""
+    folder = tmp_path_factory.mktemp("model")
+    config = {"head_dim": 32, "hidden_size": 64, "rope_theta": 5e5}
+    model = save_tiny(folder / "tiny", **config)
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in weights.items():
+        if name.endswith("norm.weight"):
+            weights[name] = tensor + 0.3 * torch.randn(tensor.shape, generator=generator).to(
+                tensor.dtype
+            )
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    recipe = OSCAR.model_copy(update={"data": Data(tokens=512, length=256)})
+    return model, calibrate(Job(str(model), recipe, folder / "artifact", device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path, kind):
+    model, artifact = of_a_model
+    base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType[kind])
+    notes = exported(
+        "llama.cpp", artifact, tmp_path, options=Options(base=base, model=str(model))
+    ).launch.notes
+    tensors = (
+        "output_norm.weight, blk.0.attn_norm.weight, blk.1.attn_norm.weight, token_embd.weight"
+    )
+    assert f"the base has the weights of {model}, as far as {tensors} show" in notes
+
+
+@pytest.mark.parametrize(
+    "what", ["norm", "last norm", "embedding", "width", "layers", "heads", "base of RoPE"]
+)
+def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, what):
+    model, artifact = of_a_model
+    names = {
+        "norm": "model.norm",
+        "last norm": "model.layers.1.input_layernorm",
+        "embedding": "model.embed_tokens",
+    }
+    if what in names:
+        name = f"{names[what]}.weight"
+        weights = load_file(model / "model.safetensors")
+        changes = {"weights": {name: weights[name].flip(0)}}
+    else:
+        changes = {
+            "width": {"hidden_size": 96},
+            "layers": {"num_hidden_layers": 3},
+            "heads": {"num_attention_heads": 8},
+            "base of RoPE": {"rope_theta": 1e6},
+        }[what]
+    base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType.Q8_0, **changes)
+    with pytest.raises(
+        RotationZooError, match=f"base.gguf was not converted from {re.escape(str(model))}"
+    ):
+        exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model=str(model)))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(
+        RotationZooError, match="demo is not the model of this artifact: its config differs"
+    ):
+        exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model="demo"))
+
+
+def test_a_base_that_cannot_be_compared_is_said_to_be_so(made, tmp_path):
+    notes = exported("llama.cpp", made(head_dim=32), tmp_path).launch.notes
+    assert (
+        "the base was compared by its shapes alone: tiny/qwen3 was not found on this machine "
+        "(--model says where it is)" in notes
+    )
+    assert any(
+        note.startswith("keep the base: llama.cpp itself refuses the copy") for note in notes
+    )
+    assert any(
+        "rotations can serve worse than none" in note and "exact windows" in note for note in notes
+    )

@@ -1,0 +1,110 @@
+"""SGLang's pair of `.pt` files: versions, names and notes."""
+
+import numpy as np
+import pytest
+import torch
+from support import engine_readers as engines
+from support.engine_artifacts import (
+    CENTERED,
+    OSCAR,
+    attend,
+    exported,
+    layers_of,
+    rows_of,
+)
+from support.engine_checks import check_engine
+
+from rotationzoo.checks.verify import verify
+from rotationzoo.engines.formats.oscar_pt_reader import read_pt
+from rotationzoo.recipe import PRESETS
+
+
+def test_what_nobody_has_verified_is_said(made, tmp_path):
+    two = made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32)
+    (note,) = [
+        note for note in exported("sglang", two, tmp_path).launch.notes if "groups a head" in note
+    ]
+    assert note.startswith("2 groups a head: the server's prefill with more than one is unverified")
+    one = exported("sglang", made(head_dim=32), tmp_path / "one")
+    assert not [note for note in one.launch.notes if "groups a head" in note]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_sglang_versions(made, tmp_path, pooled):
+    artifact = made(head_dim=32)
+    done = exported("sglang", artifact, tmp_path, pooled=pooled)
+    names = (
+        ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"]
+        if pooled
+        else ["k_rotation_perhead.pt", "v_rotation_perhead.pt"]
+    )
+    assert sorted(done.files) == names
+    content = torch.load(done.path / names[0], weights_only=True)
+    assert list(content) == [
+        "format_version",
+        "objective",
+        "source_grouping",
+        "calibration",
+        "layers",
+    ]
+    assert content["format_version"] == (1 if pooled else 2)
+    assert content["source_grouping"] == ("layer" if pooled else "per_kv_head")
+    assert [type(layer) for layer in content["layers"]] == [int] * 4
+    assert content["layers"][1]["rotation"].shape == ((32, 32) if pooled else (2, 32, 32))
+    eigenvalues = content["layers"][1]["eigenvalues"]
+    assert (eigenvalues.diff(dim=-1) >= 0).all()
+    assert all(
+        isinstance(value, str | int | float | bool) for value in content["calibration"].values()
+    )
+    assert content["calibration"]["artifact"] == artifact.identity
+    assert content["calibration"]["key_clip"] == 0.96
+    if pooled:  # the rotation of the mean moment, not the mean of rotations
+        moment = artifact.statistics_tensors()["layers.1.query.second_moment"].mean(0)
+        diagonal = torch.linalg.eigvalsh(moment)
+        assert torch.allclose(eigenvalues.double(), diagonal, rtol=1e-5)
+
+
+def test_sglang_version_3_carries_the_key_mean(made, tmp_path):
+    artifact = made(recipe=CENTERED, head_dim=32)
+    done = exported("sglang", artifact, tmp_path)
+    assert sorted(done.files) == ["k_rotation_oscar2_center.pt", "v_rotation_oscar2_center.pt"]
+    keys = torch.load(done.path / "k_rotation_oscar2_center.pt", weights_only=True)
+    assert keys["format_version"] == 3
+    assert keys["transform"] == {"key": "center", "centered": True, "orthogonal": True}
+    assert torch.equal(
+        keys["layers"][2]["k_mean"], artifact.statistics_tensors()["layers.2.key.mean"].float()
+    )
+    assert all(
+        "k_mean" not in e
+        for e in torch.load(done.path / "v_rotation_oscar2_center.pt")["layers"].values()
+    )
+    check_engine("sglang", artifact, done)
+    # the mean taken from all keys moves every score of a query by the same number
+    layer = layers_of(artifact)[2]
+    rotate = engines.read_sglang(done.path, done.launch.environment, layer.kv_heads)
+    q, k, v = (rows_of(layer, side).numpy() for side in ("key", "key", "value"))
+    rotated_q = q @ artifact.rotation_tensors()["layers.2.key.rotation"].numpy()
+    assert np.abs(attend(rotated_q, rotate("key", 2, k), v) - attend(q, k, v)).max() < 1e-4
+    shared = exported("sglang", artifact, tmp_path / "pooled", pooled=True)
+    entry = torch.load(shared.path / "k_rotation_oscar2_center.pt")["layers"][0]
+    assert (entry["rotation"].shape, entry["k_mean"].shape) == ((32, 32), (2, 32))
+
+
+def test_a_data_free_artifact_says_so_in_its_name(made, tmp_path):
+    artifact = made(recipe=PRESETS["hadamard"], head_dim=32)
+    done = exported("sglang", artifact, tmp_path)
+    assert sorted(done.files) == [
+        "k_rotation_hadamard_perhead.pt",
+        "v_rotation_hadamard_perhead.pt",
+    ]
+    done = exported("sglang", artifact, tmp_path / "2", pooled=True)
+    assert sorted(done.files) == ["k_rotation_hadamard.pt", "v_rotation_hadamard.pt"]
+
+
+def test_torch_files_hold_nothing_that_runs(made, tmp_path):
+    done = exported("sglang", made(head_dim=32), tmp_path)
+    for name in done.files:
+        torch.load(done.path / name, weights_only=True)
+        read = read_pt(done.path / name)
+        assert read.format == "V2"
+    assert verify(made(head_dim=32)).ok

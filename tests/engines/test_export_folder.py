@@ -1,0 +1,106 @@
+"""The folder of an export: whole, for servers to read, and never in the place of other work."""
+
+import fcntl
+import json
+import logging
+import multiprocessing
+import shutil
+import time
+
+import pytest
+from support.engine_artifacts import (
+    OSCAR,
+    exported,
+)
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.engines.formats.oscar_lock import markers
+from rotationzoo.engines.registry import ENGINES
+from rotationzoo.errors import RotationZooError
+from rotationzoo.storage import folders
+from rotationzoo.storage.files import sha256
+
+
+def test_a_damaged_artifact_is_not_exported(made, tmp_path):
+    artifact = made(head_dim=32)
+    copy = tmp_path / "copy"
+    shutil.copytree(artifact.folder, copy)
+    data = bytearray((copy / "rotations.safetensors").read_bytes())
+    data[-40] ^= 1
+    (copy / "rotations.safetensors").write_bytes(data)
+    with pytest.raises(RotationZooError, match="its sha256 differs"):
+        exported("sglang", Artifact.open(copy), tmp_path)
+
+
+def test_a_record_of_unknown_origin_removes_nothing_elsewhere(made, tmp_path):
+    artifact = made(head_dim=32)
+    done = exported("sglang", artifact, tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_text("")
+    for content in ({"files": {"../victim": "", str(victim): ""}}, [1], {"files": 3}):
+        (done.path / "export.json").write_text(json.dumps(content))
+        exported("sglang", artifact, tmp_path)
+        assert victim.exists()
+
+
+def test_two_exports_at_once_do_not_share_a_folder(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "WAIT", 0.1)
+    with (
+        folders.temporary_sibling(tmp_path / "out"),
+        pytest.raises(RotationZooError, match="another process is writing"),
+    ):
+        exported("sglang", made(head_dim=32), tmp_path)
+    assert exported("sglang", made(head_dim=32), tmp_path).files
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_servers_that_run_as_somebody_else_can_read_the_files(engine, made, tmp_path):
+    """safetensors makes files for their owner alone."""
+    done = exported(engine, made(head_dim=32), tmp_path)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in done.path.iterdir()}
+    assert modes == dict.fromkeys((*done.files, "export.json"), "0o644")
+
+
+def reader_holds(path: str, started, seconds: float) -> None:
+    """A server that loads a pair under its shared lock."""
+    with open(path, "a+") as handle:
+        fcntl.flock(handle.fileno(), fcntl.LOCK_SH)
+        started.set()
+        time.sleep(seconds)
+
+
+def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
+    artifact, other = (
+        made(head_dim=32),
+        made(recipe=OSCAR.model_copy(update={"value_statistic": "value"}), head_dim=32),
+    )
+    done = exported("sglang", artifact, tmp_path)
+    assert not list(done.path.glob(".oscar*")), "a new folder appears whole"
+    exported("sglang", other, tmp_path)
+    assert not list(done.path.glob(".oscar*")), "and takes the place of another whole"
+    (lock,) = (tmp_path / "locks").iterdir()
+    assert lock.stem == f"oscar_{markers(*(done.path / name for name in sorted(done.files)))[0]}"
+
+    monkeypatch.setattr(
+        logging.getLogger("rotationzoo"), "propagate", True
+    )  # which a command before this may have ended
+    started = multiprocessing.get_context("spawn").Event()
+    reader = multiprocessing.get_context("spawn").Process(
+        target=reader_holds, args=(str(lock), started, 2.0)
+    )
+    reader.start()
+    assert started.wait(60)
+    begun = time.monotonic()
+    exported("sglang", artifact, tmp_path)
+    assert time.monotonic() - begun > 0.5, "it waits for the server that reads the pair"
+    assert "that is reading or writing" in caplog.text, "and says so"
+    reader.join()
+
+    monkeypatch.setattr(folders, "WAIT", 0.2)
+    with lock.open("a+") as server:
+        fcntl.flock(server, fcntl.LOCK_SH)
+        with pytest.raises(RotationZooError, match=r"\(an SGLang server\); gave up after 0.2 s"):
+            exported("sglang", other, tmp_path)
+    whole = exported("sglang", artifact, tmp_path)
+    assert {name: sha256(done.path / name) for name in whole.files} == whole.files

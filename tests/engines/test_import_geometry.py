@@ -1,0 +1,118 @@
+"""Imported files and the model that the user says they are for."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from support.models import save_tiny
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.verify import verify
+from rotationzoo.engines.export import export
+from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.engines.payload import Request
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.zoo.upload import prepare_upload
+
+
+@pytest.fixture
+def of_tiny(tiny, tmp_path):
+    """A pair that fits the tiny model, and its artifact."""
+    recipe = PRESETS["oscar"].model_copy(
+        update={"data": Data(tokens=512, length=256), "pooling": "layer"}
+    )
+    artifact = calibrate(Job(str(tiny), recipe, tmp_path / "own", device="cpu"))
+    return export(artifact, Request("sglang", tmp_path / "files")).path, artifact
+
+
+def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
+    folder, own = of_tiny
+    artifact = import_(Import([folder], tmp_path / "bound", model=str(tiny)))
+    assert artifact.bound
+    assert artifact.content["geometry"] == own.content["geometry"]
+    assert artifact.rotation_tensors()["layers.0.key.clip"].shape == (2,)
+    assert verify(artifact, str(tiny)).ok, verify(artifact, str(tiny)).problems
+    for name, tensor in own.rotation_tensors().items():
+        assert torch.equal(artifact.rotation_tensors()[name], tensor), name
+    job = Evaluation(
+        str(tiny),
+        [own.folder, artifact.folder],
+        Data(tokens=1024, length=512),
+        device="cpu",
+        queries=4,
+    )
+    arms = evaluate(job)["arms"]
+    assert arms["bound"]["perplexity"] == arms["own"]["perplexity"]
+
+
+def test_files_of_another_model(tiny, of_tiny, tmp_path, made):
+    folder, _ = of_tiny
+    with pytest.raises(RotationZooError, match="says that it was made for") as error:
+        import_(Import([folder], tmp_path / "bound", model="demo"))
+    assert "--model" in error.value.hint
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        content = torch.load(folder / name)
+        del content["calibration"]
+        torch.save(content, folder / name)
+    with pytest.raises(
+        RotationZooError, match=r"not for demo: they have no key rotation for layer 2"
+    ):
+        import_(Import([folder], tmp_path / "bound", model="demo"))
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        content = torch.load(folder / name)
+        content["layers"][1]["rotation"] = (
+            content["layers"][1]["rotation"].expand(3, -1, -1).clone()
+        )
+        del content["layers"][1]["eigenvalues"], content["layers"][0]["eigenvalues"]
+        torch.save(content, folder / name)
+    with pytest.raises(
+        RotationZooError, match=r"layer 1 has 2 KV heads with keys of 16, the file \[3, 16, 16\]"
+    ):
+        import_(Import([folder], tmp_path / "bound", model=str(tiny)))
+
+
+def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
+    artifact = pair.read()
+    assert verify(artifact, str(tiny)).problems == [
+        "bound to no model: nobody has said which one the imported files are for"
+    ]
+    with pytest.raises(RotationZooError, match="how many there are"):
+        export(artifact, Request("onnx", tmp_path / "onnx"))
+    with pytest.raises(RotationZooError, match="is bound to no model"):
+        evaluate(
+            Evaluation(str(tiny), [artifact.folder], Data(tokens=1024, length=512), device="cpu")
+        )
+    with pytest.raises(RotationZooError, match="nobody has said which model"):
+        prepare_upload(artifact, "some/zoo")
+
+
+def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path, inside):
+    """Same shapes, other weights: nothing in the files says it, what the model computes does."""
+    folder, _ = of_tiny
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        content = torch.load(folder / name)
+        del content["calibration"]
+        torch.save(content, folder / name)
+    twin = save_tiny(tmp_path / "twin")
+    model = transformers.AutoModelForCausalLM.from_pretrained(twin)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(twin)
+    for name, right in ((tiny, True), (twin, False)):
+        artifact = import_(Import([folder], tmp_path / f"bound-{right}", model=str(name)))
+        assert verify(artifact, str(name)).ok, "by its files alone"
+        result = inside(
+            "verify", artifact.folder, "--model", name, "--run", "--device", "cpu", "--json"
+        )
+        data = json.loads(result.stdout)
+        assert data["ok"] is right
+        assert (min(data["agreement"].values()) > 0.24) is right, data["agreement"]
+    assert "not made of what" in data["problems"][0]
+    assert inside("verify", artifact.folder, "--run").returncode == 2

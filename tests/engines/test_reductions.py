@@ -1,0 +1,116 @@
+"""What an engine does not serve: refused with the flags that accept it, or left out and said."""
+
+import json
+
+import pytest
+from support.engine_artifacts import (
+    CENTERED,
+    OSCAR,
+    exported,
+)
+
+from rotationzoo.artifact.layout import rotations_from
+from rotationzoo.artifact.writer import write_artifact
+from rotationzoo.calibration.soundness import Verification
+from rotationzoo.engines import export as exporting
+from rotationzoo.errors import RotationZooError
+
+
+def test_what_an_engine_does_not_take_is_refused_with_the_whole_command(made, tmp_path):
+    artifact = made(recipe=CENTERED, head_dim=32)
+    with pytest.raises(
+        RotationZooError, match=r"one rotation per layer.*keep their mean.*a single clip ratio"
+    ) as refused:
+        exported("llama.cpp", artifact, tmp_path, pooled=False, clip=None)
+    assert refused.value.hint == "to accept that, add: --pooled --uncentered --clip 0.96"
+    assert "per KV head (--pooled)" in str(refused.value)
+    with pytest.raises(RotationZooError, match="no tokens kept exact") as refused:
+        exported("vllm", artifact, tmp_path, windows=None)
+    assert refused.value.hint == "to accept that, add: --uncentered --windows 0/0"
+    done = exported("vllm", artifact, tmp_path, uncentered=True)
+    assert len(done.reduced) == 3, done.reduced
+
+
+def test_values_without_their_mean_are_served_by_no_engine(made, tmp_path):
+    artifact = made(recipe=CENTERED.model_copy(update={"center_values": True}), head_dim=32)
+    with pytest.raises(
+        RotationZooError, match=r"only with values that keep their mean \(--uncentered\)"
+    ) as refused:
+        exported("sglang", artifact, tmp_path)
+    assert refused.value.hint == "to accept that, add: --uncentered"
+    with pytest.raises(RotationZooError, match="keys and values that keep their mean"):
+        exported("vllm", artifact, tmp_path)
+    done = exported("sglang", artifact, tmp_path, uncentered=True)
+    assert done.reduced == ["keys and values that keep their mean"]
+
+
+def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
+    """No recipe makes such an artifact yet, so its verification, which knows that, is left out."""
+    monkeypatch.setattr(exporting, "verify", lambda artifact: Verification([], None, []))
+    artifact = made(head_dim=32)
+    tensors = artifact.rotation_tensors()
+    tensors["layers.1.key.clip"][1] = 0.9
+    changed = write_artifact(
+        tmp_path / "changed",
+        rotations_from(tensors),
+        artifact.statistics,
+        dict(artifact.content),
+    )
+    for engine, words in (("sglang", "one clip ratio for all keys"), ("onnx", "one a layer")):
+        with pytest.raises(RotationZooError, match=words) as refused:
+            exported(engine, changed, tmp_path / engine)
+        assert refused.value.hint == "to accept that, add: --clip 0.96/0.92"
+    tensors["layers.1.key.clip"][0] = 0.9
+    changed = write_artifact(
+        tmp_path / "changed",
+        rotations_from(tensors),
+        artifact.statistics,
+        dict(artifact.content),
+    )
+    done = exported("onnx", changed, tmp_path / "onnx")
+    attributes = json.loads((done.path / "attributes.json").read_text())["layers"]
+    assert [attributes[layer]["k_quant_rho"] for layer in "012"] == [0.96, 0.9, 0.96]
+    done = exported("sglang", changed, tmp_path / "sglang", clip=(1.0, 0.92))
+    assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
+    assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
+
+
+def test_rotations_of_a_search_are_for_their_clip_ratios_and_means(made, tmp_path):
+    artifact = made(recipe=CENTERED, head_dim=32)
+    ratios = {side: {"clip": ratio} for side, ratio in (("key", 0.96), ("value", 0.92))}
+    search = {"layers": {}, "model": {**ratios, "by_side": {}, "kept": "own", "trimmed": 0.1}}
+    searched = write_artifact(
+        tmp_path / "searched",
+        artifact.rotations,
+        artifact.statistics,
+        {**artifact.content, "search": search},
+    )
+    done = exported("sglang", searched, tmp_path / "sglang", clip=(1.0, 0.92))
+    assert [words.partition(", for which a search chose")[1] != "" for words in done.reduced] == [
+        True
+    ]
+    with pytest.raises(RotationZooError) as refused:
+        exported("mlx", searched, tmp_path / "mlx")
+    assert (
+        refused.value.hint
+        == "to accept that, add: --uncentered; made for such engines: --recipe best-uncentered"
+    )
+
+
+def test_other_refusals(made, tmp_path):
+    artifact = made(head_dim=32)
+    with pytest.raises(RotationZooError, match="multiples of 8"):
+        exported("sglang", artifact, tmp_path, windows=(60, 256))
+    with pytest.raises(RotationZooError, match="no token is kept exact"):
+        exported("onnx", artifact, tmp_path, windows=(0, 0))
+    with pytest.raises(RotationZooError, match="one scale a head"):
+        exported(
+            "vllm", made(recipe=OSCAR.model_copy(update={"group_size": 16}), head_dim=32), tmp_path
+        )
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(RotationZooError, match="holds other files"):
+        exported("sglang", artifact, tmp_path)
+    bare = write_artifact(tmp_path / "bare", artifact.rotations, None, dict(artifact.content))
+    with pytest.raises(RotationZooError, match="has no statistics"):
+        exported("vllm", bare, tmp_path / "vllm")

@@ -1,0 +1,83 @@
+"""The rows of the registry: what else names engines agrees with them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines_table import PAGE, current_table, table
+from support import engine_artifacts, engine_readers
+from support.engine_artifacts import base_for, exported
+from support.places import ROOT
+
+from rotationzoo.artifact import card
+from rotationzoo.engines.base import Capabilities, Description, Options
+from rotationzoo.engines.export import launch_line
+from rotationzoo.engines.registry import (
+    ENGINE_NAMES,
+    ENGINES,
+    PULL_ENGINE_NAMES,
+    load_engine,
+)
+from rotationzoo.recipe import PRESETS
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_row_leads_to_an_engine(engine):
+    module = load_engine(engine)
+    assert isinstance(module.CAPABILITIES, Capabilities)
+    assert isinstance(module.DESCRIPTION, Description)
+    assert callable(module.check_payload)
+    assert callable(module.write_files)
+
+
+def test_every_engine_has_a_reader_and_a_codec_of_its_own():
+    """Written from what is known of the engine; the tests of all engines read exports with them."""
+    assert set(engine_readers.READ) == set(engine_readers.STORE) == set(ENGINES)
+    assert set(engine_artifacts.AGREED) == set(ENGINES)
+
+
+def test_names_need_no_torch():
+    words = "import sys; from rotationzoo.engines.registry import ENGINE_NAMES; "
+    words += "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", words], check=True)
+
+
+def test_the_command_line_offers_every_engine(inside):
+    """`pull` has no base model to give."""
+    refused = inside("export", "anything", "--to", "unheard of").stderr
+    assert re.findall(r"'([^']+)'", refused.partition("not one of")[2]) == list(ENGINE_NAMES)
+    refused = inside("pull", "anything", "--to", "unheard of").stderr
+    assert re.findall(r"'([^']+)'", refused.partition("not one of")[2]) == list(PULL_ENGINE_NAMES)
+
+
+def test_texts_that_name_engines_name_no_other():
+    """The card's package cannot ask the registry, which is above it. It may leave a new engine
+    out; cards that are published must not change with every engine."""
+    for path in (Path(card.__file__), ROOT / "README.md"):
+        line = re.search(r"--to (\S+) +# or ([\w., ]+)", path.read_text(encoding="utf-8"))
+        named = [line[1], *line[2].strip().split(", ")]
+        assert len(named) > 1
+        assert set(named) <= set(ENGINE_NAMES), path
+
+
+def test_the_table_of_the_engines_page_is_the_code_s():
+    """`python scripts/engines_table.py` rewrites it."""
+    assert current_table(PAGE.read_text(encoding="utf-8")) == table()
+
+
+def test_the_engines_page_says_what_the_code_does(made, tmp_path):
+    """Each engine has a row, and its launch line there is the one that export prints for the
+    default recipe."""
+    page = PAGE.read_text(encoding="utf-8")
+    artifact = made(recipe=PRESETS["oscar"], head_dim=128)
+    for engine in ENGINES:
+        assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.M), engine
+        changes = {}
+        if ENGINES[engine].needs_base:
+            changes["options"] = Options(base=base_for(artifact, tmp_path))
+        done = exported(engine, artifact, tmp_path / engine, **changes)
+        line = launch_line(done.launch).replace(str(done.path.absolute()), "FOLDER")
+        line = line.replace("tiny/qwen3", "MODEL")
+        assert line in page, line

@@ -1,0 +1,21 @@
+"""What the tests of this package evaluate."""
+
+from pathlib import Path
+
+import pytest
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.recipe import PRESETS, Data
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory) -> list[Path]:
+    """The demo model's artifacts of `oscar` and `oscar-v1`, in folders of these names."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    data = Data(tokens=2048, length=512)
+    folders = []
+    for name in ("oscar", "oscar-v1"):
+        recipe = PRESETS[name].model_copy(update={"data": data})
+        folders.append(calibrate(Job("demo", recipe, folder / name)).folder)
+    return folders

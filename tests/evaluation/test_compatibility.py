@@ -1,0 +1,45 @@
+"""Artifacts, layers and texts that do not fit the model: what is refused, and what is noted."""
+
+import pytest
+import torch
+import transformers
+from support.models import save_tiny
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.text.documents import BUNDLED
+
+SMALL = Data(tokens=1024, length=256)
+ONE_ROW = Data(tokens=512, length=512)
+
+
+def test_an_artifact_of_other_weights_is_noted(tmp_path):
+    model = save_tiny(tmp_path / "other")
+    artifact = calibrate(Job(str(model), Recipe(data=SMALL), tmp_path / "made")).folder
+    twin = save_tiny(tmp_path / "twin")
+    changed = transformers.AutoModelForCausalLM.from_pretrained(twin)
+    with torch.no_grad():
+        changed.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    changed.save_pretrained(twin)
+    job = Evaluation(str(twin), [artifact], ONE_ROW, windows=[(4, 16)], queries=0)
+    assert any("made for other weights" in note for note in evaluate(job)["notes"])
+
+
+def test_an_artifact_that_was_calibrated_on_the_text_is_noted(artifacts):
+    seen = Data(source=str(BUNDLED), tokens=2048, length=512)
+    notes = evaluate(Evaluation("demo", artifacts[:1], seen, queries=0))["notes"]
+    assert "oscar was calibrated on this very text" in notes
+
+
+def test_what_does_not_fit_is_refused_before_the_weights(artifacts, tmp_path, tiny):
+    with pytest.raises(RotationZooError, match="made for a model of other layers"):
+        evaluate(Evaluation(str(tiny), artifacts[:1], SMALL))
+    with pytest.raises(RotationZooError, match="are too short"):
+        evaluate(Evaluation("demo", [], SMALL))
+    with pytest.raises(UsageError, match="no attention in layer 9: it has layers 0 to 3"):
+        evaluate(Evaluation("demo", [], ONE_ROW, layers={9}))
+    with pytest.raises(RotationZooError, match="is no artifact"):
+        evaluate(Evaluation("demo", [tmp_path], SMALL))

@@ -1,0 +1,44 @@
+"""The sessions of huggingface_hub: who uses them is known to them, and to nothing else."""
+
+import contextlib
+
+import huggingface_hub
+
+from rotationzoo.network.huggingface_session import Use, asking_huggingface, limit_sessions
+
+
+def test_who_asks_is_known_inside_the_block_alone():
+    sessions = limit_sessions()
+    before = list(sessions.uses)
+    with asking_huggingface("http://one.example"):
+        with asking_huggingface("http://two.example", repeats=True):
+            endpoints = [use.endpoint for use in sessions.uses[len(before) :]]
+            assert endpoints == ["http://one.example", "http://two.example"]
+            assert sessions.uses[-1] == Use("http://two.example", repeats=True)
+        assert [use.repeats for use in sessions.uses[len(before) :]] == [False]
+    assert sessions.uses == before
+    with contextlib.suppress(KeyError), asking_huggingface():
+        assert sessions.uses[-1].endpoint == huggingface_hub.constants.ENDPOINT
+        raise KeyError
+    assert sessions.uses == before, "also after an error"
+
+
+def test_a_client_that_is_made_anew_has_the_same_limits():
+    sessions = limit_sessions()
+    huggingface_hub.close_session()
+    assert huggingface_hub.get_session().limited_sessions is sessions
+    assert limit_sessions() is sessions
+
+
+def test_a_token_is_taken_out_on_the_way_to_another_host(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    client, sessions = huggingface_hub.get_session(), limit_sessions()
+    with asking_huggingface("https://hub.example"):
+        for url, credential, is_kept in [
+            ("https://hub.example/api", "Bearer hf_0123456789", True),
+            ("https://evil.example/api", "Bearer hf_0123456789", False),
+            ("https://storage.example/x", "Basic of-the-storage", True),
+        ]:
+            request = client.build_request("GET", url, headers={"authorization": credential})
+            sessions._prepare(request)
+            assert ("authorization" in request.headers) == is_kept, url

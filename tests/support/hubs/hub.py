@@ -1,0 +1,225 @@
+"""What the hubs share: repositories, storage for large files, tokens, and finding the route of a
+call."""
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+from urllib.parse import quote, unquote, urlsplit
+
+from support.hubs.calls import Answer, Call, Fault, Refusal, ranged
+from support.hubs.repository import Blob, Repository
+
+# What the braces in a route stand for; any other name is one segment of the path.
+FIELDS = {
+    "repository": r"(?:(?:models|datasets)/)?[\w.-]+/[\w.-]+",
+    "revision": r"refs/pr/\d+|[^/]+",
+    "path": r".+",
+    "number": r"\d+",
+    "sha256": r"[0-9a-f]{64}",
+}
+
+
+def route(methods: str, pattern: str, access: str = "read") -> Callable[[Callable], Callable]:
+    """Answer these requests with the function. `access` is "read", "write" or "open", which asks
+    for no token at all."""
+    expression = re.compile(
+        re.sub(r"{(\w+)}", lambda name: f"(?P<{name[1]}>{FIELDS.get(name[1], '[^/]+')})", pattern)
+    )
+
+    def mark(function: Callable) -> Callable:
+        function.route = (methods.split(), expression, access)
+        return function
+
+    return mark
+
+
+class Hub:
+    """Repositories in memory. A subclass adds the routes and the wording of one hub."""
+
+    token = "test"
+    branch = "main"
+    large_suffixes = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".zip", ".parquet")
+    first_files: ClassVar[dict[str, bytes]] = {}  # of the commit that a repository begins with
+    no_repository: str | int = ""  # what the error messages carry for a machine to read
+    no_revision: str | int = ""
+
+    def __init__(self) -> None:
+        self.private = False
+        self.endpoint = self.storage_origin = ""  # known once the server runs
+        self.repositories: dict[str, Repository] = {}
+        self.storage: dict[str, bytes] = {}  # large files by sha256
+        self.requests: list[str] = []
+        self.leaks: list[str] = []
+        self.faults: list[Fault] = []
+        self.hidden: set[str] = set()
+        self.lock = threading.RLock()
+
+    # What a test does behind the clients' backs.
+
+    def create(self, name: str, private: bool = False) -> str:
+        with self.lock:
+            repository = self.repositories[name] = Repository(name, private)
+            files = {path: self.blob(path, data) for path, data in self.first_files.items()}
+            return repository.add(f"refs/heads/{self.branch}", None, files, "initial commit")
+
+    def commit(
+        self,
+        name: str,
+        files: dict[str, bytes],
+        delete: Iterable[str] = (),
+        branch: str | None = None,
+    ) -> str:
+        """Change files on a branch. One that does not exist yet starts at the default branch."""
+        with self.lock:
+            repository, branch = self.repositories[name], branch or self.branch
+            parent = repository.find(branch) or self.head(name)
+            contents = dict(repository.commits[parent].files)
+            for path in delete:
+                del contents[path]
+            contents |= {path: self.blob(path, data) for path, data in files.items()}
+            ref = branch if branch.startswith("refs/") else f"refs/heads/{branch}"
+            return repository.add(ref, parent, contents, "commit of the test")
+
+    def files(self, name: str, revision: str | None = None) -> dict[str, bytes]:
+        with self.lock:
+            repository = self.repositories[name]
+            contents = repository.commits[self.resolve(repository, revision or self.branch)].files
+            return {path: blob.data for path, blob in contents.items()}
+
+    def head(self, name: str) -> str:
+        return self.repositories[name].refs[f"refs/heads/{self.branch}"]
+
+    def commits(self, name: str) -> int:
+        return len(self.repositories[name].commits)
+
+    def remove(self, name: str) -> None:
+        del self.repositories[name]
+
+    # What the routes share.
+
+    def is_large(self, path: str, size: int, start: bytes) -> bool:
+        raise NotImplementedError
+
+    def blob(self, path: str, data: bytes) -> Blob:
+        large = self.is_large(path, len(data), data[:512])
+        if large:
+            self.storage[hashlib.sha256(data).hexdigest()] = data
+        return Blob(data, large)
+
+    def stored(self, sha256: str) -> Blob:
+        if sha256 not in self.storage:
+            raise Refusal(400, f"The object {sha256} is not in the storage")
+        return Blob(self.storage[sha256], True)
+
+    def resolve(self, repository: Repository, revision: str) -> str:
+        found = repository.find(revision)
+        if found is None:
+            raise Refusal(404, f"No such revision: {revision}", self.no_revision)
+        return found
+
+    def listing(
+        self, files: dict[str, Blob], folder: str, recursive: bool
+    ) -> tuple[list[str], dict[str, Blob]]:
+        """The folders and the files below a folder, without those that the test hides."""
+        prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
+        below = {
+            path: blob
+            for path, blob in sorted(files.items())
+            if path.startswith(prefix) and path not in self.hidden
+        }
+        parents = (
+            path.split("/")[:depth] for path in below for depth in range(1, path.count("/") + 1)
+        )
+        folders = {name for name in map("/".join, parents) if name.startswith(prefix)}
+        if not recursive:
+            below = {
+                path: blob for path, blob in below.items() if "/" not in path.removeprefix(prefix)
+            }
+            folders = {name for name in folders if "/" not in name.removeprefix(prefix)}
+        return sorted(folders), below
+
+    def stored_at(self, path: str, sha256: str) -> dict[str, str]:
+        """The redirect to a large file: another origin, as a CDN is. The name is there for a
+        fault's pattern to match."""
+        return {"Location": f"{self.storage_origin}/storage/{sha256}?name={quote(path)}"}
+
+    @route("PUT", "/storage/{sha256}", access="open")
+    def store(self, call: Call, sha256: str) -> Answer:
+        if hashlib.sha256(call.body).hexdigest() != sha256:
+            raise Refusal(400, "These bytes have another sha256")
+        self.storage[sha256] = call.body
+        return Answer()
+
+    @route("GET HEAD", "/storage/{sha256}", access="open")
+    def fetch(self, call: Call, sha256: str) -> Answer:
+        if sha256 not in self.storage:
+            raise Refusal(404, "No such object")
+        return ranged(
+            call, self.storage[sha256], {"ETag": f'"{sha256}"', "X-Linked-ETag": f'"{sha256}"'}
+        )
+
+    # From a call to its answer.
+
+    def credential(self, call: Call) -> str | None:
+        """The token that came with a call."""
+        header = call.headers.get("Authorization")
+        return header.removeprefix("Bearer ") if header else None
+
+    def refused(self, refusal: Refusal) -> Answer:
+        raise NotImplementedError
+
+    def record(self, call: Call) -> Fault | None:
+        """Write a call down and say what shall go wrong with it."""
+        with self.lock:
+            line = f"{call.method} {call.target}"
+            self.requests.append(line)
+            if call.headers.get("Host") == urlsplit(
+                self.storage_origin
+            ).netloc and self.token in str(call.headers):
+                self.leaks.append(line)
+            for fault in self.faults:
+                if (
+                    fault.count > 0
+                    and fault.method == call.method
+                    and re.search(fault.pattern, call.target)
+                ):
+                    fault.count -= 1
+                    return fault
+        return None
+
+    def answer(self, call: Call) -> Answer:
+        try:
+            with self.lock:
+                return self.dispatch(call)
+        except Refusal as refusal:
+            return self.refused(refusal)
+
+    def dispatch(self, call: Call) -> Answer:
+        # No two routes match the same request, so their order does not matter.
+        for function in (getattr(self, name) for name in dir(type(self))):
+            methods, expression, access = getattr(function, "route", ((), None, ""))
+            if call.method in methods and (match := expression.fullmatch(call.path)):
+                break
+        else:
+            raise Refusal(404, f"No route for {call.method} {call.path}")
+        values: dict[str, Any] = {
+            key: unquote(value) for key, value in match.groupdict().items() if value is not None
+        }
+        repository = self.repositories.get(values.get("repository", "").removeprefix("models/"))
+        credential = self.credential(call)
+        if access != "open" and credential not in (None, self.token):
+            raise Refusal(401, "Invalid credentials in Authorization header")
+        private = self.private or (repository is not None and repository.private)
+        if credential is None and (access == "write" or (access == "read" and private)):
+            raise Refusal(
+                401, "A token is needed here", self.no_repository if access == "read" else ""
+            )
+        if "repository" in values:
+            if repository is None:
+                raise Refusal(404, "No such repository", self.no_repository)
+            values["repository"] = repository
+            if "revision" in values:  # a function asks for a revision and gets the commit
+                values["revision"] = self.resolve(repository, values["revision"])
+        return function(call, **values)

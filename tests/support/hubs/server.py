@@ -1,0 +1,113 @@
+"""The HTTP server around a hub, which spoils the answers that a test wants spoilt."""
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from support.hubs.calls import Answer, Call, Refusal
+from support.hubs.hub import Hub
+
+
+class Server(ThreadingHTTPServer):
+    """A server that hangs up when it stops: a client that kept its connection must not reach a hub
+    that is gone."""
+
+    daemon_threads = True
+
+    def __init__(self, hub: Hub):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.hub = hub
+        self.connections: set[socket.socket] = set()
+
+    def process_request(self, request, client_address) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(
+            sys.exception(), ConnectionError
+        ):  # a client that went away is no error of the hub
+            super().handle_error(request, client_address)
+
+    def stop(self) -> None:
+        self.shutdown()
+        for connection in list(self.connections):
+            self.shutdown_request(connection)
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = (
+        True  # headers and body are two writes, and the second would wait for the first
+    )
+    server: Server
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def content(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        chunks = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def handle_call(self) -> None:
+        hub, call = self.server.hub, Call(self.command, self.path, self.headers, self.content())
+        fault = hub.record(call)
+        what = fault.what if fault else None
+        if isinstance(what, int):
+            headers = {"Retry-After": "0"} if what == 429 else {}
+            return self.send(
+                hub.refused(Refusal(what, "A fault that the test asked for", headers=headers))
+            )
+        answer = hub.answer(call) if what != "drop" else Answer()
+        if what in ("drop", "lost"):
+            self.close_connection = True
+            return None
+        if fault and not answer.body:
+            fault.count += (
+                1  # it waits for an answer that has a body, such as the one behind a redirect
+            )
+        return self.send(answer, what)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_call
+
+    def send(self, answer: Answer, what: str | None = None) -> None:
+        self.send_response(answer.status)
+        for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        body, middle = answer.body, len(answer.body) // 2
+        if what == "flip" and body:
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+        if what == "cut":
+            body, self.close_connection = body[:middle], True
+        self.wfile.write(body)
+
+
+@contextmanager
+def running(hub: Hub) -> Iterator[Any]:
+    """Serve a hub until the end of the block."""
+    server = Server(hub)
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    hub.storage_origin = f"http://localhost:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.stop()

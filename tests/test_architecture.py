@@ -1,0 +1,54 @@
+"""docs/architecture.md lists the packages and modules that there are, in the order that is
+enforced, and what documents name exists."""
+
+import re
+
+import pytest
+from support.places import ROOT
+from write_architecture import PACKAGE, PAGE, first_sentence, listing, order, page, rooms
+
+TEXT = PAGE.read_text("utf-8")
+DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+# A path from the root of the repository, as documents write it.
+NAMED = re.compile(
+    r"`((?:rotationzoo|tests|scripts|configs|docs|\.github)/[\w./-]+\.\w+)(?:::\w+)?`"
+)
+
+
+# A module or a package inside one, as docs/architecture.md and CONTRIBUTING.md write it.
+ROOM = re.compile(rf"`((?:{'|'.join(order())})/[\w/]+)`")
+
+
+def test_the_page_lists_what_there_is():
+    assert page(TEXT) == TEXT, "run: make docs"
+
+
+def test_every_module_is_listed_once():
+    files = {
+        path for path in PACKAGE.rglob("*.py") if "data" not in path.relative_to(PACKAGE).parts
+    }
+    listed = [path for _, path in rooms()]
+    assert len(listed) == len(set(listed))
+    assert {PACKAGE / "__init__.py"} == files - set(listed)
+
+
+def test_packages_come_in_the_order_that_is_enforced():
+    headings = re.findall(r"^\*\*`(\w+)/?`\*\*:", listing(), re.MULTILINE)
+    assert headings == order()
+
+
+def test_every_module_says_what_it_holds():
+    silent = [name for name, path in rooms() if not first_sentence(path)]
+    assert not silent, f"a docstring is missing in {', '.join(silent)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_a_document_names_exist(path):
+    named = set(NAMED.findall(path.read_text("utf-8")))
+    assert not {name for name in named if not (ROOT / name).exists()}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_modules_that_a_document_names_exist(path):
+    named = {PACKAGE / name.rstrip("/") for name in ROOM.findall(path.read_text("utf-8"))}
+    assert not {path for path in named if not (path.is_dir() or path.with_suffix(".py").is_file())}

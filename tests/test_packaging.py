@@ -1,0 +1,95 @@
+"""What is claimed of versions and commands in more than one place is the same in each."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+from support.makefile import TEXT, recipe_of
+from support.places import ROOT
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+EXTRAS = "engines", "report"  # what CI installs with the package; `cuda` needs a GPU
+
+
+def requirements() -> list[Requirement]:
+    project = PYPROJECT["project"]
+    extras = [line for name in EXTRAS for line in project["optional-dependencies"][name]]
+    return [Requirement(line) for line in (*project["dependencies"], *extras)]
+
+
+def lowest(requirement: Requirement) -> str:
+    (bound,) = (part.version for part in requirement.specifier if part.operator == ">=")
+    return bound
+
+
+def pinned(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_the_oldest_dependencies_are_the_lowest_that_are_allowed():
+    oldest = pinned("constraints-oldest.txt")
+    assert oldest.keys() == {requirement.name for requirement in requirements()}
+    for requirement in requirements():
+        version = Version(oldest[requirement.name])
+        assert version in requirement.specifier
+        assert version == Version(lowest(requirement)), f"{requirement} allows an older one"
+
+
+def test_the_torch_of_developers_is_one_that_is_allowed():
+    (torch,) = (item for item in requirements() if item.name == "torch")
+    assert pinned("constraints-cpu.txt")["torch"] in torch.specifier
+
+
+def test_an_extra_asks_for_the_same_wherever_it_is_named():
+    """`dev` repeats what the tests need of the other extras."""
+    development = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["dev"])
+    }
+    for requirement in requirements():
+        if requirement.name in development:
+            assert development[requirement.name] == requirement.specifier
+
+
+def test_pre_commit_runs_what_make_lint_runs():
+    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
+    hooks = [hook for repository in content["repos"] for hook in repository["hooks"]]
+    assert [hook["entry"] for hook in hooks] == recipe_of("lint")
+    assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
+
+
+@pytest.mark.parametrize("target", ["lint", "format", "test", "demo", "gpu", "coverage"])
+def test_every_target_says_what_it_does(target):
+    assert re.search(rf"^{target}: .*## \w+", TEXT, re.MULTILINE)
+    assert recipe_of(target)
+
+
+def test_the_scripts_that_targets_run_exist():
+    named = re.findall(r"scripts/\w+\.py", TEXT)
+    assert named
+    assert all((ROOT / name).is_file() for name in named)
+
+
+def test_continuous_integration_runs_the_same_command():
+    assert recipe_of("test")
+    assert (ROOT / ".ci" / "run").read_text("utf-8").rstrip().endswith("exec make test")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8"))
+    job = workflow["jobs"]["tests"]
+    assert job["steps"][-1]["run"] == "make test"
+    assert {"ubuntu-latest", "macos-latest"} == set(job["strategy"]["matrix"]["os"])
+    constraints = {row["constraints"] for row in job["strategy"]["matrix"]["include"]}
+    assert constraints == {"constraints-oldest.txt", "constraints-cpu.txt", ""}
+
+
+def test_the_pythons_that_are_claimed_are_tested():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8"))
+    rows = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    named = "Programming Language :: Python :: 3."
+    classifiers = PYPROJECT["project"]["classifiers"]
+    claimed = {line.rsplit(" ", 1)[1] for line in classifiers if line.startswith(named)}
+    assert {row["python"] for row in rows} == claimed
+    assert PYPROJECT["project"]["requires-python"] == f">={min(claimed, key=Version)}"

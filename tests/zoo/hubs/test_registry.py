@@ -1,0 +1,66 @@
+"""A hub is listed once: a row, and a module."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.hubs import folder
+from support.places import ROOT
+from support.published import ZOO, ok
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.zoo import index
+from rotationzoo.zoo.hubs.protocol import Hub
+from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+
+
+@pytest.fixture
+def with_folder_hub(command):
+    """The command line in a process of its own that has a third hub."""
+
+    def run(*words) -> subprocess.CompletedProcess:
+        environment = {**command.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        return subprocess.run(
+            [sys.executable, folder.__file__, *map(str, words)],
+            cwd=command.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    run.folder = command.folder
+    return run
+
+
+def test_a_new_hub_takes_a_module_and_a_row(with_folder_hub, made):
+    sent = ok(with_folder_hub("push", made, ZOO, "--to", "folder", "--json"))
+    tag = sent["hubs"]["folder"]["revision"]
+    content = with_folder_hub.folder / "hub" / ZOO / tag / index.NAME
+    assert '"hub": "folder"' in content.read_text()
+    listed = with_folder_hub("list", "--repo", ZOO, "--from", "folder", "--remote")
+    assert "fo" in listed.stdout.split()
+    assert "yes" in listed.stdout.split()
+    words = ["pull", "demo", "--repo", ZOO, "--from", "folder", "--local-dir", "here", "--json"]
+    pulled = ok(with_folder_hub(*words))
+    assert (pulled["hub"], pulled["revision"]) == ("folder", tag)
+    assert verify(Artifact.open(with_folder_hub.folder / "here"), "demo").ok
+
+
+def test_an_index_that_names_no_such_hub_is_refused(made, tmp_path):
+    entry = index.Entry(
+        model="a/b",
+        recipe="oscar",
+        files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
+        copies=[index.Copy(hub="huggingface", repo="x/y", path="p")],
+    )
+    text = index.Index().extended(entry).text().replace('"huggingface"', '"nowhere"')
+    with pytest.raises(Exception, match=r"copies\.0\.hub: Input should be 'huggingface' or"):
+        index.parse(text, "it")
+
+
+@pytest.mark.parametrize("name", HUBS)
+def test_each_hub_is_one_and_is_documented(zoo, name):
+    assert isinstance(open_hub(name), Hub)
+    assert HUBS[name].title in Path(ROOT, "docs", "zoo.md").read_text(encoding="utf-8")

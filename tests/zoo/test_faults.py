@@ -1,0 +1,111 @@
+"""Faults of every kind on both hubs: what passes is got over, what lasts is said."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.hubs.calls import Fault
+from support.published import ZOO, nothing_left, ok, refused
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+
+PASSING = [
+    ("503 on a file", "GET", "/resolve/.*manifest", 503, 2),
+    ("503 on the storage", "GET", "/storage/", 503, 2),
+    ("503 on the repository", "GET", "/api/models/", 503, 2),
+    ("429", "GET", "/storage/", 429, 1),
+    ("a dropped connection", "GET", "/storage/", "drop", 1),
+    ("a cut body", "GET", "/storage/", "cut", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "method", "pattern", "fault", "count"), PASSING, ids=[row[0] for row in PASSING]
+)
+def test_pull_gets_over_what_passes(zoo, made, what, method, pattern, fault, count):
+    ok(zoo.run("push", made, ZOO, "--json"))
+    zoo.hf.faults.append(Fault(method, pattern, fault, count))
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", "huggingface", "--json"))
+    assert verify(Artifact.open(Path(pulled["path"]))).ok
+    assert all(f.count <= 0 for f in zoo.hf.faults), "the fault was met"
+
+
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("command", ["push", "pull"])
+def test_a_503_on_each_request_in_turn(zoo, made, place, command):
+    """Every request that a command makes fails once, one after the other, and each time the command
+    succeeds all the same."""
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    number = 0
+
+    def run() -> None:
+        nonlocal number
+        number += 1
+        if command == "push":  # a repository of its own each time, so that there is something to do
+            ok(zoo.run("push", made, f"{ZOO}-{number}", "--to", place, "--json"))
+            return
+        zoo.forget()
+        pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", place, "--json"))
+        assert verify(Artifact.open(Path(pulled["path"]))).ok
+
+    ok(zoo.run("push", made, ZOO, "--to", place, "--json"))
+    before = len(hub.requests)
+    run()
+    seen = {}
+    for line in hub.requests[before:]:
+        method, path = line.split(" ")
+        kind = re.sub(r"[0-9a-f]{12,}", "[0-9a-f]+", re.escape(path.split("?")[0])).replace(
+            r"\-1", ".*"
+        )
+        seen[method, kind] = None
+    assert len(seen) >= 3
+    for method, pattern in seen:
+        fault = Fault(method, pattern, 503, 1)
+        hub.faults[:] = [fault]
+        run()
+        assert fault.count == 0, f"{method} {pattern} was not met"
+
+
+LASTING = [
+    ("503 for ever", "GET", "/storage/", 503, "answered 503"),
+    ("401", "GET", "/resolve/.*manifest", 401, "refused access"),
+    ("a missing file", "GET", "/resolve/.*manifest", 404, "Hugging Face"),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "method", "pattern", "fault", "words"), LASTING, ids=[row[0] for row in LASTING]
+)
+def test_pull_says_what_lasts_and_leaves_nothing(
+    zoo, made, what, method, pattern, fault, words, tmp_path
+):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    zoo.hf.faults += [Fault(method, pattern, fault, 99), Fault("HEAD", pattern, fault, 99)]
+    assert words in refused(zoo.run("pull", "demo", "--index", listed))
+    assert nothing_left(zoo)
+    zoo.hf.faults.clear()
+    ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+
+
+@pytest.mark.parametrize("place", ["huggingface", "modelscope"])
+def test_a_flipped_bit_is_found(zoo, made, place, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--to", place, "--index", listed, "--json"))
+    hub = zoo.hf if place == "huggingface" else zoo.ms
+    hub.faults.append(Fault("GET", "/storage/", "flip", 99))
+    refused(zoo.run("pull", "demo", "--index", listed))
+    assert nothing_left(zoo)
+    hub.faults.clear()
+    ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+
+
+def test_a_repository_that_vanished(zoo, made, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    zoo.hf.remove(ZOO)
+    assert f"there is no {ZOO} on Hugging Face" in refused(
+        zoo.run("pull", "demo", "--index", listed)
+    )
+    assert nothing_left(zoo)

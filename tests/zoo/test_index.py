@@ -1,0 +1,65 @@
+"""The index: what it may say, and how entries are added."""
+
+import json
+
+import pytest
+from support.places import ROOT
+from support.published import ZOO, ok, refused
+
+from rotationzoo.zoo import index
+
+
+def test_the_wheel_carries_the_index():
+    root = ROOT
+    assert index.WHEEL_COPY.read_bytes() == (root / "zoo_index.json").read_bytes()
+    content = index.read(index.WHEEL_COPY)
+    assert content.text() == index.WHEEL_COPY.read_text()
+    assert {"Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "zai-org/GLM-4.7-FP8"} <= {
+        entry.model for entry in content.entries
+    }
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "a/../../b", "a\\\\b", "a//b", ""])
+def test_an_index_with_a_path_that_leaves_its_folder_is_refused(zoo, made, tmp_path, path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    content = json.loads(listed.read_text())
+    content["entries"][0]["copies"][0]["path"] = path
+    listed.write_text(json.dumps(content))
+    assert "is damaged: entries.0" in refused(zoo.run("pull", "demo", "--index", listed))
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("format", ["rotationzoo", "oscar"])
+def test_files_to_be_pulled_need_a_folder(format):
+    files = {"rotations.safetensors": index.File(size=1, sha256="0" * 64)}
+    with pytest.raises(ValueError, match="need a folder that holds them"):
+        index.Entry(
+            model="a/b", recipe="oscar", format=format, files=files,
+            copies=[index.Copy(hub="huggingface", repo="x/y", path="")],
+        )  # fmt: skip
+
+
+def test_an_entry_twice_is_refused_and_merged_when_it_is_added():
+    entry = index.Entry(
+        model="a/b",
+        recipe="oscar",
+        files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
+        copies=[index.Copy(hub="huggingface", repo="x/y", path="p", revision="r1")],
+    )
+    one = index.Index().extended(entry)
+    moved = entry.model_copy(
+        update={"copies": [index.Copy(hub="modelscope", repo="x/y", path="p", revision="t")]}
+    )
+    both = one.extended(moved)
+    assert [copy.hub for copy in both.entries[0].copies] == ["huggingface", "modelscope"]
+    assert index.parse(both.text(), "it") == both
+    content = json.loads(one.text())
+    content["entries"] *= 2
+    with pytest.raises(Exception, match="is listed twice"):
+        index.parse(json.dumps(content), "it")
+    for change in ({"sha256": "zz"}, {"size": -1}, {"sha256": None}):
+        content = json.loads(one.text())
+        content["entries"][0]["files"]["rotations.safetensors"] |= change
+        with pytest.raises(Exception, match="it is damaged"):
+            index.parse(json.dumps(content), "it")

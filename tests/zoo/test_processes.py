@@ -1,0 +1,101 @@
+"""The commands in processes of their own: as a user runs them, killed, and on a full disk."""
+
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from support.hubs import huggingface, modelscope
+from support.hubs.calls import Fault
+from support.published import ZOO, ms_environment
+
+
+@pytest.fixture
+def outside(command, tmp_path):
+    """Both hubs, and the command line in processes of their own."""
+    with huggingface.serve() as hf, modelscope.serve() as ms:
+        variables = {
+            "HF_ENDPOINT": hf.endpoint,
+            "HF_TOKEN": hf.token,
+            "HF_HUB_DISABLE_XET": "1",
+            **ms_environment(ms, tmp_path),
+        }
+        yield SimpleNamespace(
+            hf=hf,
+            ms=ms,
+            folder=command.folder,
+            run=lambda *words, **options: command(*words, env=variables, **options),
+            environment=command.environment | variables,
+        )
+
+
+def test_the_commands_as_a_user_runs_them(outside, made):
+    assert outside.run("push", made, ZOO, "--to", "both").returncode == 0
+    listed = outside.run("list", "--repo", ZOO)
+    assert "demo" in listed.stdout
+    assert f"Read the index of {ZOO} on huggingface" in listed.stderr
+    pulled = outside.run("pull", "demo", "--repo", ZOO, "--quiet")
+    assert pulled.returncode == 0, pulled.stderr
+    assert outside.run("verify", pulled.stdout.strip(), "--model", "demo").returncode == 0
+    assert "ms_test" not in (listed.stdout + listed.stderr + pulled.stderr)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("push", "{made}", ZOO), ("pull", "demo", "--repo", ZOO, "--local-dir", "here")],
+    ids=["push", "pull"],
+)
+def test_killed_in_the_middle(outside, made, words):
+    if words[0] == "pull":
+        assert outside.run("push", made, ZOO).returncode == 0
+    words = [word.format(made=made) for word in words]
+    slow = Fault("PUT" if words[0] == "push" else "GET", "/storage/", 503, 99)
+    outside.hf.faults.append(slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rotationzoo", *words],
+        cwd=outside.folder,
+        env=outside.environment,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while slow.count == 99 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert slow.count < 99, "it was in the middle"
+    assert not (outside.folder / "here").exists()
+    outside.hf.faults.clear()
+    again = outside.run(*words)
+    assert again.returncode == 0, again.stderr
+    if words[0] == "pull":
+        assert sorted(path.name for path in outside.folder.iterdir()) == ["here"]
+    else:
+        assert outside.hf.commits(ZOO) == 2
+
+
+def test_a_full_disk(outside, made):
+    import resource
+
+    assert outside.run("push", made, ZOO).returncode == 0
+    limited = outside.run(
+        "pull", "demo", "--repo", ZOO, "--local-dir", "here",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
+    )  # fmt: skip
+    assert limited.returncode == 1, limited.stderr
+    assert "Traceback" not in limited.stderr
+    assert not (outside.folder / "here").exists()
+    assert outside.run("pull", "demo", "--repo", ZOO, "--local-dir", "here").returncode == 0
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys; sys.argv = ['rotationzoo', '--help']\nfrom rotationzoo.cli.app import app\n"
+    )
+    program += "try: app()\nexcept SystemExit: pass\n"
+    heavy = "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub"
+    check = f"assert not [m for m in {heavy} if m in sys.modules]"
+    assert (
+        subprocess.run([sys.executable, "-c", program + check], capture_output=True).returncode == 0
+    )

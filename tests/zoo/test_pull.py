@@ -1,0 +1,101 @@
+"""Fetching: pinned revisions, files that are here already, places, and exports."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from support.published import ZOO, ok, refused
+from support.zoo_models import save_foreign
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.zoo import index
+
+
+def test_a_pinned_pull_is_not_moved_by_a_later_commit(zoo, made, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    first = ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+    path = first["path"]
+    zoo.hf.commit(ZOO, {f"{path}/README.md": b"changed later"})
+    pulled = ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+    assert pulled["revision"] == first["hubs"]["huggingface"]["revision"] != zoo.hf.head(ZOO)
+    assert (Path(pulled["path"]) / "README.md").read_bytes() == (made / "README.md").read_bytes()
+    assert index.read(listed).entries[0].copies[0].revision == pulled["revision"]
+    requests = len(zoo.hf.requests)
+    with pytest.MonkeyPatch.context() as offline:
+        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert ok(zoo.run("pull", "demo", "--index", listed, "--json"))["path"] == pulled["path"]
+    assert len(zoo.hf.requests) == requests, "offline by pinned revision"
+
+
+def test_files_that_were_changed_after_they_were_pulled_are_fetched_again(zoo, made):
+    ok(zoo.run("push", made, ZOO, "--json"))
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
+    path = Path(pulled["path"]) / "rotations.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(b"x" + good[1:])
+    ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
+    assert path.read_bytes() == good
+
+
+def test_somebody_elses_folder_is_not_replaced(zoo, made):
+    ok(zoo.run("push", made, ZOO, "--json"))
+    (zoo.folder / "mine").mkdir()
+    (zoo.folder / "mine" / "notes.txt").write_text("important")
+    assert "holds other files" in refused(
+        zoo.run("pull", "demo", "--repo", ZOO, "--local-dir", "mine")
+    )
+    assert (zoo.folder / "mine" / "notes.txt").read_text() == "important"
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--local-dir", "theirs", "--json"))
+    assert pulled["path"] == "theirs"
+    assert verify(Artifact.open(zoo.folder / "theirs")).ok
+
+
+def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
+    """What the makers publish is imported, bound to its model and exported; our own is exported as
+    it is."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    save_foreign(zoo, tmp_path)
+    zoo.hf.create("Qwen/Qwen3-8B")
+    zoo.hf.commit("Qwen/Qwen3-8B", {"config.json": (tiny / "config.json").read_bytes()})
+    done = ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json"))
+    assert done["path"] == "exports/Qwen3-8B-oscar-v1-sglang"
+    assert sorted(done["files"]) == ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"]
+    assert "--model-path Qwen/Qwen3-8B" in done["command"][0]
+    artifact = Artifact.open(zoo.folder / "rotations" / "Qwen3-8B-imported")
+    assert artifact.content["model"]["revision"] == zoo.hf.head("Qwen/Qwen3-8B")
+    assert ok(zoo.run("pull", "Qwen/Qwen3-8B", "--to", "sglang", "--json")) == done
+    assert "one rotation per KV head" not in zoo.run("pull", "Qwen/Qwen3-8B").stderr
+    assert "rotationzoo import" in zoo.run("pull", "Qwen/Qwen3-8B").stderr
+
+    ok(zoo.run("push", made, ZOO, "--json"))
+    own = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "mlx", "--json"))
+    assert own["path"] == "exports/demo-oscar-mlx"
+    assert "to accept that, add: --pooled --windows 0/0" in refused(
+        zoo.run("pull", "demo", "--repo", ZOO, "--to", "vllm")
+    )
+
+
+def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):
+    """The demo's folder; for another folder, whose place no artifact records, what to put there."""
+    from rotationzoo.model.source import DEMO
+
+    ok(zoo.run("push", made, ZOO, "--json"))
+    done = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "sglang", "--json"))
+    model = shlex.split(done["command"][0])[
+        shlex.split(done["command"][0]).index("--model-path") + 1
+    ]
+    assert Path(model) == DEMO
+    assert not [note for note in done["notes"] if "MODEL" in note]
+    local = shutil.copytree(made, tmp_path / "local")
+    manifest = json.loads((local / "manifest.json").read_text())
+    manifest["model"]["id"] = "my-model"
+    (local / "manifest.json").write_text(json.dumps(manifest))
+    done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
+    assert "--model-path MODEL" in done["command"][0]
+    assert (
+        "MODEL in the command stands for my-model: put its folder or hub id there" in done["notes"]
+    )

@@ -1,0 +1,145 @@
+"""Publishing: what goes where, what is refused, and what others commit in between."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.hubs.calls import Fault
+from support.published import ZOO, ok, refused
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.zoo import index
+from rotationzoo.zoo.hubs.huggingface import HuggingFace
+
+
+def test_publish_list_and_pull_on_both_hubs(zoo, made):
+    sent = ok(zoo.run("push", made, ZOO, "--to", "both", "--json"))
+    assert sent["hubs"]["huggingface"]["changed"]
+    assert sent["hubs"]["modelscope"]["changed"]
+    commits = zoo.hf.commits(ZOO), zoo.ms.commits(ZOO)
+    again = ok(zoo.run("push", made, ZOO, "--to", "both", "--json"))
+    assert (zoo.hf.commits(ZOO), zoo.ms.commits(ZOO)) == commits, (
+        "unchanged content is no new commit"
+    )
+    assert again["hubs"]["huggingface"] == {**sent["hubs"]["huggingface"], "changed": False}
+    assert not again["hubs"]["modelscope"]["changed"]
+
+    shown = ok(zoo.run("list", "--repo", ZOO, "--remote", "--json"))
+    assert [(entry["model"], entry["recipe"], entry["there"]) for entry in shown["entries"]] == [
+        ("demo", "oscar", True)
+    ]
+    assert ok(zoo.run("list", "--repo", ZOO, "qwen", "--json")) == {"entries": []}
+
+    for place, hub in (("huggingface", zoo.hf), ("modelscope", zoo.ms)):
+        zoo.forget()
+        pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", place, "--json"))
+        artifact = Artifact.open(Path(pulled["path"]))
+        assert verify(artifact, "demo").ok
+        assert pulled["revision"] == sent["hubs"][place]["revision"]
+        names = {path.name for path in made.iterdir()}
+        assert {path.name for path in artifact.folder.iterdir()} == names
+        assert all(
+            (artifact.folder / name).read_bytes() == (made / name).read_bytes() for name in names
+        )
+        before = len(hub.requests)
+        again = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", place, "--json"))
+        assert again["path"] == pulled["path"]
+        assert not [request for request in hub.requests[before:] if "safetensors" in request], (
+            "no second download"
+        )
+    content = zoo.hf.files(ZOO)
+    assert {"zoo_index.json", "README.md", "config.json"} <= content.keys()
+    assert b"rotationzoo pull demo --repo someone/zoo" in content["README.md"]
+
+
+def test_a_dry_run_reaches_no_hub(zoo, made):
+    files = ok(zoo.run("push", made, ZOO, "--dry-run", "--json"))["files"]
+    assert {Path(file["path"]).name for file in files} == {path.name for path in made.iterdir()}
+    assert not zoo.hf.requests
+    without = ok(zoo.run("push", made, ZOO, "--dry-run", "--no-statistics", "--json"))["files"]
+    assert len(without) == len(files) - 1
+
+
+def test_without_statistics_it_is_still_sound(zoo, made):
+    ok(zoo.run("push", made, ZOO, "--no-statistics", "--json"))
+    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
+    assert "statistics.safetensors" not in pulled["files"]
+    assert verify(Artifact.open(Path(pulled["path"])), "demo").ok
+
+
+def test_a_repository_needs_an_owner_and_a_name(zoo, made):
+    for repo in ("zoo", "a/b/c", "../b"):
+        assert f"{repo} is no repository" in refused(
+            zoo.run("push", made, repo, "--dry-run"), code=2
+        )
+
+
+def test_a_damaged_artifact_is_not_published(zoo, made, tmp_path):
+    broken = shutil.copytree(made, tmp_path / "broken")
+    (broken / "statistics.safetensors").write_bytes(b"x" * 100)
+    assert "is not published: statistics.safetensors" in refused(zoo.run("push", broken, ZOO))
+    assert not zoo.hf.requests
+
+
+def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
+    """The index that somebody else has just committed is kept, and ours is added to it."""
+    zoo.hf.create(ZOO)
+    other = Path(made)
+    ok(zoo.run("push", other, "someone/other", "--json"))
+    theirs = zoo.hf.files("someone/other")["zoo_index.json"].replace(b'"demo"', b'"other"')
+    publish = HuggingFace.publish
+    calls = []
+
+    def late(self, repo, *arguments, **options):
+        if not calls:
+            zoo.hf.commit(ZOO, {"zoo_index.json": theirs})
+        calls.append(repo)
+        return publish(self, repo, *arguments, **options)
+
+    monkeypatch.setattr(HuggingFace, "publish", late)
+    ok(zoo.run("push", made, ZOO, "--json"))
+    assert len(calls) == 2, "the stale parent was refused"
+    models = [
+        entry.model for entry in index.parse(zoo.hf.files(ZOO)["zoo_index.json"], "zoo").entries
+    ]
+    assert models == ["demo", "other"]
+
+
+def test_a_pull_request_can_be_pulled_before_it_is_merged(zoo, made, tmp_path):
+    zoo.hf.create(ZOO)
+    listed = tmp_path / "zoo_index.json"
+    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--index", listed, "--json"))["hubs"][
+        "huggingface"
+    ]
+    assert "/discussions/1" in sent["url"]
+    assert "zoo_index.json" not in zoo.hf.files(ZOO), "not on the main branch yet"
+    pulled = ok(zoo.run("pull", "demo", "--index", listed, "--json"))
+    assert verify(Artifact.open(Path(pulled["path"])), "demo").ok
+
+
+def test_one_hub_takes_it_and_the_other_does_not(zoo, made):
+    zoo.ms.faults.append(Fault("POST", "/commit/", 403, 99))
+    text = refused(zoo.run("push", made, ZOO, "--to", "both"), code=3)
+    assert "huggingface took it and modelscope did not" in text
+    assert f"rotationzoo push {made} {ZOO} --to modelscope" in text
+    zoo.ms.faults.clear()
+    ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--json"))
+    assert zoo.hf.commits(ZOO) == 2
+
+
+@pytest.mark.parametrize("what", [503, "drop", "lost"])
+def test_push_gets_over_a_commit_that_fails_once(zoo, made, what):
+    """Also when the commit was made and only its answer was lost."""
+    zoo.hf.create(ZOO)
+    zoo.hf.faults.append(Fault("POST", "/commit/", what, 1))
+    sent = ok(zoo.run("push", made, ZOO, "--json"))["hubs"]["huggingface"]
+    assert sent["revision"] == zoo.hf.head(ZOO)
+    assert zoo.hf.commits(ZOO) == 2
+
+
+def test_push_with_a_wrong_token(zoo, made, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    text = refused(zoo.run("push", made, ZOO))
+    assert "refused access" in text
+    assert "hf_wrong" not in text

@@ -1,0 +1,91 @@
+"""New rotations for a new revision: planned, compared with the old, and published."""
+
+from support.published import ZOO, ok, refused
+from support.zoo_models import CONFIG, EVALUATED, change_weights, planned
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.verify import verify
+from rotationzoo.zoo import index
+
+
+def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
+    (first,) = planned(zoo)
+    assert first | {"revision": ""} == {
+        "model": model,
+        "revision": "",
+        "was": None,
+        "recipe": "configs/model.yaml",
+        "reason": "nothing is published",
+    }
+    words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--json"]
+    made = ok(zoo.run(*words, "--revision", first["revision"], "--output", "first"))
+    assert made["compared_with"] is None
+    ok(zoo.run("push", "first", ZOO, "--json"))
+    assert planned(zoo) == []
+
+    zoo.hf.commit(model, {"README.md": b"better words"})
+    assert planned(zoo) == [], "a README is no reason"
+
+    revision = change_weights(zoo, model)
+    (due,) = planned(zoo)
+    assert due["revision"] == revision
+    assert due["was"] == first["revision"]
+    assert due["reason"] == "changed: model.safetensors"
+    made = ok(zoo.run(*words, "--revision", revision, "--output", "second", "--to", "huggingface"))
+    assert made["compared_with"]
+    assert abs(made["log_perplexity_difference"]) < 0.05
+    request = made["hubs"]["huggingface"]
+    assert "/discussions/" in request["url"]
+    assert verify(Artifact.open(zoo.folder / "second")).ok
+    assert "evaluation.json" in {path.name for path in (zoo.folder / "second").iterdir()}
+    listed = index.parse(zoo.hf.files(ZOO, request["revision"])["zoo_index.json"], "the request")
+    assert [entry.model_revision for entry in listed.entries if entry.model == model].count(
+        revision
+    ) == 1
+    (zoo.folder / "configs" / "model.yaml").write_text(CONFIG.replace("2048", "1024"))
+    assert planned(zoo)[0]["reason"] == "the recipe has changed"
+
+
+def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
+    from rotationzoo.zoo import regenerate
+
+    revision = planned(zoo)[0]["revision"]
+    words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--json"]
+    ok(zoo.run(*words, "--revision", revision, "--output", "first"))
+    ok(zoo.run("push", "first", ZOO, "--json"))
+    commits = zoo.hf.commits(ZOO)
+    change_weights(zoo, model)
+    plain = CONFIG.replace(
+        "extends: oscar", "extends: identity\nname: plain"
+    )  # no rotation is worse than any
+    (zoo.folder / "configs" / "model.yaml").write_text(plain)
+    # Longer texts and a small window: with few quantized tokens the difference is within the noise.
+    text = refused(
+        zoo.run(
+            *words,
+            "--output",
+            "worse",
+            "--to",
+            "huggingface",
+            "--tokens",
+            "8192",
+            "--length",
+            "512",
+        )
+    )
+    assert "are worse than the published ones" in text
+    assert zoo.hf.commits(ZOO) == commits
+    assert regenerate.is_worse(0.01, 0.001)
+    assert not regenerate.is_worse(0.01, 0.006)
+    assert not regenerate.is_worse(0.0009, 0.0001)
+
+
+def test_what_cannot_be_planned(zoo, model, tmp_path):
+    assert "there are no recipe files in" in refused(
+        zoo.run("regenerate", "--plan", "--configs", tmp_path / "none")
+    )
+    assert "has no recipe for someone/else" in refused(zoo.run("regenerate", "someone/else"))
+    zoo.hf.remove(model)
+    assert f"there is no {model} on Hugging Face" in refused(
+        zoo.run("regenerate", "--plan", "--repo", ZOO)
+    )
