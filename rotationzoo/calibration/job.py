@@ -59,7 +59,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
         raise planned.refusal
     job, source = planned.job, planned.source
 
-    # Before anything is fetched: a place that cannot be written to is known at once.
+    # Before tokenizer and weights are fetched: a place that cannot be written to is known by now.
     check_output(job)
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
