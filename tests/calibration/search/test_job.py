@@ -5,7 +5,7 @@ import pytest
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli import tables
+from rotationzoo.cli.search_view import show_search
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data, Search, from_dict
 
@@ -81,7 +81,7 @@ def test_what_a_search_discarded_is_not_shown_as_chosen(kept, capsys):
     }
     model = {"kept": kept, "by_side": {"own": 0.2, "both": 0.1}, "trimmed": 0.1}
     model |= {side: {"clip": 0.9} for side in ("key", "value")}
-    tables._search_table({"layers": {"0": sides}, "model": model})
+    show_search({"layers": {"0": sides}, "model": model})
     shown = capsys.readouterr().out
     assert ("basis of keys" in shown) == (kept in ("keys", "both"))
     assert ("basis of values" in shown) == (kept in ("values", "both"))
