@@ -36,7 +36,7 @@ def synthetic(folder: Path, dim: int, group: int) -> Artifact:
             "id": "synthetic",
             "revision": None,
             "architecture": "",
-            "config_sha256": "",
+            "config_sha256": "0" * 64,
             "weights_fingerprint": None,
         },
         "geometry": geometry_json(geometry),
@@ -45,7 +45,7 @@ def synthetic(folder: Path, dim: int, group: int) -> Artifact:
         "calibration": None,
         "identity": {},
         "versions": {"rotationzoo": "0"},
-        "run": {},
+        "run": {"seconds": 0.0, "peak_memory_bytes": None},
         "metrics": {"orthogonality_error": 0.0},
     }
     return write_artifact(folder, fit(None, recipe, geometry), None, manifest)

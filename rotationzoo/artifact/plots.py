@@ -42,7 +42,7 @@ class EvaluationReport(Strict):
     windows: Annotated[list[_Window], Field(min_length=1)]
 
 
-def report(artifact: Artifact) -> Artifact:
+def add_pictures(artifact: Artifact) -> Artifact:
     """Add the pictures to the artifact; that of the error only if it was evaluated with `--save`.
 
     Raises `RotationZooError` without matplotlib.

@@ -13,7 +13,7 @@ TOP = 8  # directions whose share of the trace is shown
 
 
 @dataclass(frozen=True)
-class Side:
+class SideSpectrum:
     """Means over the matrices of one side of a layer. `effective_rank` is the exponential of the
     entropy of the normalised eigenvalues (Roy and Vetterli 2007); the shares are parts of the
     trace. None where imported files have no eigenvalues."""
@@ -31,8 +31,8 @@ class LayerSummary:
 
     layer: int
     kv_heads: int
-    key: Side
-    value: Side
+    key: SideSpectrum
+    value: SideSpectrum
 
 
 def summarize(artifact: Artifact) -> list[LayerSummary]:
@@ -41,21 +41,24 @@ def summarize(artifact: Artifact) -> list[LayerSummary]:
     for layer in cached_layers(artifact.geometry):
         rotations = artifact.rotations[layer.index]
         summary = LayerSummary(
-            layer.index, layer.kv_heads, _side(rotations.key), _side(rotations.value)
+            layer.index,
+            layer.kv_heads,
+            _summarize_side(rotations.key),
+            _summarize_side(rotations.value),
         )
         summaries.append(summary)
     return summaries
 
 
-def _side(rotation: Rotation) -> Side:
+def _summarize_side(rotation: Rotation) -> SideSpectrum:
     error = orthogonality_error(rotation.matrix)
     if rotation.eigenvalues is None:
-        return Side(rotation.dim, None, None, None, error)
+        return SideSpectrum(rotation.dim, None, None, None, error)
     shares = rotation.eigenvalues.double().clamp(min=0)
     # The trace is 0 where all that a model computes is 0.
     trace = shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     shares = shares / trace
-    return Side(
+    return SideSpectrum(
         dim=rotation.dim,
         effective_rank=torch.special.entr(shares).sum(-1).exp().mean().item(),
         top_1_share=strongest(shares, 1).mean().item(),

@@ -44,15 +44,17 @@ class KernelComparison:
 
     def report(self) -> dict[str, Any]:
         """The keys of `validate --json` that come from comparing; speeds are measured elsewhere."""
-        equal = True if self.on_gpu else None  # a difference has raised
+        device, equal, difference = "cpu", None, None
+        if self.on_gpu:  # and nothing differs: a difference has raised
+            device, equal, difference = torch.cuda.get_device_name(), True, 0.0
         return {
-            "device": torch.cuda.get_device_name() if self.on_gpu else "cpu",
+            "device": device,
             "on_gpu": self.on_gpu,
             "rows": self.rows,
             "elements": self.elements,
             "codes_equal": equal,
             "dequantized_equal": equal,
-            "max_difference": 0.0 if self.on_gpu else None,
+            "max_difference": difference,
             "rotation_error": self.rotation_error,
             "formats": list(int2.FORMATS),
             "quantize_bytes_per_second": None,

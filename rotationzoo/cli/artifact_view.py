@@ -2,7 +2,7 @@
 
 import shlex
 
-from rotationzoo.artifact.spectra import LayerSummary, Side, summarize
+from rotationzoo.artifact.spectra import LayerSummary, SideSpectrum, summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.search_view import search_sentences
@@ -53,18 +53,15 @@ def show_artifact(
 
 def _effective_ranks(layers: list[LayerSummary]) -> str:
     """The range of the layers' effective ranks, of keys and of values."""
-    by_side = {
-        "keys": [layer.key for layer in layers],
-        "values": [layer.value for layer in layers],
-    }
-    ranges = [_range(name, sides) for name, sides in by_side.items()]
-    known = [words for words in ranges if words is not None]
+    keys = _range("keys", [layer.key for layer in layers])
+    values = _range("values", [layer.value for layer in layers])
+    known = [words for words in (keys, values) if words is not None]
     if not known:
         return "nothing known of their statistics"
     return f"effective rank of {', '.join(known)}"
 
 
-def _range(name: str, sides: list[Side]) -> str | None:
+def _range(name: str, sides: list[SideSpectrum]) -> str | None:
     ranks = [side.effective_rank for side in sides if side.effective_rank is not None]
     if not ranks:
         return None

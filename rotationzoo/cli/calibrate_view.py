@@ -21,23 +21,29 @@ def show_plan(out: Output, job: Job) -> None:
 def _plan_json(known: Plan) -> dict[str, Any]:
     recipe = known.job.recipe
     cached = cached_layers(known.geometry or [])
+    kv_heads = [layer.kv_heads for layer in cached]
+    key_dims = [layer.key_dim for layer in cached]
+    value_dims = [layer.value_dim for layer in cached]
+    tokens = recipe.data.tokens if recipe.needs_statistics else 0
+    bits = {name: _bits(recipe, cached, name) for name in FORMATS}
+    refusal = str(known.refusal) if known.refusal else None
     return {
         "model": known.source.name,
         "revision": known.source.revision,
         "recipe": recipe.name,
         "layers": len(cached),
-        "kv_heads": _common([layer.kv_heads for layer in cached]),
-        "head_dim": _common([layer.key_dim for layer in cached]),
-        "value_head_dim": _common([layer.value_dim for layer in cached]),
-        "tokens": recipe.data.tokens if recipe.needs_statistics else 0,
+        "kv_heads": _common(kv_heads),
+        "head_dim": _common(key_dims),
+        "value_head_dim": _common(value_dims),
+        "tokens": tokens,
         "length": recipe.data.length,
         "weights_bytes": known.weights_bytes,
         "peak_memory_bytes": known.peak_memory_bytes,
         "memory_bytes": known.memory_bytes,
         "artifact_bytes": known.artifact_bytes,
         "search": _search_json(known.job),
-        "bits_per_element": {name: _bits(recipe, cached, name) for name in FORMATS},
-        "refusal": str(known.refusal) if known.refusal else None,
+        "bits_per_element": bits,
+        "refusal": refusal,
         "notes": list(known.notes),
         "output": str(known.job.output),
         "geometry": geometry_json(known.geometry or []),

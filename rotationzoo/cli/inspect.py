@@ -7,7 +7,7 @@ from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say, table
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.spectra import LayerSummary, Side
+    from rotationzoo.artifact.spectra import LayerSummary, SideSpectrum
     from rotationzoo.artifact.store import Artifact
 
 
@@ -50,7 +50,7 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
         show_search(artifact.content["search"])
 
 
-def _cells(side: "Side") -> list[str]:
+def _cells(side: "SideSpectrum") -> list[str]:
     return [
         str(side.dim),
         _number(side.effective_rank, ".1f"),

@@ -91,4 +91,8 @@ def _without_empty_columns(
     for number in range(1, len(columns)):
         if any(row[number] != "-" for row in rows):
             kept.append(number)
-    return [columns[number] for number in kept], [[row[number] for number in kept] for row in rows]
+
+    def keep(cells: list[str]) -> list[str]:
+        return [cells[number] for number in kept]
+
+    return keep(columns), [keep(row) for row in rows]

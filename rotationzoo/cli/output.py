@@ -140,12 +140,12 @@ def visible(text: str) -> str:
     """The text as one line that a terminal only shows: what is not printable (escapes, bells, line
     ends, changes of the direction of writing, lone surrogates) becomes an escape such as
     `\\x1b`."""
-    return "".join(
-        character if character.isprintable() else _escape(character) for character in text
-    )
+    return "".join(map(_escape, text))
 
 
 def _escape(character: str) -> str:
+    if character.isprintable():
+        return character
     return character.encode("unicode_escape").decode("ascii")
 
 

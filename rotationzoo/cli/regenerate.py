@@ -123,10 +123,8 @@ def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:
 
 def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]) -> None:
     """`unknown`: model -> why it is not known whether it is due."""
-    data = {
-        "models": [asdict(due) for due in models],
-        "unknown": {name: str(error) for name, error in unknown.items()},
-    }
+    reasons = {name: str(error) for name, error in unknown.items()}
+    data = {"models": [asdict(due) for due in models], "unknown": reasons}
     columns = ["model", "revision", "was", "reason"]
     rows = [[due.model, due.revision[:12], (due.was or "-")[:12], due.reason] for due in models]
     out.result(

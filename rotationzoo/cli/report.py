@@ -6,9 +6,9 @@ from rotationzoo.cli.output import Output, say
 
 def report_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
     """Add pictures of the spectra and of the error by layer to an artifact and its card."""
-    from rotationzoo.artifact.plots import report
+    from rotationzoo.artifact.plots import add_pictures
     from rotationzoo.artifact.store import Artifact
 
-    files = report(Artifact.open(artifact)).manifest.files
+    files = add_pictures(Artifact.open(artifact)).manifest.files
     pictures = [str(artifact / name) for name in files if name.endswith(".png")]
     Output(json, quiet).result({"pictures": pictures}, "\n".join(pictures), lambda: say(*pictures))

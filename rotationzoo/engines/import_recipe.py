@@ -34,10 +34,12 @@ def recipe_of_files(
         for name in _SERVED
         if isinstance(calibration.get(name), int | float)
     }
+    name = composition if composition in DATA_FREE else "imported"
+    pooling = "head" if pair.per_head else "layer"
     stated: dict[str, Any] = {
-        "name": composition if composition in DATA_FREE else "imported",
+        "name": name,
         "composition": composition,
-        "pooling": "head" if pair.per_head else "layer",
+        "pooling": pooling,
         "key_statistic": described["key"].statistic or defaults.key_statistic,
         "value_statistic": described["value"].statistic or defaults.value_statistic,
         "center_keys": bool(pair.key.content.mean),

@@ -72,12 +72,13 @@ def assemble_payload(
         key, value = replace(key, mean={}), replace(value, mean={})
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     served = _served(clips, recipe.group_size, sink, recent)
+    single_clips = {layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()}
     return Payload(
         model=absorbed or _model_to_serve(artifact),
         geometry=artifact.geometry,
         key=key,
         value=None if absorbed else value,
-        clips={layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()},
+        clips=single_clips,
         group_size=recipe.group_size,
         sink=sink,
         recent=recent,

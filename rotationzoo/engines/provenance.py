@@ -37,6 +37,7 @@ def provenance(
 def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Provenance:
     manifest, recipe = artifact.manifest, artifact.recipe
     model, data = manifest.model, manifest.calibration
+    tokens, text_sha256 = (data.tokens, data.fingerprint) if data else (None, None)
     entries: dict[str, str | int | bool | None] = {
         "fitter": f"rotationzoo {manifest.versions.rotationzoo}",
         "generation_id": generation,
@@ -51,8 +52,8 @@ def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Proven
         "value_statistic": recipe.value_statistic,
         "composition": recipe.composition,
         "pooling": pooling,
-        "tokens": None if data is None else data.tokens,
-        "text_sha256": None if data is None else data.fingerprint,
+        "tokens": tokens,
+        "text_sha256": text_sha256,
         "post_rope": True,
         "accumulator_dtype": "float64",
     }

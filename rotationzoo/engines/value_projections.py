@@ -128,8 +128,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             # Times a number: rotations commute with it.
             self._multiple_of[outputs[0].untyped_storage()._cdata] = self.identity(args[0])
         # A view reads nothing; what changes a tensor in place does.
-        views = set() if function._schema.is_mutable else {self.identity(x) for x in outputs}
-        for identity in {self.identity(x) for x in inputs} - views:
+        views = set() if function._schema.is_mutable else set(map(self.identity, outputs))
+        for identity in set(map(self.identity, inputs)) - views:
             self.readers[identity].add(self.inside or str(function))
         return result
 

@@ -33,10 +33,9 @@ def save_evaluation(
 
 def _summarize(report: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
     """What the manifest keeps of an evaluation, and the card shows: one window's figures."""
-    arms = {
-        name: {key: measures[key] for key in _SUMMARIZED}
-        for name, measures in window["arms"].items()
-    }
+    arms = {}
+    for name, measures in window["arms"].items():
+        arms[name] = {key: measures[key] for key in _SUMMARIZED}
     return {
         "text": report["text"]["source"],
         "tokens": report["tokens"],

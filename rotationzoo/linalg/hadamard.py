@@ -76,7 +76,7 @@ def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
     elements = list(product(range(prime), repeat=degree))
     modulus = _irreducible(prime, degree)
     squares = {_multiply(a, a, prime, modulus) for a in elements[1:]}
-    chi = {a: 1.0 if a in squares else -1.0 for a in elements[1:]} | {elements[0]: 0.0}
+    chi = dict.fromkeys(elements, -1.0) | dict.fromkeys(squares, 1.0) | {elements[0]: 0.0}
     values = [chi[_subtract(a, b, prime)] for a, b in product(elements, repeat=2)]
     return torch.tensor(values, dtype=torch.float64).view(len(elements), -1)
 

@@ -119,10 +119,10 @@ Averages = dict[int, dict[str, Average]]
 
 def average(statistics: Statistics) -> Averages:
     """Every moment divided by its weight, on the CPU."""
-    return {
-        layer: {kind: _average(kind, moment) for kind, moment in kinds.items()}
-        for layer, kinds in statistics.items()
-    }
+    averages: Averages = {}
+    for layer, kinds in statistics.items():
+        averages[layer] = {kind: _average(kind, moment) for kind, moment in kinds.items()}
+    return averages
 
 
 def _average(kind: str, moment: Moment) -> Average:
@@ -134,7 +134,7 @@ def _average(kind: str, moment: Moment) -> Average:
 
 def sums(averages: Averages) -> Statistics:
     """Inverse of `average`, up to a rounding."""
-    return {
-        layer: {kind: average.sums for kind, average in kinds.items()}
-        for layer, kinds in averages.items()
-    }
+    statistics: Statistics = {}
+    for layer, kinds in averages.items():
+        statistics[layer] = {kind: average.sums for kind, average in kinds.items()}
+    return statistics

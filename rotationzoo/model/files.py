@@ -30,7 +30,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     names = _shards(index) if index.is_file() else ["model.safetensors"]
     paths = [folder / name for name in names]
-    return paths if all(path.is_file() for path in paths) else []
+    complete = all(path.is_file() for path in paths)
+    return paths if complete else []
 
 
 def tensor_ends(path: Path) -> dict[str, bytes]:

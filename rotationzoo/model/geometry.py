@@ -60,15 +60,20 @@ def shifted_layers(geometry: Geometry) -> list[int]:
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
     """Whether two geometries have the same layers, heads and dimensions, whatever else is known of
     them."""
-    return [replace(layer, shift_invariant=None) for layer in geometry] == [
-        replace(layer, shift_invariant=None) for layer in other
-    ]
+    shapes, other_shapes = map(_without_shift_invariance, (geometry, other))
+    return shapes == other_shapes
+
+
+def _without_shift_invariance(geometry: Geometry) -> Geometry:
+    return [replace(layer, shift_invariant=None) for layer in geometry]
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:
     """A manifest's `geometry`. What was not tried is left out."""
-    layers = (asdict(layer) for layer in geometry)
-    return [{name: value for name, value in layer.items() if value is not None} for layer in layers]
+    layers = []
+    for layer in map(asdict, geometry):
+        layers.append({name: value for name, value in layer.items() if value is not None})
+    return layers
 
 
 def geometry_from_json(content: list[dict[str, Any]]) -> Geometry:

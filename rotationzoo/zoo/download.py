@@ -64,7 +64,9 @@ def hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | Non
 def check_target(target: Path, entry: Entry) -> None:
     """Raise `RotationZooError` for a place that holds anything but what `pull` put there."""
     check_name(target)
-    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    names = set()
+    if target.is_dir():
+        names = {path.name for path in target.iterdir()}
     is_pulled = bool(names & {MANIFEST, LOCK}) and names <= {*PARTS, LOCK, *entry.files}
     if os.path.lexists(target) and not (target.is_dir() and (is_pulled or not names)):
         raise RotationZooError(

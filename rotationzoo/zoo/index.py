@@ -116,6 +116,8 @@ class Entry(_Frozen):
 
 
 class Index(_Frozen):
+    """`zoo_index.json`: everything that a repository has published."""
+
     schema_: Annotated[int, Field(alias="schema")] = SCHEMA
     entries: list[Entry] = []
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact import plots
+from rotationzoo.artifact.plots import add_pictures
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -67,7 +67,7 @@ def regenerate(
     if published is not None:
         verdict |= _compare(report, job.model, artifact.folder)
     if find_spec("matplotlib"):
-        plots.report(Artifact.open(artifact.folder))
+        add_pictures(Artifact.open(artifact.folder))
     # Opened again, because the evaluation and the pictures added to it.
     on_device = Validation(device=job.device)
     validation = validate_kernel(Artifact.open(artifact.folder), on_device, progress)

@@ -45,7 +45,7 @@ def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, cha
     means."""
     folder = made(model, tmp_path, **changes).folder
     page = (folder / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(folder)
     names: dict = {}
     exec(code, names)

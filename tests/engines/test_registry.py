@@ -73,7 +73,7 @@ def test_the_engines_page_says_what_the_code_does(made, tmp_path):
     page = PAGE.read_text(encoding="utf-8")
     artifact = made(recipe=PRESETS["oscar"], head_dim=128)
     for engine in ENGINES:
-        assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.M), engine
+        assert re.search(rf"^\| `{re.escape(engine)}` \|", page, re.MULTILINE), engine
         changes = {}
         if ENGINES[engine].needs_base:
             changes["options"] = Options(base=base_for(artifact, tmp_path))

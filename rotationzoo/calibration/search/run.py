@@ -132,9 +132,9 @@ def _search_layers(
 
 def _group_by_memory(task: SearchTask, layers: Sequence[Layer]) -> list[list[Layer]]:
     """Layers whose samples fit in memory together, so that they share their forward passes."""
-    lengths = memory.TextLengths(
-        held_out=[len(row) for row in task.held_out], fitted=[len(row) for row in task.fitted]
-    )
+    held_out = [len(row) for row in task.held_out]
+    fitted = [len(row) for row in task.fitted]
+    lengths = memory.TextLengths(held_out, fitted)
     hidden = task.model.config.get_text_config(decoder=True).hidden_size
     groups: list[list[Layer]] = []
     used = 0

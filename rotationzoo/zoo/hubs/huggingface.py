@@ -23,6 +23,8 @@ _MAX_PULL_REQUESTS = 500  # a hub that lists everybody's must not keep us for ho
 
 
 class HuggingFace(Hub):
+    """The Hugging Face hub, by its own client."""
+
     def __init__(self) -> None:
         from huggingface_hub import HfApi
 

@@ -38,6 +38,8 @@ _SETTINGS = {
 
 
 class ModelScope(Hub):
+    """ModelScope, by its own client, which reads these settings when it is imported."""
+
     pins_by_tag = True
 
     def __init__(self) -> None:
