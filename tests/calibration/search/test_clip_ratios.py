@@ -22,7 +22,7 @@ from rotationzoo.recipe import PRESETS
 
 def test_nothing_better_keeps_what_the_recipe_says(task, monkeypatch):
     monkeypatch.setattr(
-        clip,
+        clip_ratios,
         "clearly_less",
         lambda after, before: torch.zeros(after.shape[1:], dtype=torch.bool),
     )
