@@ -23,7 +23,7 @@ from rotationzoo.cli.options import (
     Subset,
 )
 from rotationzoo.cli.output import Output
-from rotationzoo.cli.progress import show_progress
+from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import follow_link, parse_clip, parse_window
 from rotationzoo.cli.options import ArtifactFolder, Clip, Json, Quiet, Windows
 from rotationzoo.cli.output import Output
-from rotationzoo.cli.progress import show_progress
+from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import EngineName
 from rotationzoo.errors import UsageError
 

@@ -9,7 +9,7 @@ from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link
 from rotationzoo.cli.options import HubOrAny, IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say
-from rotationzoo.cli.progress import show_progress
+from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import PullEngineName
 
 if TYPE_CHECKING:

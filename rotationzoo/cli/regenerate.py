@@ -20,7 +20,7 @@ from rotationzoo.cli.options import (
     ZooRepo,
 )
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.cli.progress import show_progress
+from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import HubError, PartlyDone, UsageError
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 

@@ -7,7 +7,7 @@ import typer
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, Revision
 from rotationzoo.cli.output import Output, say
-from rotationzoo.cli.progress import show_progress
+from rotationzoo.cli.progress_bar import show_progress
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

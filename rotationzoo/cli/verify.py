@@ -16,7 +16,7 @@ from rotationzoo.cli.options import (
     Revision,
 )
 from rotationzoo.cli.output import Output, say
-from rotationzoo.cli.progress import show_progress
+from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
 
 if TYPE_CHECKING:

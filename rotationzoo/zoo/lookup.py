@@ -13,7 +13,7 @@ from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 
 ZOO = "rotationzoo/zoo"
-BUNDLED = "bundled"
+BUNDLED_INDEX = "bundled"
 """The index that came with this package, as `--index` names it."""
 
 
@@ -44,7 +44,7 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
     exist, and for whatever else keeps a hub from answering. Other hubs are not tried: a repository
     of the same name there may be anybody's.
     """
-    if place == BUNDLED:
+    if place == BUNDLED_INDEX:
         return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
     if place is not None:
         if place.startswith(("http://", "https://")):
@@ -59,7 +59,7 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
         if error.missing or error.hidden:
             origin = f"the index that came with rotationzoo ({error})"
             return LoadedIndex(index.read(index.WHEEL_COPY), origin)
-        hint = f"{error.hint}; or read the list that came with rotationzoo: --index {BUNDLED}"
+        hint = f"{error.hint}; or read the list that came with rotationzoo: --index {BUNDLED_INDEX}"
         raise HubError(str(error), hint=hint) from error
 
 

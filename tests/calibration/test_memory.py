@@ -19,9 +19,9 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.calibration.search.choice import Choice
 from rotationzoo.calibration.search.closed_forms import closed_forms, count_closed_forms
-from rotationzoo.calibration.search.divergence import ModelDivergence
 from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.memory import TextLengths, sample_bytes
+from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.sampling import sample_queries, sample_rows
 from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.model.projection import output_projections

@@ -17,7 +17,7 @@ from rotationzoo.calibration.search.choice import BASELINE, Choice, choose_bette
 from rotationzoo.calibration.search.closed_forms import closed_forms
 from rotationzoo.calibration.search.layer_codec import LayerCodec
 from rotationzoo.calibration.search.learn import LearningSettings, learn_rotations
-from rotationzoo.calibration.search.samples import QuerySample
+from rotationzoo.calibration.search.query_samples import QuerySample
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Moment
 from rotationzoo.model.geometry import Layer

@@ -7,7 +7,7 @@ import torch
 
 from rotationzoo.cache.arm import fake_quantize
 from rotationzoo.calibration.search.learn import Codec
-from rotationzoo.calibration.search.samples import QuerySample
+from rotationzoo.calibration.search.query_samples import QuerySample
 from rotationzoo.calibration.search.straight_through import straight_through
 from rotationzoo.codec import int2
 from rotationzoo.linalg.moments import Moment

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.closed_forms import count_closed_forms
-from rotationzoo.calibration.search.divergence import POSITIONS
 from rotationzoo.calibration.search.layer import BATCH
 from rotationzoo.calibration.search.learn import TOKENS
+from rotationzoo.calibration.search.model_divergence import POSITIONS
 from rotationzoo.calibration.search.sampling import LEARNING_TOKENS
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe, Search

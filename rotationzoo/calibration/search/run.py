@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
 from rotationzoo.calibration.search import memory
-from rotationzoo.calibration.search.clip import search_clip
-from rotationzoo.calibration.search.divergence import ModelDivergence
+from rotationzoo.calibration.search.clip_ratios import search_clip
 from rotationzoo.calibration.search.layer import LayerSearch
+from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.sampling import Rows, Samples, sample_queries, sample_rows
 from rotationzoo.codec import int2
 from rotationzoo.linalg.moments import Statistics

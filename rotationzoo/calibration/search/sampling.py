@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.cache.masks import as_additive, two_copy_mask
 from rotationzoo.cache.windows import Cache
-from rotationzoo.calibration.search.samples import QuerySample
+from rotationzoo.calibration.search.query_samples import QuerySample
 from rotationzoo.model.capture import Attention, capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device

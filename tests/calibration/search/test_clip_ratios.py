@@ -11,9 +11,9 @@ from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.search import clip
-from rotationzoo.calibration.search.clip import search_clip
-from rotationzoo.calibration.search.divergence import ModelDivergence
+from rotationzoo.calibration.search import clip_ratios
+from rotationzoo.calibration.search.clip_ratios import search_clip
+from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Layer
@@ -22,7 +22,7 @@ from rotationzoo.recipe import PRESETS
 
 def test_nothing_better_keeps_what_the_recipe_says(task, monkeypatch):
     monkeypatch.setattr(
-        clip,
+        clip_ratios,
         "clearly_less",
         lambda after, before: torch.zeros(after.shape[1:], dtype=torch.bool),
     )

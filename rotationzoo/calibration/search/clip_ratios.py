@@ -12,7 +12,7 @@ from typing import Any
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.choice import BASELINE
-from rotationzoo.calibration.search.divergence import ModelDivergence
+from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.codec import int2
 from rotationzoo.linalg.paired import clearly_less
 from rotationzoo.progress import Progress, silent

@@ -7,7 +7,7 @@ from rich.console import Console
 from support.command_line import TITLE
 
 from rotationzoo.cli import output
-from rotationzoo.cli.progress import show_progress
+from rotationzoo.cli.progress_bar import show_progress
 
 
 @pytest.mark.hostile("terminal")
