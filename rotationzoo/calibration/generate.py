@@ -102,8 +102,8 @@ def write_texts(
             break
         progress("writing", written, settings.tokens)
         next_prompts = prompts[len(texts) : len(texts) + batch]
-        # The seed depends only on the texts so far, so a resumed run writes what an uninterrupted
-        # one would.
+        # The seed depends only on how many texts there are, so a resumed run writes what an
+        # uninterrupted one would.
         seed = _SEED_STRIDE * settings.seed + len(texts)
         texts += _continue_prompts(model, next_prompts, settings, seed)
         if checkpoint is not None:
