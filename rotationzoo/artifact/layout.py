@@ -105,6 +105,7 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
     averages: Averages = {}
     for name, second_moment in tensors.items():
         layer, kind, field = split_name(name)
+        # Each average has exactly one second moment, which leads to its mean and its count.
         if field not in ("second_moment", "key_energy_moment"):
             continue
         kind = "key_energy" if field == "key_energy_moment" else kind

@@ -20,8 +20,10 @@ from rotationzoo.storage.strict_json import Strict
 SCHEMA = 1
 ROTATIONS, STATISTICS = "rotations.safetensors", "statistics.safetensors"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# Upper limits, so that no forged geometry asks for absurdly large tensors.
 _Number = Annotated[int, Field(ge=0, le=1 << 16)]
 _Size = Annotated[int, Field(ge=1, le=1 << 16)]
+# A name may not lead out of the artifact's folder.
 _Name = Annotated[str, AfterValidator(plain), Field(pattern="^[^/]*$")]
 _Primitive = str | int | float | bool
 
@@ -156,6 +158,7 @@ class Manifest(Strict):
         if not owners or len(indices) != len(layers):
             raise ValueError("a layer is there twice, or none has a cache of its own")
         for layer in layers:
+            # A shared cache is filled by a layer that runs before its readers.
             if layer.owner not in owners or layer.owner > layer.index:
                 cache = f"the cache of layer {layer.owner}"
                 raise ValueError(f"layer {layer.index} reads {cache}, which has none before it")

@@ -58,6 +58,7 @@ def _summarize_side(rotation: Rotation) -> SideSpectrum:
     error = orthogonality_error(rotation.matrix)
     if rotation.eigenvalues is None:
         return SideSpectrum(rotation.dim, None, None, None, error)
+    # Rounding can leave tiny negative eigenvalues.
     shares = rotation.eigenvalues.double().clamp(min=0)
     # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
     trace = shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

@@ -162,6 +162,7 @@ class Artifact:
             imported = self.manifest.imported is not None
             layout = expected_layout(name, self.recipe, self.geometry, imported)
             examined = read_tensors(path, layout)
+            # The tensors must belong to the manifest that was opened.
             self._check_same(name)
             self._examined[name] = examined
         return self._examined[name]

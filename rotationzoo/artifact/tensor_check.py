@@ -12,6 +12,7 @@ from rotationzoo.artifact.layout import Layout, Shapes, split_name
 from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.errors import RotationZooError
 
+# The dtypes that artifacts use, by the names that safetensors gives them.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -23,6 +23,7 @@ class Arm:
         ignores it.
         """
         mean = self._mean(rows, layer, side)
+        # Values come back with their mean, so exact values stay as they are.
         if mean is None or side == "value":
             return rows
         return (rows.float() - mean).to(rows.dtype)

@@ -1,4 +1,4 @@
-"""KL divergence between attention over an exact cache and attention over a 2-bit cache."""
+"""How far attention over a 2-bit cache diverges from attention over an exact one."""
 
 import torch
 
@@ -6,7 +6,7 @@ _ROUNDING = 1e-5  # a softmax in float32 sums to 1 within this
 
 
 def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """KL divergence `[...]` in nats between exact and simulated attention weights `[..., T]`.
+    """`KL(exact || attention)` `[...]`, in nats, of attention weights `[..., T]`.
 
     A model's own attention sinks take part of the probability. That part counts as one more
     position.

@@ -120,6 +120,7 @@ class _SimulatedAttention:
             kl = _attention_kl(attend, query, key, keys, mask.whole, queries)
             self.observe_kl(layer, kl, queries)
         outputs = []
+        # Each block of queries reads only the positions that it sees.
         for block in mask.blocks:
             read = replace(attend, mask=block.mask)
             seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
@@ -166,8 +167,7 @@ def _attention_kl(
     mask: torch.Tensor,
     queries: torch.Tensor,
 ) -> torch.Tensor:
-    """KL divergence `[B, Q]` of selected queries' attention from the exact model's, averaged over
-    heads.
+    """`KL(exact || simulated)` `[B, Q]` of selected queries' attention, averaged over heads.
 
     * `query`, `key`: those of the exact model, before any mean is subtracted;
     * `keys`: `[exact; quantized]`, as the simulated cache holds them;
@@ -183,4 +183,6 @@ def _attention_kl(
     exact = replace(attend, mask=exact_mask).weights(query, key)
     both = replace(attend, mask=mask).weights(query, keys)
     simulated = both[..., :length] + both[..., length:]
+    # In float64, because the KL divergence of nearly equal weights is a small difference of large
+    # terms.
     return divergence(exact.double(), simulated.double()).mean(1)

@@ -31,6 +31,7 @@ class Cache:
         position = torch.arange(length, device=device)
         chunk = self.prefill_chunk
         end = position + 1 if chunk is None else position // chunk * chunk
+        # Positions after the query count as exact here; the model's own mask hides them.
         return (position < self.sink) | (position >= end[:, None] - self._recent)
 
     @property

@@ -134,6 +134,7 @@ class Checkpoint:
             strict_json.validate(dict[str, str], identity, str(path))
             strict_json.validate(kind, content, str(path))
             tensors = load_file(path)
+        # A damaged file can fail in any of these ways.
         except (
             OSError,
             ValueError,

@@ -103,6 +103,7 @@ def _check_counts(
         )
     for owner, moments in statistics.items():
         readers = [layer for layer in geometry if layer.owner == owner]
+        # The query heads of a group count separately, and so do the layers that share a cache.
         queries = tokens * sum(layer.group for layer in readers)
         expected = {"query": queries, "output": queries, "key": past_sink, "value": past_sink}
         for kind, count in expected.items():

@@ -36,6 +36,7 @@ def calibrate(job: Job, progress: Progress = silent) -> Artifact:
     `RotationZooError`, with one sentence, for everything that a user can put right. Whatever can be
     known before the passes through the model is raised before them.
     """
+    # Listed before the job creates any of them.
     missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
     try:
         with ExitStack() as locks:

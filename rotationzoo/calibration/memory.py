@@ -60,8 +60,8 @@ class Footprint:
         rotations = (2 if self.recipe.search else 1) * self.rotations
         kept = weights + 2 * self.statistics + rotations
         passes = max(self.activations(self.batch), self.generation_cache)
-        # A CPU's allocator keeps what the passes freed in fragments that a search can hardly reuse,
-        # so the two add up there.
+        # On a CPU, the allocator keeps what the passes freed, in fragments that a search can hardly
+        # reuse. The passes and the search therefore add up.
         working = passes + self.search_peak if self.on_cpu else max(passes, self.search_peak)
         return kept + libraries + working
 

@@ -26,8 +26,8 @@ def check_output(job: Job) -> None:
             with folders.temporary_sibling(job.output):
                 pass
         else:
-            # Do not use a name derived from this job's here: jobs for other folders that do not
-            # exist yet may have the same name.
+            # The name is random here. One made from the output's name could clash with that of
+            # another job, whose folder does not exist yet and has the same existing parent.
             tempfile.TemporaryDirectory(dir=_existing_parent(job.output)).cleanup()
 
 

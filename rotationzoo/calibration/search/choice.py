@@ -37,4 +37,5 @@ def pick_by_head(choices: Sequence[Choice], which: torch.Tensor) -> Choice:
     names = [choices[number].names[head] for head, number in enumerate(which.tolist())]
     matrices = torch.stack([choice.matrix for choice in choices])
     scores = torch.stack([choice.scores for choice in choices])
+    # Two index tensors around a slice put heads first, `[H, texts]`, so the scores are transposed.
     return Choice(matrices[which, heads], names, scores[which, :, heads].T)

@@ -44,6 +44,7 @@ def bases(stored: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
     in scale.
     """
     stored_energy = stored.diagonal(dim1=-2, dim2=-1)
+    # The clamp avoids a division by zero for channels that are never read.
     read_energy = read.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300)
     order = (stored_energy / read_energy).argsort(-1)
     return {

@@ -80,6 +80,8 @@ def learn_rotations(
         # Draw on the CPU, so that every device learns from the same rows.
         drawn = torch.randint(rows.shape[1], (settings.tokens,), generator=generator)
         loss = _mean_error(rows[:, drawn.to(rows.device)], matrix, root, codec) / energy
+        # Each loss depends on its own rotation alone, so the gradient of the sum holds the gradient
+        # of each.
         (gradient,) = torch.autograd.grad(loss.sum(), matrix)
         with torch.no_grad():
             along = matrix.mT @ gradient

@@ -13,7 +13,7 @@ from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.rotations import Rotations
 
-POSITIONS = 256  # compared at a time
+POSITIONS = 256  # whose predictions are compared at a time
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class ModelDivergence:
 
     @torch.no_grad()
     def measure(self, candidates: Sequence[Rotations]) -> torch.Tensor:
-        """KL divergence in nats of each candidate's predictions from the exact model's,
-        `[candidates, texts]`, float64.
+        """`KL(exact || candidate)` of the model's predictions, in nats: `[candidates, texts]`,
+        float64.
 
         It is averaged over the positions that read quantized tokens.
         """
@@ -58,6 +58,7 @@ class ModelDivergence:
         count = len(text) - self.cache.first_quantized
         ids = text[None].to(input_device(self.model))
         output = self.model(input_ids=ids, use_cache=False, logits_to_keep=count)
+        # Sliced again, for models that return all logits whatever `logits_to_keep` says.
         logits: torch.Tensor = output.logits[0, -count:]
         return logits
 

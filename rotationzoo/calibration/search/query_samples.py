@@ -48,8 +48,7 @@ class QuerySample:
         return exact_part + quantized_part, quantized_part
 
     def divergence(self, attention: torch.Tensor) -> torch.Tensor:
-        """KL divergence `[S, H_kv]` in nats of attention weights `[S, H_q, Q, T]` from the exact
-        ones.
+        """`KL(exact || attention)` `[S, H_kv]`, in nats, of attention weights `[S, H_q, Q, T]`.
 
         It is averaged over queries and over the query heads of each KV head.
         """
