@@ -1,4 +1,4 @@
-"""Check the tensors of an artifact's files against the layout that its recipe and geometry
+"""Checks the tensors of an artifact's files against the layout that its recipe and geometry
 require."""
 
 from collections import defaultdict

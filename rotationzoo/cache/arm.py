@@ -10,7 +10,7 @@ from rotationzoo.rotations import Rotations
 
 @dataclass(frozen=True)
 class Arm:
-    """The rotations under test, and the group size (None: the whole head)."""
+    """Rotations under test, with a name and a group size (None: the whole head)."""
 
     name: str
     rotations: Rotations

@@ -1,5 +1,5 @@
-"""Calibration text that the model writes itself: prompts, continued token by token as on a
-server."""
+"""Calibration text that the model writes itself, continuing prompts token by token as a server
+would."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class WritingSettings:
     batch: int
     """How many prompts are continued at a time."""
     sampling: dict[str, Any]
-    """As `read_sampling` returns it."""
+    """Sampling settings, as `read_sampling` returns them."""
     end_tokens: list[int]
     start_tokens: int = 0
     """How many tokens the tokenizer puts at the start of every text."""

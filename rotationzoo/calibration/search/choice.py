@@ -16,7 +16,7 @@ class Choice:
     """One rotation for each head of one side of a layer, with the name of each head's candidate."""
 
     matrix: torch.Tensor
-    """`[H, D, D]` float32."""
+    """The rotations `[H, D, D]`, float32."""
     names: list[str]
     scores: torch.Tensor
     """Scores on the held-out texts, `[texts, H]`; lower is better."""
