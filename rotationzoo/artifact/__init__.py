@@ -1,1 +1,1 @@
-"""The artifact: a folder with rotations, their statistics, a manifest and a model card."""
+"""The artifact: a folder that holds rotations, their statistics, a manifest and a model card."""

@@ -1,4 +1,4 @@
-"""The model card: what an artifact is, in words, from its manifest alone."""
+"""The model card, a README.md rendered from the manifest alone."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _PICTURES = {
 
 
 def render_card(manifest: Manifest) -> str:
-    """The README.md of an artifact, with front matter that the hubs understand."""
+    """The README.md of an artifact, with YAML front matter that the hubs understand."""
     recipe = Recipe.model_validate(manifest.recipe)
     cached = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
     front = yaml.safe_dump(_front_matter(manifest.model), sort_keys=False).strip()
@@ -87,6 +87,7 @@ def _front_matter(model: Model) -> dict[str, Any]:
         "library_name": "rotationzoo",
         "tags": ["kv-cache", "2-bit", "rotation"],
     }
+    # Only a hub repository may be named as the base model: the hubs link to it.
     if "/" in model.id and model.revision:
         front |= {"base_model": model.id, "base_model_relation": "quantized"}
     if model.license:
@@ -100,7 +101,10 @@ def _title(model: Model) -> str:
 
 
 def _name_in_commands(model: Model) -> str:
-    """A hub id or `demo`; a folder is on somebody's machine, and stands for nothing elsewhere."""
+    """The model's name in example commands: a hub id or `demo`, else the placeholder `MODEL`.
+
+    A local folder exists only on one machine, so its name would mean nothing to a reader.
+    """
     if model.config_sha256 is None:
         return "MODEL"
     return model.id if model.revision or model.id == "demo" else "MODEL"
@@ -144,7 +148,7 @@ def _source(text: Calibration) -> str:
 
 
 def _formulas(recipe: Recipe) -> tuple[str, str, str]:
-    """How keys and values are stored, and what the attention output is multiplied with."""
+    """Formulas for stored keys, for stored values, and for the factor of the attention output."""
     key = "(k - mean) R_K" if recipe.center_keys else "k R_K"
     if recipe.center_values:
         return key, "(v - mean) R_V", "R_V^T` plus `mean"

@@ -1,13 +1,13 @@
-"""What the model card says of results: a validation on a GPU, and an evaluation with its table."""
+"""The results on a model card: a validation on a GPU, and an evaluation with its table."""
 
 from rotationzoo.artifact.results import EvaluationSummary, ValidationSummary
 
 _MEASURES = {"perplexity_increase": "+.2%", "attention_kl": ".4f", "output_error": ".3f"}
-"""Key of an arm -> how it is written."""
+"""Measure of an arm -> its number format."""
 
 
 def validation_section(validation: ValidationSummary | None) -> str:
-    """Whether the CUDA reference was run on these matrices, and what it showed."""
+    """The section on whether the CUDA reference was run on these matrices, and with what result."""
     if validation is None:
         return "\nThe CUDA reference has not been run on these matrices.\n"
     if not validation.on_gpu:
@@ -25,7 +25,8 @@ On {validation.device}, `int2.cu` gave {result} of all layers and heads
 
 
 def evaluation_section(evaluation: EvaluationSummary | None) -> str:
-    """What the rotations and the baselines cost the model; nothing where it was not evaluated."""
+    """The section on what the rotations and the baselines cost the model; empty without an
+    evaluation."""
     if evaluation is None:
         return ""
     lines = []
@@ -58,7 +59,7 @@ def describe_prefill(prefill_chunk: int | None, prefill_layout: str | None) -> s
     """How an evaluation was prefilled, in words that continue a sentence."""
     if not prefill_chunk:
         return ""
-    # Earlier versions had one layout and no name for it: the window.
+    # Earlier versions had only the `window` layout and did not name it.
     exact = "the sink and the recent tokens stay"
     if prefill_layout == "server":
         exact = "only the sink stays"

@@ -1,8 +1,7 @@
-"""The tensors in the files of an artifact: their names, which only this module knows, their shapes
-and their types.
+"""The tensors in an artifact's files: their names, shapes and dtypes.
 
-A name is `layers.{layer}.{kind}.{field}`. In `rotations.safetensors` the kind is a side, in
-`statistics.safetensors` what was averaged.
+A name is `layers.{layer}.{kind}.{field}`. In `rotations.safetensors` the kind is a side (`key` or
+`value`); in `statistics.safetensors` it is what was averaged. No other module knows these names.
 """
 
 from collections.abc import Mapping
@@ -17,40 +16,40 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name -> type and shape."""
+"""Tensor name -> dtype and shape."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a file of an artifact holds. Names that end in `optional` may be missing."""
+    """The tensors that a file must hold. Those whose names end in `optional` may be missing."""
 
     shapes: Shapes
     optional: str | None = None
 
 
 def tensor_name(layer: int, kind: str, field: str) -> str:
-    """The name of a tensor in an artifact's files."""
+    """The name of a tensor in an artifact's files, such as `layers.0.key.clip`."""
     return f"{side_name(layer, kind)}.{field}"
 
 
 def side_name(layer: int, side: str) -> str:
-    """What all tensors of one side of a layer have in common."""
+    """The prefix that all tensors of one side of a layer share."""
     return f"layers.{layer}.{side}"
 
 
 def matrix_name(layer: int, side: str) -> str:
-    """What the rotation of one side of a layer is called."""
+    """The name of the rotation of one side of a layer."""
     return tensor_name(layer, side, "rotation")
 
 
 def split_name(name: str) -> tuple[int, str, str]:
-    """Inverse of `tensor_name`."""
+    """The layer, kind and field of a tensor name: the inverse of `tensor_name`."""
     _, layer, kind, field = name.split(".")
     return int(layer), kind, field
 
 
 def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
-    """What `rotations.safetensors` holds."""
+    """The tensors of `rotations.safetensors` by name."""
     tensors: dict[str, torch.Tensor] = {}
     for layer, side, rotation in rotations.each():
         tensors[matrix_name(layer, side)] = rotation.matrix
@@ -63,8 +62,10 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
 
 
 def rotations_from(tensors: Mapping[str, torch.Tensor]) -> Rotations:
-    """Inverse of `rotation_tensors`. Raises `KeyError` for a layer without one of its matrices or
-    clip ratios."""
+    """Build rotations from tensors by name: the inverse of `rotation_tensors`.
+
+    Raises `KeyError` if a layer lacks one of its matrices or clip ratios.
+    """
     layers = sorted({split_name(name)[0] for name in tensors})
     rotations = {}
     for layer in layers:
@@ -83,8 +84,11 @@ def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -
 
 
 def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
-    """What `statistics.safetensors` holds: means with their counts, so that files merge by
-    count."""
+    """The tensors of `statistics.safetensors` by name.
+
+    Averages are stored with their counts, so that statistics from several files can be merged,
+    weighted by count.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for layer, kinds in averages.items():
         for kind, average in kinds.items():
@@ -97,10 +101,11 @@ def statistics_tensors(averages: Averages) -> dict[str, torch.Tensor]:
 
 
 def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
-    """Inverse of `statistics_tensors`."""
+    """Build averages from tensors by name: the inverse of `statistics_tensors`."""
     averages: Averages = {}
     for name, second_moment in tensors.items():
         layer, kind, field = split_name(name)
+        # Each average has exactly one second moment, which leads to its mean and its count.
         if field not in ("second_moment", "key_energy_moment"):
             continue
         kind = "key_energy" if field == "key_energy_moment" else kind
@@ -110,7 +115,8 @@ def statistics_from(tensors: Mapping[str, torch.Tensor]) -> Averages:
     return averages
 
 
-# Key energy weighs values: its tensors stand among theirs, and its weight is not called a count.
+# The key-energy moment is a weighted moment of values. Its tensors are therefore named with those
+# of the value side, and its total weight is called `key_energy` and not `count`.
 
 
 def _moment_name(layer: int, kind: str) -> str:
@@ -126,7 +132,7 @@ def _count_name(layer: int, kind: str) -> str:
 
 
 def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """Name -> type and shape of every tensor in `rotations.safetensors`."""
+    """The dtype and shape of every tensor in `rotations.safetensors`, by name."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         heads = _matrices(recipe, layer.kv_heads)
@@ -144,7 +150,7 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
 
 
 def statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """The same of `statistics.safetensors`."""
+    """The dtype and shape of every tensor in `statistics.safetensors`, by name."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         key_dim, value_dim = layer.key_dim, layer.value_dim
@@ -162,7 +168,8 @@ def statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
 
 
 def recovered_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
-    """The statistics that eigenvalues and rotations of an imported file give back."""
+    """The dtypes and shapes of the statistics that are recovered from an imported file's
+    eigenvalues and rotations, by name."""
     shapes: Shapes = {}
     for layer in cached_layers(geometry):
         heads = _matrices(recipe, layer.kv_heads)
@@ -178,8 +185,10 @@ def _matrices(recipe: Recipe, kv_heads: int) -> int:
 
 
 def expected_layout(file: str, recipe: Recipe, geometry: Geometry, imported: bool) -> Layout:
-    """What a file of an artifact holds. Imported files may lack eigenvalues, and then give no
-    statistics back."""
+    """The layout that a file of an artifact must have.
+
+    Imported files may lack eigenvalues; then no statistics can be recovered from them.
+    """
     if file == ROTATIONS:
         return Layout(rotation_shapes(recipe, geometry), ".eigenvalues" if imported else None)
     if imported:

@@ -1,7 +1,7 @@
-"""The schema of an artifact's manifest, so that every command meets only well-typed data.
+"""The schema of an artifact's manifest, which gives every command well-typed data.
 
-Keys that every command relies on are required; keys that only some artifacts have are optional.
-Whether a manifest is true is for `verify` to find out.
+Keys that every command relies on are required; keys that only some artifacts have are optional. The
+schema does not check whether a manifest is true: `verify` does.
 """
 
 from pathlib import Path
@@ -20,21 +20,24 @@ from rotationzoo.storage.strict_json import Strict
 SCHEMA = 1
 ROTATIONS, STATISTICS = "rotations.safetensors", "statistics.safetensors"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# Upper limits, so that no forged geometry asks for absurdly large tensors.
 _Number = Annotated[int, Field(ge=0, le=1 << 16)]
 _Size = Annotated[int, Field(ge=1, le=1 << 16)]
+# A name may not lead out of the artifact's folder.
 _Name = Annotated[str, AfterValidator(plain), Field(pattern="^[^/]*$")]
 _Primitive = str | int | float | bool
 
 
 class File(Strict):
-    """Size and hash of a file of the artifact."""
+    """The size and hash of one file of the artifact."""
 
     size: Count
     sha256: Sha256
 
 
 class Model(Strict):
-    """The model that the rotations were made for; hashes are None where nobody has named it."""
+    """The model that the rotations were made for. The hashes are None if no model has been
+    named."""
 
     id: str
     architecture: str
@@ -45,7 +48,7 @@ class Model(Strict):
 
 
 class Layer(Strict, extra="forbid"):
-    """An attention layer; `owner` is the layer whose cache it reads, mostly itself."""
+    """An attention layer. `owner` is the layer whose cache it reads, usually the layer itself."""
 
     index: _Number
     owner: _Number
@@ -83,7 +86,7 @@ class ForeignFile(Strict):
 
 
 class Imported(Strict):
-    """Where imported rotations come from, and what their files said."""
+    """Where imported rotations come from, and what their files say about themselves."""
 
     format: str
     files: dict[str, ForeignFile]
@@ -99,7 +102,7 @@ class Imported(Strict):
 
 
 class Run(Strict):
-    """How long the job took, and on what."""
+    """How long the job took, and on which device."""
 
     seconds: float
     peak_memory_bytes: Count | None
@@ -108,7 +111,8 @@ class Run(Strict):
 
 
 class Versions(Strict):
-    """Versions of the code that ran."""
+    """Versions of the code that ran. Other libraries are recorded too, but no command relies on
+    them."""
 
     rotationzoo: str
 
@@ -133,7 +137,8 @@ class Manifest(Strict):
 
     @property
     def clip_ratios(self) -> dict[str, float]:
-        """`key` and `value`: the ratios to serve with, found by a search or given by the recipe."""
+        """The clip ratios to serve with, for `key` and `value`: found by a search, or given by the
+        recipe."""
         if self.search is not None:
             return {"key": self.search.model.key.clip, "value": self.search.model.value.clip}
         return {side: self.recipe[f"{side}_clip"] for side in SIDES}
@@ -153,6 +158,7 @@ class Manifest(Strict):
         if not owners or len(indices) != len(layers):
             raise ValueError("a layer is there twice, or none has a cache of its own")
         for layer in layers:
+            # A shared cache is filled by a layer that runs before its readers.
             if layer.owner not in owners or layer.owner > layer.index:
                 cache = f"the cache of layer {layer.owner}"
                 raise ValueError(f"layer {layer.index} reads {cache}, which has none before it")
@@ -178,9 +184,11 @@ class Manifest(Strict):
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest file, which `Manifest` has accepted. Raises `RotationZooError`."""
+    """The content of a manifest file that passes `Manifest`. Raises `RotationZooError`
+    otherwise."""
     content: Any = strict_json.read(path)
     schema = content.get("schema") if isinstance(content, dict) else None
+    # In Python a bool is an int, and `true` is no schema.
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise RotationZooError(
             f"{path} is damaged: it is no table with a schema",
@@ -196,6 +204,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: dict[str, Any], origin: str) -> Manifest:
-    """The content of a manifest, typed. Raises `RotationZooError`, naming `origin`, where it is
-    damaged."""
+    """Validate the content of a manifest and return it typed.
+
+    Raises `RotationZooError`, naming `origin`, if it is damaged.
+    """
     return strict_json.validate(Manifest, content, origin)

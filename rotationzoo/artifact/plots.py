@@ -1,4 +1,4 @@
-"""Two pictures for an artifact's card: the spectra of its statistics, and the error by layer."""
+"""The two plots on a model card: the spectra of the statistics, and the error by layer."""
 
 import io
 from typing import Annotated, Any
@@ -17,8 +17,8 @@ from rotationzoo.storage.files import regular_file
 from rotationzoo.storage.strict_json import Strict
 
 SPECTRA, ERROR_BY_LAYER = "spectra.png", "error_by_layer.png"
-_LONG = 24  # four names of more characters do not fit beside each other
-_TICKS = 8  # layers named beside the colours
+_LONG = 24  # longer arm names do not fit four to a row of the legend
+_TICKS = 8  # layers labelled on the colour bar, about
 
 
 class _ByLayer(Strict):
@@ -36,20 +36,21 @@ class _Window(Strict):
 
 
 class EvaluationReport(Strict):
-    """`evaluation.json`, as far as pictures are drawn from it."""
+    """The part of `evaluation.json` that is plotted."""
 
     own_arm: str
     windows: Annotated[list[_Window], Field(min_length=1)]
 
 
 def add_pictures(artifact: Artifact) -> Artifact:
-    """Add the pictures to the artifact; that of the error only if it was evaluated with `--save`.
+    """Add the plots to an artifact. The error plot needs an evaluation that was run with `--save`.
 
-    Raises `RotationZooError` without matplotlib.
+    Raises `RotationZooError` if matplotlib is not installed.
     """
     pictures = {SPECTRA: _spectra(artifact)}
     if EVALUATION in artifact.manifest.files:
         path = regular_file(artifact.folder, EVALUATION)
+        # The plots read the plain JSON; validation guarantees the keys that they rely on.
         strict_json.validate(EvaluationReport, evaluation := strict_json.read(path), str(path))
         pictures[ERROR_BY_LAYER] = _error_by_layer(evaluation)
     return add_files(artifact, pictures, {})
@@ -65,7 +66,8 @@ _STATISTICS = {
 
 
 def _spectra(artifact: Artifact) -> bytes:
-    """Eigenvalues of every layer, mean over heads, as shares of their sum, largest first."""
+    """Plot the eigenvalues of every layer as shares of their sum, averaged over heads, largest
+    first."""
     figure, axes = _figure(2)
     recipe, rotations = artifact.recipe, artifact.rotations
     layers = [layer.index for layer in cached_layers(artifact.geometry)]
@@ -88,7 +90,8 @@ def _spectra(artifact: Artifact) -> bytes:
 
 
 def _error_by_layer(evaluation: dict[str, Any]) -> bytes:
-    """Error of the attention block and attention KL of every layer, for each arm."""
+    """Plot the attention block's error and the attention KL divergence by layer, one line per
+    arm."""
     figure, axes = _figure(2)
     arms = evaluation["windows"][0]["arms"]
     measures = {"output_error": "error of the attention block", "attention_kl": "attention KL"}
@@ -111,20 +114,20 @@ def _error_by_layer(evaluation: dict[str, Any]) -> bytes:
 
 
 def _figure(columns: int) -> Any:
-    """A figure and its axes, side by side."""
+    """A figure with one row of axes. Raises `RotationZooError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RotationZooError(
             "pictures need matplotlib", hint="install it with: pip install 'rotationzoo[report]'"
         ) from error
-    # Without pyplot, which wants a display and keeps figures in a global list.
+    # Avoid pyplot, which may look for a display and keeps figures in a global list.
     figure = Figure(figsize=(5 * columns, 4), layout="constrained")
     return figure, figure.subplots(1, columns)
 
 
 def _colours(layers: list[int]) -> Any:
-    """Layer -> colour, dark to light."""
+    """A colour scale over the layers, from dark to light."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -132,7 +135,7 @@ def _colours(layers: list[int]) -> Any:
 
 
 def _ticks(layers: list[int]) -> list[int]:
-    """Some of the layers, first and last included."""
+    """Evenly spaced layers to label, always including the first and the last."""
     step = -(-len(layers) // _TICKS)
     return sorted({*layers[::step], layers[-1]})
 
@@ -145,6 +148,6 @@ def _whole_numbers() -> Any:
 
 def _png(figure: Any) -> bytes:
     out = io.BytesIO()
-    # Without the name and version of matplotlib the same picture is the same bytes.
+    # Leave out matplotlib's name and version, so that the same plot always has the same bytes.
     figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
     return out.getvalue()

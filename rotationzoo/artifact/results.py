@@ -1,4 +1,4 @@
-"""Results that commands leave in a manifest: of a search, an evaluation and a validation."""
+"""The results that searches, evaluations and validations record in a manifest."""
 
 from typing import Annotated, Literal
 
@@ -17,7 +17,11 @@ _Sides = Literal["own", "keys", "values", "both"]
 
 
 class _Kept(Strict):
-    """The clip ratios that a search kept, and which sides of its result."""
+    """What a search kept for the whole model: the clip ratios, and which sides of its result.
+
+    `by_side` and `trimmed` are divergences of the model's predictions, in nats per token: for each
+    combination of sides, and with the clip ratios kept.
+    """
 
     key: _Clip
     value: _Clip
@@ -27,7 +31,7 @@ class _Kept(Strict):
 
 
 class _Chosen(Strict):
-    """Each head's choice, and its score."""
+    """The candidate chosen for each head of one side, and its score."""
 
     candidate: list[str]
     chosen: list[float]
@@ -40,7 +44,7 @@ class _Chosen(Strict):
 
 
 class ChosenSides(Strict):
-    """What a search chose in one layer."""
+    """What a search chose for both sides of one layer."""
 
     key: _Chosen
     value: _Chosen
@@ -54,17 +58,18 @@ class Search(Strict):
 
 
 class _Arm(Strict):
-    """What one rotation costs the model."""
+    """What one arm costs the model."""
 
     perplexity_increase: float
     attention_kl: float | None
     output_error: float
-    # Earlier versions measured neither standard errors nor, below, texts and verdict.
+    # Earlier versions measured no standard errors, and their summaries have no `texts` and no
+    # `verdict`.
     standard_error: dict[str, float | None] = Field(default={})
 
 
 class EvaluationSummary(Strict):
-    """What `evaluate --save` measured, in short."""
+    """The summary of what `evaluate --save` measured."""
 
     text: str
     tokens: Count
@@ -80,7 +85,7 @@ class EvaluationSummary(Strict):
 
 
 class ValidationSummary(Strict):
-    """What `validate` found, in short."""
+    """The summary of what `validate` found."""
 
     on_gpu: bool
     device: str
@@ -90,7 +95,7 @@ class ValidationSummary(Strict):
 
 
 class Metrics(Strict):
-    """What is known of the quality of the rotations."""
+    """What has been measured of the rotations' quality so far."""
 
     orthogonality_error: float
     evaluation: EvaluationSummary | None = None

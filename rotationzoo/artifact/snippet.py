@@ -1,4 +1,4 @@
-"""The Python in a model card: what somebody without rotationzoo needs to use the matrices."""
+"""The Python code on a model card: how to use the matrices without rotationzoo."""
 
 from rotationzoo.artifact.layout import matrix_name, tensor_name
 from rotationzoo.recipe import Recipe
@@ -6,8 +6,8 @@ from rotationzoo.rotations import SIDES
 
 
 def rotating_code(recipe: Recipe, layer: int) -> str:
-    """Code that rotates one layer's queries, keys and values as they are served, and the output
-    back."""
+    """Code that rotates one layer's queries, keys and values for serving, and rotates the attention
+    output back."""
     lines = [
         "from safetensors.torch import load_file",
         "",

@@ -1,4 +1,5 @@
-"""An artifact layer by layer: how concentrated each statistic is, and how exact each rotation."""
+"""Spectra of an artifact, layer by layer: how concentrated its statistics are, and how orthogonal
+its rotations."""
 
 from dataclasses import dataclass
 
@@ -9,14 +10,17 @@ from rotationzoo.linalg.compositions import orthogonality_error, strongest
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.rotations import Rotation
 
-TOP = 8  # directions whose share of the trace is shown
+TOP = 8  # strongest directions, whose joint share of the trace is shown
 
 
 @dataclass(frozen=True)
 class SideSpectrum:
-    """Means over the matrices of one side of a layer. `effective_rank` is the exponential of the
-    entropy of the normalised eigenvalues (Roy and Vetterli 2007); the shares are parts of the
-    trace. None where imported files have no eigenvalues."""
+    """One side of a layer, averaged over its matrices.
+
+    `effective_rank` is the exponential of the entropy of the normalised eigenvalues (Roy and
+    Vetterli 2007). The shares are fractions of the trace. All three are None where imported files
+    have no eigenvalues. `orthogonality_error` is the largest over the matrices.
+    """
 
     dim: int
     effective_rank: float | None
@@ -27,7 +31,7 @@ class SideSpectrum:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """A cached layer; `layer` is its index over all layers of the model."""
+    """One cached layer. `layer` is its index among all layers of the model."""
 
     layer: int
     kv_heads: int
@@ -36,7 +40,7 @@ class LayerSummary:
 
 
 def summarize(artifact: Artifact) -> list[LayerSummary]:
-    """One entry per cached layer, in order. Raises `RotationZooError` for a damaged file."""
+    """One summary per cached layer, in order. Raises `RotationZooError` for a damaged file."""
     summaries = []
     for layer in cached_layers(artifact.geometry):
         rotations = artifact.rotations[layer.index]
@@ -54,8 +58,9 @@ def _summarize_side(rotation: Rotation) -> SideSpectrum:
     error = orthogonality_error(rotation.matrix)
     if rotation.eigenvalues is None:
         return SideSpectrum(rotation.dim, None, None, None, error)
+    # Rounding can leave tiny negative eigenvalues.
     shares = rotation.eigenvalues.double().clamp(min=0)
-    # The trace is 0 where all that a model computes is 0.
+    # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
     trace = shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     shares = shares / trace
     return SideSpectrum(

@@ -1,4 +1,4 @@
-"""Reading an artifact: a folder with checksums of everything in it."""
+"""Reads an artifact, and checks its files against their checksums."""
 
 import os
 from collections.abc import Mapping
@@ -29,34 +29,34 @@ from rotationzoo.storage.folders import temporary_sibling
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 ADDED = (EVALUATION, "validation.json", "int2.cu", "spectra.png", "error_by_layer.png")
-# An artifact is replaced only where nothing else is in its folder, whatever files its manifest
-# claims.
+# A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, *ADDED}
 
 
 @dataclass(frozen=True, repr=False)
 class Artifact:
-    """An artifact on disk. Each file of tensors is read once, when first asked for."""
+    """An artifact on disk. Each tensor file is read once, when it is first needed."""
 
     folder: Path
     content: dict[str, Any]
-    """`manifest.json` as it is in the file."""
+    """The content of `manifest.json`, as it is in the file."""
     opened: os.stat_result | None = None
-    """The folder that was opened; another of its name may have replaced it since."""
+    """The state of the folder when it was opened. Another folder of the same name may have replaced
+    it since."""
     hashes: dict[str, str] = field(default_factory=dict, compare=False)
-    """sha256 of those of its files that were hashed since it was opened."""
+    """The sha256 of each file that has been hashed since the artifact was opened."""
     _examined: dict[str, tuple[dict[str, torch.Tensor], list[str]]] = field(
         default_factory=dict, compare=False
     )
-    """Tensors and problems of those of its files that were read."""
+    """The tensors and problems of each file that has been read."""
 
     @classmethod
     def open(cls, folder: str | Path, hashes: Mapping[str, str] | None = None) -> "Artifact":
-        """The artifact in a folder; of its tensors nothing is read yet.
+        """Open the artifact in a folder, without reading its tensors yet.
 
-        `hashes` are those of its files whose sha256 the caller has just computed. Raises
-        `RotationZooError` for what is no artifact, one of a newer schema, and a manifest that is
-        damaged.
+        `hashes` gives the sha256 of files that the caller has just computed. Raises
+        `RotationZooError` for a folder that is not an artifact, for a newer schema, and for a
+        damaged manifest.
         """
         folder = Path(folder)
         folders.recover(folder)
@@ -66,6 +66,7 @@ class Artifact:
                 f"{folder} is no artifact: it has no {MANIFEST}",
                 hint="make one with: rotationzoo calibrate demo",
             )
+        # Taken before the manifest is read, so that a later replacement shows.
         opened = folder.stat()
         return cls(folder, read_manifest(path), opened, dict(hashes or {}))
 
@@ -73,11 +74,12 @@ class Artifact:
         return f"Artifact({str(self.folder)!r})"
 
     def moved_to(self, folder: Path) -> "Artifact":
-        """The same artifact after its folder was renamed, with all that was read of it."""
+        """The same artifact after its folder was renamed, with everything that was read of it."""
         return Artifact(folder, self.content, self.opened, self.hashes, self._examined)
 
     def foreign_files(self) -> list[str]:
-        """Names in the folder that no artifact has, and what is no file under those that it has."""
+        """Entries of the folder that do not belong to an artifact: unknown names, and known names
+        that are not regular files."""
         names = []
         for path in sorted(self.folder.iterdir()):
             if path.name not in PARTS or path.is_symlink() or not path.is_file():
@@ -85,55 +87,57 @@ class Artifact:
         return names
 
     def check_writable(self) -> None:
-        """Raise `RotationZooError` where nothing can be added to the folder."""
+        """Raise `RotationZooError` if nothing can be added to the folder."""
         folder = self.folder.resolve()
         with disk_errors(self.folder), temporary_sibling(folder):
             check_permission(folder)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """`manifest.json`, typed. Raises `RotationZooError` where it is damaged."""
+        """The typed manifest. Raises `RotationZooError` if it is damaged."""
         return parse_manifest(self.content, str(self.folder / MANIFEST))
 
     @property
     def bound(self) -> bool:
-        """Whether it is known which model it was made for; False for imported files until somebody
+        """Whether the model that it was made for is known. False for imported files until the user
         names one."""
         return self.manifest.model.config_sha256 is not None
 
     @property
     def identity(self) -> str:
-        """sha256 of `rotations.safetensors`."""
+        """The sha256 of `rotations.safetensors`, which tells one set of rotations from another."""
         return self.manifest.files[ROTATIONS].sha256
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The recipe that it was made with. The clip ratios that a search found are not in it: see
-        `clip_ratios`."""
+        """The recipe that it was made with. It does not hold the clip ratios that a search found;
+        see `clip_ratios`."""
         return Recipe.model_validate(self.manifest.recipe)
 
     @cached_property
     def geometry(self) -> Geometry:
-        """The attention layers of its model."""
+        """The attention layers of the model that it was made for."""
         return geometry_from_json(self.content["geometry"])
 
     @cached_property
     def rotations(self) -> Rotations:
-        """Layer index -> its rotations, read when first asked for. Raises `RotationZooError` where
-        they are not those of recipe and geometry."""
+        """The rotations by layer index, read on first access.
+
+        Raises `RotationZooError` if they do not fit the recipe and the geometry.
+        """
         return rotations_from(self._sound_tensors(ROTATIONS))
 
     @cached_property
     def statistics(self) -> Averages | None:
-        """Layer index -> kind -> average. None where the artifact was made without statistics, or
-        left them behind. Raises as `rotations`."""
+        """The averages by layer index and kind. None if the artifact has no statistics file,
+        because it was made or published without one. Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
         return statistics_from(self._sound_tensors(STATISTICS))
 
     @property
     def clip_ratios(self) -> dict[str, float]:
-        """`key` and `value`: the ratios to serve with."""
+        """The clip ratios to serve with, for `key` and `value`."""
         return self.manifest.clip_ratios
 
     def rotation_tensors(self) -> dict[str, torch.Tensor]:
@@ -141,28 +145,31 @@ class Artifact:
         return _copies(self._sound_tensors(ROTATIONS))
 
     def statistics_tensors(self) -> dict[str, torch.Tensor] | None:
-        """Copies of the tensors of `statistics.safetensors` by name, None where there is no such
-        file. Raises as `rotations`."""
+        """Copies of the tensors of `statistics.safetensors` by name; None if there is no such file.
+        Raises as `rotations`."""
         if STATISTICS not in self.manifest.files:
             return None
         return _copies(self._sound_tensors(STATISTICS))
 
     def examine(self, name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The tensors of a file, and a sentence for each kind of problem with them: nothing is read
-        of a file whose names, types or shapes are not those of recipe and geometry. Raises
-        `RotationZooError` for what is no such file."""
+        """The tensors of a file, and one sentence for each kind of problem with them.
+
+        Nothing is read from a file whose names, dtypes or shapes do not fit the recipe and the
+        geometry. Raises `RotationZooError` for a file that is not safetensors.
+        """
         if name not in self._examined:
             path = files.regular_file(self.folder, name)
             imported = self.manifest.imported is not None
             layout = expected_layout(name, self.recipe, self.geometry, imported)
             examined = read_tensors(path, layout)
+            # The tensors must belong to the manifest that was opened.
             self._check_same(name)
             self._examined[name] = examined
         return self._examined[name]
 
     def damaged_files(self) -> list[str]:
-        """A sentence for each file that is missing, no regular file of the folder, or not the one
-        in the manifest."""
+        """One sentence for each file that is missing, is not a regular file in the folder, or
+        differs from the manifest's size or sha256."""
         problems = []
         for name, expected in self.manifest.files.items():
             try:
@@ -172,6 +179,7 @@ class Artifact:
                 problems.append(str(error))
                 continue
             other = f"{name} is not the file that was written"
+            # Compare sizes first: that is much cheaper than hashing.
             if size != expected.size:
                 problems.append(f"{other}: it has {size} bytes, not {expected.size}")
                 continue
@@ -191,8 +199,8 @@ class Artifact:
         return tensors
 
     def _check_same(self, name: str) -> None:
-        """Raise `RotationZooError` where another artifact took the folder's place before the file
-        was read."""
+        """Raise `RotationZooError` if another artifact took the folder's place before the file was
+        read."""
         if self.opened is None or os.path.samestat(self.opened, self.folder.stat()):
             return
         if Artifact.open(self.folder).manifest.files.get(name) != self.manifest.files.get(name):
@@ -202,12 +210,15 @@ class Artifact:
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whoever changes them changes nothing of the artifact."""
+    """Copies, so that changing them does not change the artifact's own tensors."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def check_permission(folder: Path) -> None:
-    """Raise `PermissionError` where nothing may be written in the folder: replacing it whole asks
-    for no permission in the folder itself."""
+    """Raise `PermissionError` if the folder is not writable.
+
+    Replacing a folder by rename needs no permission in the folder itself, so a read-only artifact
+    would otherwise be replaced.
+    """
     if not os.access(folder, os.W_OK):
         raise PermissionError(13, "Permission denied")

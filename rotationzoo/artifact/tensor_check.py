@@ -1,4 +1,5 @@
-"""Tensors of an artifact's files, held against the layout that recipe and geometry ask for."""
+"""Checks the tensors of an artifact's files against the layout that its recipe and geometry
+require."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from rotationzoo.artifact.layout import Layout, Shapes, split_name
 from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.errors import RotationZooError
 
+# The dtypes that artifacts use, by the names that safetensors gives them.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -18,17 +20,18 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
 }
-_SHOWN = 4  # names of tensors that belong to no layer, in a sentence
-_Layers = dict[str, list[int]]  # what is wrong -> the layers where it is
+_SHOWN = 4  # unknown tensors named in a message
+_Layers = dict[str, list[int]]  # problem -> the layers that have it
 
 
 def read_tensors(path: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The tensors of a safetensors file, opened once, and a sentence for each kind of problem.
+    """The tensors of a safetensors file, and one sentence for each kind of problem.
 
-    Names, types and shapes are checked first, and no tensor is read where they are wrong: what is
-    read is as large as the layout says, because safetensors itself checks that shape times type is
-    the size of a tensor's data and lies within the file. Raises `RotationZooError` for what is no
-    such file, and for types that no artifact has.
+    Names, dtypes and shapes are checked first, and no tensor is read if any of them is wrong. What
+    is read can therefore be no larger than the layout allows, because safetensors itself checks
+    that each tensor's data has the size that its shape and dtype imply and lies within the file.
+    The file is opened once, so what is checked is what is read. Raises `RotationZooError` for a
+    file that is not safetensors, and for dtypes that no artifact uses.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -53,13 +56,15 @@ def _damaged(path: Path, reason: str) -> RotationZooError:
 
 
 def tensor_problems(tensors: Mapping[str, torch.Tensor], layout: Layout) -> list[str]:
-    """A sentence for each kind of problem with tensors that are not in a file yet."""
+    """One sentence for each kind of problem with tensors that have not been written yet."""
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    # The value checks assume that the names and shapes are right.
     return shape_problems(shapes, layout) or value_problems(tensors)
 
 
 def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
-    """Missing, misshapen and superfluous tensors, one sentence for each kind of problem."""
+    """Tensors that are missing, superfluous, or of the wrong shape or dtype: one sentence per
+    kind."""
     layers: _Layers = defaultdict(list)
     for name, shape in layout.shapes.items():
         layer, kind, field = split_name(name)
@@ -77,8 +82,10 @@ def shape_problems(shapes: Shapes, layout: Layout) -> list[str]:
 
 
 def value_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Tensors that are not finite, means that the codec does not take, and counts that are not
-    positive; their names are those of a layout."""
+    """Tensors that are not finite, means too large for the codec, and counts that are not positive.
+
+    The tensors must have the names of a layout.
+    """
     layers: _Layers = defaultdict(list)
     for name, tensor in tensors.items():
         layer, kind, field = split_name(name)
@@ -94,7 +101,7 @@ def value_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def sentences(layers: Mapping[str, list[int]]) -> list[str]:
-    """`{"what": [0, 1]}` as `["what: layers 0, 1"]`."""
+    """Turn `{"what": [0, 1]}` into `["what: layers 0, 1"]`."""
     lines = []
     for what, indices in layers.items():
         noun = "layers" if len(indices) > 1 else "layer"
@@ -103,5 +110,5 @@ def sentences(layers: Mapping[str, list[int]]) -> list[str]:
 
 
 def _words(kind: str, field: str) -> str:
-    """`key` and `second_moment` as "key second moment"."""
+    """Turn `key` and `second_moment` into "key second moment"."""
     return f"{kind} {field.replace('_', ' ')}"

@@ -1,4 +1,4 @@
-"""Writing an artifact: whole or not at all, with checksums of everything in it."""
+"""Writes an artifact: whole or not at all, with a checksum of each file."""
 
 import platform
 from pathlib import Path
@@ -26,12 +26,11 @@ def write_artifact(
     statistics: Averages | None,
     content: dict[str, Any],
 ) -> Artifact:
-    """Write a whole artifact to a temporary sibling and rename it into place, replacing one that is
-    there.
+    """Write a whole artifact to a temporary sibling and rename it into place.
 
-    `content` is that of the manifest but for `schema` and `files`, which are added here. Raises
-    `RotationZooError` where the disk refuses, and for something in the folder that is no part of an
-    artifact.
+    An artifact that is already there is replaced. `content` is the content of the manifest without
+    `schema` and `files`, which are added here. Raises `RotationZooError` if the disk refuses, and
+    if the folder holds something that is not part of an artifact.
     """
     with disk_errors(folder), temporary_sibling(folder) as work:
         check_replaceable(folder)  # hours may have passed since it was checked first
@@ -41,7 +40,7 @@ def write_artifact(
         for name, by_name in tensors.items():
             save_file(by_name, work / name)
             (work / name).chmod(0o644)  # safetensors makes files that only their owner can read
-        # Without the card, which is prose and changes with what is known.
+        # The card is not listed: it is prose, and it changes as results are added.
         written = {
             path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
             for path in sorted(work.iterdir())
@@ -53,15 +52,16 @@ def write_artifact(
 
 
 def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:
-    """Add files of `ADDED`, or replace earlier ones, and their summary to the manifest's `metrics`.
+    """Add files named in `ADDED`, or replace earlier ones, and add `metrics` to the manifest's own.
 
-    What others have added since the artifact was opened stays. The folder is replaced whole: a
-    reader finds the artifact as it was, or as it is to be. Raises `RotationZooError` where the disk
-    refuses, and where other rotations have taken the artifact's place.
+    Files that others have added since the artifact was opened are kept. The folder is replaced as a
+    whole, so a reader sees either the old artifact or the new one. Raises `RotationZooError` if the
+    disk refuses, and if other rotations have meanwhile taken the artifact's place.
     """
     folder = artifact.folder.resolve()
     with disk_errors(artifact.folder), temporary_sibling(folder) as work:
         check_permission(folder)
+        # Another process may have replaced the artifact since it was opened.
         current = Artifact.open(folder)
         if current.identity != artifact.identity:
             raise RotationZooError(
@@ -84,15 +84,17 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
 
 
 def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
-    """Raises `RotationZooError` for a manifest that nobody could read again."""
+    """Write both files. Raises `RotationZooError` for a manifest that could not be read back."""
     manifest = parse_manifest(content, "the manifest")
     files.write_new(work / CARD, render_card(manifest).encode())
     files.write_new(work / MANIFEST, strict_json.text(content))
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `RotationZooError` unless there is nothing at `folder`, or an artifact and nothing
-    else, or no place for one."""
+    """Raise `RotationZooError` unless an artifact can be written to `folder`.
+
+    There must be nothing there, an empty folder, or an artifact with no other files beside it.
+    """
     folders.check_name(folder)
     if files.size_of(folder / MANIFEST) is not None:
         if foreign := Artifact.open(folder).foreign_files():
@@ -109,17 +111,17 @@ def check_replaceable(folder: Path) -> None:
 
 
 def replace_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file that replaces `path` whole or not at all. Raises `RotationZooError`
-    where the disk refuses.
+    """Write a safetensors file that replaces `path` whole or not at all.
 
-    Written from memory: `save_file` would leave a temporary file of a random name behind when it is
-    killed.
+    The file is serialised in memory, because `save_file` would leave a temporary file with a random
+    name behind if the process were killed. Raises `RotationZooError` if the disk refuses.
     """
     files.replace(path, save(tensors, metadata=metadata))
 
 
 def library_versions() -> dict[str, str]:
-    """A manifest's `versions`: of the code that runs, installed or from a path."""
+    """The `versions` of a manifest: those of the code that is running, whether installed or
+    imported from a path."""
     import transformers
 
     return {

@@ -1,1 +1,2 @@
-"""A 2-bit key/value cache: what it keeps exact, what it costs, and a model that reads one."""
+"""A simulated 2-bit KV cache: which tokens stay exact, what it costs, and a model that reads from
+it."""

@@ -1,4 +1,4 @@
-"""Rotations under test: what keys and values are after a 2-bit cache that uses them."""
+"""One arm of a comparison: rotations under test, and what a 2-bit cache that uses them returns."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,20 @@ from rotationzoo.rotations import Rotations
 
 @dataclass(frozen=True)
 class Arm:
-    """The rotations under test, and the group size (None: the whole head)."""
+    """Rotations under test, with a name and a group size (None: the whole head)."""
 
     name: str
     rotations: Rotations
     group_size: int | None = None
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Keys or values `[B, H, T, D]` of a layer as the exact windows keep them: keys without
-        their mean, which no server adds again, since a softmax over keys ignores it."""
+        """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
+
+        Centred keys lose their mean here too. No server adds it back, because a softmax over keys
+        ignores it.
+        """
         mean = self._mean(rows, layer, side)
+        # Values come back with their mean, so exact values stay as they are.
         if mean is None or side == "value":
             return rows
         return (rows.float() - mean).to(rows.dtype)
@@ -27,9 +31,11 @@ class Arm:
     def fake_quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as they come back from the 2-bit cache, in the frame and type they
-        came in: keys without their mean; values with theirs, which a server adds to the attention
-        output."""
+        """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
+
+        Centred keys come back without their mean. Centred values come back with it, because a
+        server adds it to the attention output.
+        """
         rotation = self.rotations[layer][side]
         mean = self._mean(rows, layer, side)
         centered = rows.float() if mean is None else rows.float() - mean
@@ -39,7 +45,8 @@ class Arm:
         return restored.to(rows.dtype)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """`[H, 1, D]`, on the device of the rows."""
+        """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
+        centred."""
         mean = self.rotations[layer][side].mean
         return None if mean is None else mean.to(rows.device)[:, None]
 
@@ -51,12 +58,12 @@ def fake_quantize(
     group_size: int | None,
     format: int2.Format,
 ) -> torch.Tensor:
-    """Rows as they come back from the cache: rotated, stored in 2 bits, and rotated back.
+    """Rotate rows, store them in 2 bits, restore them and rotate them back.
 
-    * `rows`: `[B, H, T, D]`, less their mean where they are centred;
-    * `matrix`: `[H, D, D]`, with or without B, on any device;
-    * `clip`: clip ratios `[H]`, with or without B;
-    * `group_size`: channels that share a scale, None for the whole head;
+    * `rows`: `[B, H, T, D]`, with their mean already subtracted if they are centred;
+    * `matrix`: `[H, D, D]` or `[B, H, D, D]`, on any device;
+    * `clip`: clip ratios, `[H]` or `[B, H]`;
+    * `group_size`: channels that share a scale; None means the whole head;
     * `format`: how an engine stores codes and scales.
     """
     matrix = matrix.to(rows.device)

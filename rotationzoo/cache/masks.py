@@ -1,7 +1,8 @@
-"""Attention masks over a cache that holds every position twice, `[exact; quantized]`.
+"""Attention masks over a cache that holds every position twice, as `[exact; quantized]`.
 
-A position is read exact by some queries and quantized by later ones. The mask therefore shows each
-query one of the two copies of each position that the model's own mask shows it.
+Queries soon after a position read it exact; later queries read it quantized. For each position that
+the model's own mask lets a query see, the two-copy mask therefore shows the query exactly one of
+the two copies.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.capture import Attention
 
+# Smaller blocks skip more hidden positions but call the model's attention more often.
 BLOCK_QUERIES = 512
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries that read together, the positions of `[exact; quantized]` that any of them sees, and
+    """A block of queries, the positions of `[exact; quantized]` that at least one of them sees, and
     the mask between them."""
 
     queries: slice
@@ -27,8 +29,12 @@ class Block:
 
 @dataclass(frozen=True)
 class TwoCopyMask:
-    """A model's own `mask` for rows of `length` tokens on a device (None: plain causal), and the
-    mask that shows each query one copy of each position, `[B or 1, 1, T, 2T]`, with its blocks."""
+    """The two-copy mask made from one of the model's own masks.
+
+    `mask` (None: plain causal), `device` and `length` in tokens identify the mask that it was made
+    from. `whole` is the two-copy mask `[B or 1, 1, T, 2T]`, and `blocks` is the same mask split by
+    queries.
+    """
 
     mask: torch.Tensor | None
     device: torch.device
@@ -37,9 +43,11 @@ class TwoCopyMask:
     blocks: list[Block]
 
     def fits(self, attend: Attention, query: torch.Tensor) -> bool:
-        """Whether it was made of the same mask, for as many queries on the same device.
+        """Whether this mask was made from the same model mask, for as many queries, on the same
+        device.
 
-        Masks are compared by content: layers on a second device are each handed a copy.
+        Masks are compared by content, because layers on a second device each receive their own
+        copy.
         """
         if self.device != query.device or self.length != query.shape[2]:
             return False
@@ -51,14 +59,16 @@ class TwoCopyMask:
 
 
 class TwoCopyMasks:
-    """The two-copy masks of a model, made once for all layers on a device that share a mask."""
+    """The two-copy masks of a model, each made once and shared by all layers with the same mask and
+    device."""
 
     def __init__(self, cache: Cache):
         self.cache = cache
         self._masks: list[TwoCopyMask] = []
 
     def mask_for(self, attend: Attention, query: torch.Tensor) -> TwoCopyMask:
-        """The mask for one attention call. Raises `UnsupportedModel`."""
+        """The two-copy mask for one attention call. Raises `UnsupportedModel` as `two_copy_mask`
+        does."""
         for mask in self._masks:
             if mask.fits(attend, query):
                 return mask
@@ -70,9 +80,12 @@ class TwoCopyMasks:
 
 
 def two_copy_mask(attend: Attention, query: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """The mask `[B or 1, 1, T, 2T]` that shows each query one copy of each position that the model
-    shows it, boolean or additive as the model's own. Raises `UnsupportedModel` for masks of another
-    kind."""
+    """The mask `[B or 1, 1, T, 2T]` that shows each query one copy of each position that it may
+    see.
+
+    The mask is boolean or additive, like the model's own. Raises `UnsupportedModel` for any other
+    kind of mask.
+    """
     length, mask = query.shape[2], attend.mask
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -89,10 +102,10 @@ def two_copy_mask(attend: Attention, query: torch.Tensor, cache: Cache) -> torch
 
 
 def split_into_blocks(mask: torch.Tensor) -> list[Block]:
-    """A mask `[B or 1, 1, T, 2T]` in blocks of queries.
+    """Split a mask `[B or 1, 1, T, 2T]` into blocks of queries.
 
-    A block need not read all 2T positions: what comes later is hidden from all of its queries, and
-    so is one copy or the other of nearly everything before.
+    A block does not need to read all 2T positions. Later positions are hidden from all of its
+    queries, and so is one of the two copies of nearly every earlier position.
     """
     blocks = []
     for start in range(0, mask.shape[2], BLOCK_QUERIES):
@@ -105,7 +118,7 @@ def split_into_blocks(mask: torch.Tensor) -> list[Block]:
 
 
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean mask (True = attend) as numbers to add to the scores."""
+    """Convert a boolean mask (True = attend) to one that is added to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     hidden = torch.finfo(dtype).min

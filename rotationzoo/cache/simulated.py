@@ -1,11 +1,10 @@
-"""A model that reads its keys and values from a 2-bit cache, simulated in one forward pass of whole
-rows.
+"""A model that reads its keys and values from a 2-bit cache, simulated in one forward pass.
 
-A server keeps the first `sink` and the last `recent` tokens of a request exact, so a position is
-read exact by some queries and quantized by later ones. The model's own attention function is
-therefore called on keys and values `[exact; quantized]` of twice the length, with a mask that shows
-each query one of the two copies of each position (see `masks`). Windows, soft cap and sinks stay
-the model's.
+A server keeps the first `sink` and the last `recent` tokens of a request exact. Queries soon after
+a position therefore read it exact, and later queries read it quantized. To simulate this in one
+pass over whole rows, the model's own attention function is called on keys and values
+`[exact; quantized]` of twice the length. A mask shows each query one of the two copies of each
+position (see `masks`). The model's own sliding windows, soft cap and attention sinks still apply.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,26 +23,26 @@ from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, output, exact)`: the attention block's output `[B, T, hidden]` after its projection,
-simulated and exact, both from the same input."""
+"""`(layer, output, exact)`: the attention block's output `[B, T, hidden]` after the output
+projection, simulated and exact. Both are computed from the same input."""
 ObserveKL = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, divergence, positions)`: KL `[B, Q]` of the attention of the queries at these positions,
-mean over heads."""
+"""`(layer, divergence, positions)`: KL divergence `[B, Q]` of the attention of the queries at these
+positions, averaged over heads."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One arm read through one cache."""
+    """A model that reads one arm's rotations through one cache."""
 
     arm: Arm
     cache: Cache
     geometry: Geometry
     layers: set[int]
-    """Layers whose cache is stored in 2 bits; the others stay exact."""
+    """Layers that read their cache in 2 bits; the others read it exact."""
     sides: tuple[str, ...] = ("key", "value")
-    """What of them is stored in 2 bits."""
+    """The sides of those layers that are stored in 2 bits."""
     queries: torch.Tensor | None = None
-    """Positions whose attention is compared, `[Q]`; None for no comparison."""
+    """Positions `[Q]` of the queries whose attention is compared; None skips the comparison."""
 
     @contextmanager
     def running(
@@ -53,18 +52,20 @@ class Simulation:
         observe: Observe = lambda *_: None,
         observe_kl: ObserveKL = lambda *_: None,
     ) -> Iterator[None]:
-        """Within the block the model reads its cache through the codec.
+        """Make the model read its cache through the codec while the context is open.
 
-        1. Every attention call of the simulated layers goes to a `_SimulatedAttention`: it doubles
-           keys and values, reports the attention's KL, and returns the output from the 2-bit cache.
-        2. After each observed attention module a `_BlockComparison` runs the module again on the
+        1. Every attention call of a simulated layer goes to `_SimulatedAttention`. It builds both
+           copies of keys and values, reports the KL divergence of the attention, and returns the
+           output from the 2-bit cache.
+        2. After each observed attention module, a `_BlockComparison` runs the module again on the
            same input with the simulation switched off, and hands both outputs to `observe`.
 
         Parameters:
 
-        * `modules`: the attention modules by layer, of those whose outputs are to be observed;
-        * `observe`: is told the output of each of these blocks, simulated and exact;
-        * `observe_kl`: is told the KL of the sampled queries' attention in every simulated layer.
+        * `modules`: layer index -> attention module, for the modules whose outputs are observed;
+        * `observe`: receives the simulated and the exact output of each of these modules;
+        * `observe_kl`: receives the KL divergence of the selected queries' attention in every
+          simulated layer.
         """
         attention = _SimulatedAttention(self, observe_kl)
         hooks = []
@@ -81,7 +82,7 @@ class Simulation:
 
 
 class _SimulatedAttention:
-    """Takes the place of the model's attention function while a simulation runs."""
+    """Stands in for the model's attention function while a simulation runs."""
 
     def __init__(self, simulation: Simulation, observe_kl: ObserveKL):
         self.simulation = simulation
@@ -92,7 +93,7 @@ class _SimulatedAttention:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within the block the model's own attention is called as it is."""
+        """Call the model's own attention unchanged while the context is open."""
         self.switched_off = True
         try:
             yield
@@ -107,7 +108,8 @@ class _SimulatedAttention:
         value: torch.Tensor,
         attend: Attention,
     ) -> torch.Tensor:
-        """The output `[B, T, H_q, D_v]`; arguments as `intercept` hands them."""
+        """The attention output `[B, T, H_q, D_v]`. The arguments are those that `intercept`
+        passes."""
         if self.switched_off or layer not in self.simulation.layers:
             return attend(query, key, value)
         keys = self._both_copies(key, self.owners[layer], "key")
@@ -118,6 +120,7 @@ class _SimulatedAttention:
             kl = _attention_kl(attend, query, key, keys, mask.whole, queries)
             self.observe_kl(layer, kl, queries)
         outputs = []
+        # Each block of queries reads only the positions that it sees.
         for block in mask.blocks:
             read = replace(attend, mask=block.mask)
             seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
@@ -125,9 +128,10 @@ class _SimulatedAttention:
         return torch.cat(outputs, dim=1)
 
     def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
-        """Keys or values `[exact; quantized]` of twice the length, with the rotations of the layer
-        that owns the cache."""
+        """Keys or values `[exact; quantized]` of twice the length, rotated as the layer that owns
+        the cache stores them."""
         if side not in self.simulation.sides:
+            # Both copies are exact, but the mask still expects two.
             return torch.cat([rows, rows], dim=2)
         arm = self.simulation.arm
         exact = arm.keep_exact(rows, owner, side)
@@ -136,20 +140,21 @@ class _SimulatedAttention:
 
 
 class _BlockComparison:
-    """A forward hook of an attention module: the block once more from the same input, exact."""
+    """A forward hook that runs an attention module again on the same input with an exact cache."""
 
     def __init__(self, layer: int, attention: _SimulatedAttention, observe: Observe):
         self.layer, self.attention, self.observe = layer, attention, observe
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # `forward`, not the module itself: a call would run this hook again.
+        # Call `forward`, because calling the module itself would run this hook again.
         with self.attention.off():
             exact = module.forward(*args, **kwargs)
         self.observe(self.layer, _hidden_states(output), _hidden_states(exact))
 
 
 def _hidden_states(output: Any) -> torch.Tensor:
-    """Attention modules return their output alone, or with the attention weights behind it."""
+    """The hidden states of a module that returns them alone, or in a tuple before the attention
+    weights."""
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return states
 
@@ -162,19 +167,22 @@ def _attention_kl(
     mask: torch.Tensor,
     queries: torch.Tensor,
 ) -> torch.Tensor:
-    """KL of some queries' attention to what the exact model attends to, mean over heads, `[B, Q]`.
+    """`KL(exact || simulated)` `[B, Q]` of selected queries' attention, averaged over heads.
 
     * `query`, `key`: those of the exact model, before any mean is subtracted;
-    * `keys`: `[exact; quantized]`, as the simulated cache has them;
+    * `keys`: `[exact; quantized]`, as the simulated cache holds them;
     * `mask`: the two-copy mask of all queries;
-    * `queries`: positions of those that are compared, `[Q]`.
+    * `queries`: the positions `[Q]` of the queries to compare.
     """
     at = queries.to(query.device)
     length = key.shape[2]
     mask = as_additive(mask[:, :, at], torch.float32)
+    # The query sees a position if it sees either copy.
     exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
     query = query[:, :, at]
     exact = replace(attend, mask=exact_mask).weights(query, key)
     both = replace(attend, mask=mask).weights(query, keys)
     simulated = both[..., :length] + both[..., length:]
+    # In float64, because the KL divergence of nearly equal weights is a small difference of large
+    # terms.
     return divergence(exact.double(), simulated.double()).mean(1)

@@ -10,42 +10,45 @@ from rotationzoo.codec import int2
 
 @dataclass(frozen=True)
 class Cache:
-    """What a server keeps exact and how it stores the rest."""
+    """How a server stores a cache: which tokens stay exact, and the 2-bit format of the rest."""
 
     format: int2.Format = int2.SGLANG
     sink: int = 64
-    """The first tokens of a request are kept exact."""
+    """How many tokens at the start of a request stay exact."""
     recent: int = 256
-    """The last tokens of a request are kept exact."""
+    """How many tokens at the end of a request stay exact."""
     prefill_chunk: int | None = None
-    """Tokens of a chunk, where the prompt is read in chunks: a query reads its whole chunk exact,
-    and of earlier chunks what `prefill_layout` says. None is decoding: the `recent` tokens of a
-    query end with its own."""
+    """Tokens per chunk when the prompt is prefilled in chunks. A query reads its whole chunk exact;
+    `prefill_layout` says what it reads exact of earlier chunks. None simulates decoding, where each
+    query's `recent` tokens end with the query's own."""
     prefill_layout: Literal["server", "window"] = "server"
-    """What earlier chunks leave exact. `server`: the sink alone, as OSCAR's fork of SGLang writes
-    chunks (`_mixed_extend_layout_counts`); its `recent` tokens are for decoding. `window`: also the
-    `recent` tokens before a chunk."""
+    """What stays exact of earlier chunks. With `server` it is only the sink, which is how OSCAR's
+    fork of SGLang writes chunks (`_mixed_extend_layout_counts`); there, `recent` applies to
+    decoding only. With `window` the `recent` tokens before a chunk stay exact too."""
 
     def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Boolean `[T, T]`: whether query t reads position j from the exact copy."""
+        """Boolean `[T, T]`: whether query t reads the exact copy of position j."""
         position = torch.arange(length, device=device)
         chunk = self.prefill_chunk
         end = position + 1 if chunk is None else position // chunk * chunk
+        # Positions after the query count as exact here; the model's own mask hides them.
         return (position < self.sink) | (position >= end[:, None] - self._recent)
 
     @property
     def first_quantized(self) -> int:
-        """The first query that reads a quantized position."""
+        """The position of the first query that reads a quantized position."""
         exact = self.sink + self._recent
         if self.prefill_chunk is None:
             return exact
-        # All queries of a chunk read the same earlier positions: the first chunk that starts later.
+        # All queries of a chunk read the same earlier positions, so this is the start of the first
+        # chunk that has more than `exact` tokens before it.
         chunks = -(-(exact + 1) // self.prefill_chunk)
         return chunks * self.prefill_chunk
 
     @property
     def _recent(self) -> int:
-        """Tokens kept exact before those that are written together: a query, or its chunk."""
+        """How many tokens stay exact up to and including a query (decoding), or before the start of
+        its chunk (prefill)."""
         if self.prefill_chunk is not None and self.prefill_layout == "server":
             return 0
         return self.recent

@@ -1,4 +1,4 @@
-"""What an unfinished calibration has so far, so that a stopped run can go on from there."""
+"""The checkpoint of an unfinished calibration, from which a stopped run resumes."""
 
 import json
 import time
@@ -20,26 +20,27 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import size_of
 
-# The parts of an identity on which the text that a model writes depends.
+# The parts of a job's identity that decide the text that the model writes.
 _TEXT_PARTS = ("config", "weights", "text", "data", "sampling", "generation_config")
-_SHARE = 20  # save when the last save took less than 1/20 of the time since
+_SHARE = 20  # save once 20 times the duration of the last save has passed
 
 Matrices = dict[tuple[int, str], torch.Tensor]
 """(layer, side) -> rotations `[H, D, D]`."""
 
 
 def checkpoint_files(path: Path) -> tuple[Path, ...]:
-    """The files that a checkpoint called `path` may consist of: texts that the model wrote, a
-    search, the sums."""
+    """The files that a checkpoint at `path` may consist of: texts that the model wrote, finished
+    layers of a search, and sums."""
     return path.with_suffix(".text.safetensors"), path.with_suffix(".search.safetensors"), path
 
 
 class Checkpoint:
-    """A file of raw sums, one of the texts that the model wrote, and one of the layers that a
-    search has finished, bound to a job by `identity`: whatever would change a byte of the result.
+    """The files of a checkpoint, bound to a job by its `identity`.
 
-    They are saved only between batches and layers, so going on gives the bytes of an uninterrupted
-    run.
+    One file holds the raw sums, one the texts that the model wrote, and one the layers that a
+    search has finished. The identity covers everything that could change a byte of the result.
+    Files are saved only between batches and between layers, so a resumed run gives the bytes of an
+    uninterrupted one.
     """
 
     def __init__(self, path: Path, identity: Identity):
@@ -49,15 +50,15 @@ class Checkpoint:
         self._due = 0.0
 
     def of_text(self, fingerprint: str) -> "Checkpoint":
-        """The checkpoint of the same job once its text is written: sums of another text are not
-        this job's."""
+        """The checkpoint of the same job once its text is written, so that sums over another text
+        are refused."""
         return Checkpoint(self.path, {**self.identity, "written": fingerprint})
 
     def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
-        """The sums and the number of batches in them, or None; `zeros` are what the sums began
-        with.
+        """The saved sums and the number of batches in them, or None if nothing was saved.
 
-        Raises `RotationZooError` if they are of another job, or of other layers and shapes.
+        `zeros` are the sums that the job starts from. Raises `RotationZooError` if the saved sums
+        are of another job, or of other layers or shapes.
         """
         saved = self._read(self.path, "done", int)
         if saved is None:
@@ -68,13 +69,17 @@ class Checkpoint:
         return from_raw(sums), done
 
     def save(self, statistics: Statistics, done: int) -> None:
-        """Save after `done` batches, unless the last save was so recent that saving would cost more
-        than 5 % of the time."""
+        """Save the sums after `done` batches.
+
+        Skipped if the last save is so recent that saving would take more than 5 % of the time.
+        """
         self._save(self.path, lambda: to_raw(statistics), {"done": done})
 
     def read_text(self) -> list[torch.Tensor]:
-        """The texts `[T]` that the model wrote. They stay good for a job that differs in what is
-        made of them."""
+        """The texts `[T]` that the model wrote so far.
+
+        They stay valid for a job that differs only in what it makes of them.
+        """
         tensors, count = self._read(self._text_path, "texts", int, _TEXT_PARTS) or ({}, 0)
         texts = [tensors.get(str(number), torch.empty(())) for number in range(len(tensors))]
         valid = all(text.dtype == torch.long and text.ndim == 1 for text in texts)
@@ -83,13 +88,14 @@ class Checkpoint:
         return texts
 
     def save_text(self, texts: Sequence[torch.Tensor]) -> None:
-        """Save after a batch of prompts; always, since writing it took far longer than saving."""
+        """Save the texts after each batch of prompts. This never waits, because writing the texts
+        took far longer than saving them."""
         self._due = 0.0
         tensors = {str(number): text for number, text in enumerate(texts)}
         self._save(self._text_path, lambda: tensors, {"texts": len(texts)})
 
     def read_search(self) -> tuple[Matrices, dict[str, Any]]:
-        """The matrices of the finished layers, and what is on record of them."""
+        """The matrices of the layers that a search has finished, and their record."""
         kind = dict[str, ChosenSides]
         tensors, record = self._read(self._search_path, "record", kind) or ({}, {})
         names = {
@@ -100,12 +106,12 @@ class Checkpoint:
         return {place: tensors[name] for place, name in names.items()}, record
 
     def save_search(self, matrices: Matrices, record: dict[str, Any]) -> None:
-        """Save after a layer, as seldom as `save` does."""
+        """Save the finished layers of a search, no more often than `save` does."""
         tensors = {matrix_name(*place): matrix for place, matrix in matrices.items()}
         self._save(self._search_path, lambda: tensors, {"record": record})
 
     def remove(self) -> None:
-        """Remove all files. The sums go first: without their text they would be joined to
+        """Remove all files. The sums go first: sums that outlived their text would be joined to
         another."""
         for path in reversed(checkpoint_files(self.path)):
             path.unlink(missing_ok=True)
@@ -113,8 +119,11 @@ class Checkpoint:
     def _read(
         self, path: Path, field: str, kind: Any, parts: Sequence[str] | None = None
     ) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """The tensors of a file and a `field` of its metadata, which is of type `kind`; None where
-        there is no file. `parts` are those of the identity that must agree; None: all."""
+        """The tensors of a file and one `field` of its metadata, validated as `kind`; None if there
+        is no file.
+
+        `parts` are the keys of the identity that must agree; None means all of them.
+        """
         if size_of(path) is None:
             return None
         try:
@@ -125,6 +134,7 @@ class Checkpoint:
             strict_json.validate(dict[str, str], identity, str(path))
             strict_json.validate(kind, content, str(path))
             tensors = load_file(path)
+        # A damaged file can fail in any of these ways.
         except (
             OSError,
             ValueError,

@@ -1,4 +1,4 @@
-"""What a manifest claims of the tensors beside it, and where they contradict it."""
+"""What a manifest claims about the tensors beside it, and where they contradict it."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,22 +18,24 @@ from rotationzoo.model.geometry import Geometry, geometry_from_json, shifted_lay
 from rotationzoo.recipe import Recipe, from_dict
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 
-# Largest `|R R^T - I|` of the stored float32 matrices; measured 8e-8 for D up to 512.
+# Largest allowed `|R R^T - I|` of the stored float32 matrices; 8e-8 was measured for D up to 512.
 ORTHOGONAL = 1e-6
-# The same of imported files: what SGLang's own loader allows; the published files have 3e-8.
+# The same for imported files: the tolerance of SGLang's own loader. The published files reach 3e-8.
 ORTHOGONAL_IMPORTED = 5e-3
-# Relative error with which a stored rotation may diagonalise its own statistic; measured 6e-8, and
-# 0.85 and more in that of another side or layer.
+# Largest relative error with which a stored rotation may diagonalise its own statistic. 6e-8 was
+# measured, against 0.85 and more for the statistic of another side or layer.
 DIAGONAL = 1e-4
 
 _Layers = dict[str, list[int]]
-"""What is wrong -> the layers where it is."""
+"""Problem -> the layers that have it."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What rotations and statistics are said to be. The methods return one sentence for each kind
-    of problem, with the layers that have it."""
+    """What a manifest or a recipe says about rotations and statistics.
+
+    The methods return one sentence for each kind of problem, with the layers that have it.
+    """
 
     recipe: Recipe
     geometry: Geometry
@@ -43,7 +45,8 @@ class Claim:
 
     @classmethod
     def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
-        """The claim of a manifest's content. Raises `RotationZooError` for one that is damaged."""
+        """The claim of a manifest, from its content. Raises `RotationZooError` if the manifest is
+        damaged."""
         recipe = from_dict(content["recipe"], "the manifest's recipe")
         geometry = geometry_from_json(content["geometry"])
         claim = cls.from_recipe(recipe, geometry)
@@ -55,11 +58,11 @@ class Claim:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, geometry: Geometry) -> "Claim":
-        """The claim of what a recipe makes with its own clip ratios."""
+        """The claim of a recipe with its own clip ratios, before any search."""
         return cls(recipe, geometry, {"key": recipe.key_clip, "value": recipe.value_clip})
 
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """Tensors that are missing, misshapen, superfluous or not finite."""
+        """Tensors that are missing, superfluous, misshapen or not finite."""
         claimed = self.recipe, self.geometry, self.imported
         layout = expected_layout(ROTATIONS, *claimed)
         problems = tensor_problems(rotation_tensors(rotations), layout)
@@ -74,12 +77,12 @@ class Claim:
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             error = compositions.orthogonality_error(rotation.matrix)
-            if not error <= allowed:  # and not `error > allowed`, which a NaN would pass
+            if not error <= allowed:  # not `error > allowed`, which is False for a NaN
                 layers[f"{side} rotation not orthogonal"].append(layer)
         return sentences(layers)
 
     def clip_problems(self, rotations: Rotations) -> list[str]:
-        """Clip ratios that are not those of the recipe, or of its search."""
+        """Clip ratios that differ from those of the recipe, or of its search."""
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             if not (rotation.clip == self.clips[side]).all():
@@ -87,8 +90,10 @@ class Claim:
         return sentences(layers)
 
     def origin_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """Rotations that the recipe does not make of the statistics, or of nothing. What was
-        imported or learned follows no formula that could be checked."""
+        """Rotations that the recipe would not make from the statistics, or from no data at all.
+
+        Imported and learned rotations are not checked, because no formula gives them.
+        """
         recipe = self.recipe
         if recipe.composition == compositions.GIVEN or recipe.search is not None:
             return []
@@ -99,7 +104,7 @@ class Claim:
         return self._eigenbasis_problems(rotations, statistics)
 
     def mean_problems(self, rotations: Rotations, statistics: Averages) -> list[str]:
-        """Means that are not those of the statistics."""
+        """Means that differ from those of the statistics."""
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             average = statistics.get(layer, {}).get(side)
@@ -110,7 +115,8 @@ class Claim:
         return sentences(layers)
 
     def centering_problems(self, rotations: Rotations) -> list[str]:
-        """Keys without their mean, where attention is known not to ignore it."""
+        """Keys stored without their mean, although a layer's attention is known not to ignore
+        it."""
         moved = shifted_layers(self.geometry)
         centered = any(sides.key.mean is not None for sides in rotations.values())
         if centered and moved:
@@ -118,8 +124,9 @@ class Claim:
         return []
 
     def _formula_problems(self, rotations: Rotations) -> list[str]:
-        """Rotations that are not those of a recipe without an eigenbasis, made again."""
-        # Without means, which come from statistics and are checked against them.
+        """Rotations that differ from those that a recipe without an eigenbasis makes, which are
+        recomputed."""
+        # Leave out means: they come from statistics, and `mean_problems` checks them.
         uncentered = self.recipe.model_copy(update={"center_keys": False, "center_values": False})
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in fit(None, uncentered, self.geometry).each():
@@ -130,12 +137,14 @@ class Claim:
         return sentences(layers)
 
     def _eigenbasis_problems(self, rotations: Rotations, statistics: Averages) -> list[str]:
-        """Rotations whose eigenbasis does not diagonalise the statistic that it was made from."""
+        """Rotations whose eigenbasis does not diagonalise the statistic that they were made
+        from."""
         layers: _Layers = defaultdict(list)
         for layer, sides in rotations.items():
             averages = statistics.get(layer, {})
             if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
                 continue
+            # Swapped sides are the likeliest mistake, so they get a message of their own.
             if self._diagonalise(sides, averages, {"key": "value", "value": "key"}):
                 layers["key and value swapped"].append(layer)
             else:
@@ -146,8 +155,8 @@ class Claim:
     def _diagonalise(
         self, sides: LayerRotations, averages: Mapping[str, Average], statistic_of: dict[str, str]
     ) -> bool:
-        """Whether each side's rotation diagonalises the statistic of the side in `statistic_of`, as
-        far as that is known."""
+        """Whether each side's rotation diagonalises the statistic of the side that `statistic_of`
+        names. A statistic that is missing counts as agreeing."""
         kinds = {"key": self.recipe.key_statistic, "value": self.recipe.value_statistic}
         for side in SIDES:
             average = averages.get(kinds[statistic_of[side]])
@@ -158,8 +167,11 @@ class Claim:
         return True
 
     def _diagonalises(self, rotation: Rotation, moment: torch.Tensor) -> bool:
-        """Whether `U^T C U` is the diagonal of the stored eigenvalues, for the eigenbasis U of a
-        rotation and second moments C `[H, D, D]`."""
+        """Whether `U^T C U` is the diagonal matrix of the stored eigenvalues, to a relative error
+        of `DIAGONAL`.
+
+        U is the eigenbasis of the rotation and C the second moments `[H, D, D]`.
+        """
         assert rotation.eigenvalues is not None
         recipe, dim = self.recipe, rotation.dim
         if dim != moment.shape[-1]:

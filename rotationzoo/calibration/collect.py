@@ -1,5 +1,5 @@
-"""The main loop of a calibration: batches of token rows through the model -> second moments of what
-its attention reads and writes."""
+"""The main loop of a calibration: batches of token rows -> second moments of the attention's inputs
+and outputs."""
 
 import torch
 from transformers import PreTrainedModel
@@ -28,29 +28,33 @@ def collect(
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> Statistics:
-    """The moments that a recipe needs, per cached layer and KV head.
+    """Collect the second moments that a recipe needs, for each cached layer and KV head.
 
     - `batches`: token ids `[B, T]`.
-    - `checkpoint`: where sums are saved between batches, and read if there are any of this job.
-    - `progress`: told "calibrating" after every batch.
+    - `checkpoint`: where sums are saved between batches, and from which earlier sums of the same
+      job are read.
+    - `progress`: called with "calibrating" after every batch.
 
-    Queries and outputs of every position count, for the layer that owns the cache they read; keys
-    and values from position `sink` on. `key_energy` takes a second pass over the same rows, since
-    its weights need the queries of all of them.
+    Queries and outputs count at every position, towards the layer that owns the cache they read.
+    Keys and values count from position `sink` on if the recipe excludes the sink. `key_energy`
+    takes a second pass over the same rows, because its weights depend on the queries of all of
+    them.
 
-    Raises `UnsupportedModel` if a layer is missed and `RotationZooError`, naming the layer, if an
-    activation is not finite.
+    Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError`, naming
+    the layer, if an activation is not finite.
     """
     two_passes = recipe.value_statistic == "key_energy"
     statistics, done = zero_statistics(geometry, two_passes), 0
     saved = checkpoint.read(statistics) if checkpoint is not None else None
     if saved is not None:
         statistics, done = saved
+    # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     tower = decoder(model)
     total = len(batches) * (2 if two_passes else 1)
     observer = MomentObserver(geometry, statistics, skip)
     for step in range(done, total):
+        # Created late, also after a resume: it needs the finished query moments of the first pass.
         if step >= len(batches) and not isinstance(observer, KeyEnergyObserver):
             observer = KeyEnergyObserver(geometry, statistics, skip)
         ids = batches[step % len(batches)].to(input_device(model))
@@ -60,7 +64,7 @@ def collect(
             _check_finite(statistics, observer.kinds)
         except RotationZooError:
             if checkpoint is not None:
-                checkpoint.remove()  # going on with other options would only be refused
+                checkpoint.remove()  # its sums would make a run with other options refuse to start
             raise
         if checkpoint is not None:
             checkpoint.save(statistics, step + 1)
@@ -70,8 +74,10 @@ def collect(
 
 
 def _check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
-    """Raise `RotationZooError` if a sum is not finite, before it is saved. This reads from the
-    device once a batch; checking every activation would do so in every layer."""
+    """Raise `RotationZooError` if a sum is not finite, before it is saved.
+
+    This reads from the device once per batch; checking every activation would do so in every layer.
+    """
     for layer, moments in statistics.items():
         for kind in kinds:
             if not torch.isfinite(moments[kind].first).all():
@@ -85,7 +91,8 @@ def _check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
 def _check_counts(
     statistics: Statistics, geometry: Geometry, batches: list[torch.Tensor], skip: int
 ) -> None:
-    """Raise `UnsupportedModel` unless every layer was handed every token, once."""
+    """Raise `UnsupportedModel` unless the hooks saw every token in every layer exactly once, and
+    `RotationZooError` if no row is longer than the sink."""
     tokens = sum(ids.numel() for ids in batches)
     past_sink = sum(ids.shape[0] * max(ids.shape[1] - skip, 0) for ids in batches)
     if not past_sink:
@@ -96,6 +103,7 @@ def _check_counts(
         )
     for owner, moments in statistics.items():
         readers = [layer for layer in geometry if layer.owner == owner]
+        # The query heads of a group count separately, and so do the layers that share a cache.
         queries = tokens * sum(layer.group for layer in readers)
         expected = {"query": queries, "output": queries, "key": past_sink, "value": past_sink}
         for kind, count in expected.items():

@@ -1,4 +1,4 @@
-"""Second moments -> the rotations that a recipe asks for."""
+"""Composes the rotations that a recipe asks for from second moments."""
 
 import hashlib
 
@@ -11,13 +11,12 @@ from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
-# Orthogonality error allowed before the cast to float32; measured 3e-15 for D up to 512.
+# Allowed orthogonality error before the cast to float32; 3e-15 was measured for D up to 512.
 EXACT = 1e-12
 
 
 def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Rotations:
-    """The rotations that a recipe makes of statistics, which may be None for a recipe that needs
-    none.
+    """The rotations that a recipe makes from statistics; None will do for a recipe that needs none.
 
     Raises `RotationZooError` if a rotation is not orthogonal to 1e-12 before it is cast to float32.
     """
@@ -30,8 +29,8 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
 
 
 def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str) -> torch.Tensor:
-    """The second moment `[H, D, D]` that a side's eigenbasis comes from; H = 1 when pooled over the
-    layer's heads."""
+    """The second moment `[H, D, D]` whose eigenbasis one side uses. H is 1 if the recipe pools the
+    heads of a layer."""
     kind = recipe.key_statistic if side == "key" else recipe.value_statistic
     second_moment = statistics[layer][kind].second_moment.cpu()
     return second_moment.mean(0, keepdim=True) if recipe.pooling == "layer" else second_moment
@@ -41,7 +40,7 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
     """The rotation of one side of a layer, with its eigenvalues, clip ratios and mean."""
     eigenvalues, matrix = _compose_side(statistics, recipe, layer, side)
     error = compositions.orthogonality_error(matrix)
-    if not error <= EXACT:  # and not `error > EXACT`, which a NaN would pass
+    if not error <= EXACT:  # not `error > EXACT`, which is False for a NaN
         raise RotationZooError(
             f"the {side} rotation of layer {layer.index} is off orthogonality by {error:.1e}"
         )
@@ -72,6 +71,9 @@ def _compose_side(
 
 
 def _seed(*parts: int | str) -> int:
-    """An independent seed for each layer, side and head."""
+    """An independent seed for each layer, side and head.
+
+    A hash keeps the seed of one matrix the same whatever other matrices are made.
+    """
     words = ".".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(words).digest()[:7], "little")

@@ -1,4 +1,5 @@
-"""Text that the model writes itself: prompts, continued token by token as a server would."""
+"""Calibration text that the model writes itself, continuing prompts token by token as a server
+would."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import digest
 
 _SETTINGS = "generation_config.json"
-# Draws from all of what the model predicts, as it predicts it.
+# Samples from the model's predictions as they are: no temperature, no truncation.
 _BARE_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-# Logits of two passes over one text may differ by this much of their spread: up to 4e-5 in float32
-# and 0.05 in bfloat16 where all is well, else 0.9 and more.
+# Two passes over the same text may differ in their logits by this fraction of the logits' spread.
+# Measured: up to 4e-5 in float32 and 0.05 in bfloat16 for a sound model, 0.9 and more otherwise.
 _TOLERANCE = 0.2
-_SEED_STRIDE = 1_000_003  # between seeds: batches of one seed do not meet those of the next
-# What a model's own settings may not change: one text of each prompt, drawn token by token to its
-# end.
+_SEED_STRIDE = 1_000_003  # keeps the batches of one seed apart from those of the next
+# Generation settings that a model's makers cannot override: exactly one text per prompt, sampled
+# token by token to its end.
 _PLAIN: dict[str, Any] = {
     "do_sample": True,
     "num_beams": 1,
@@ -38,39 +39,39 @@ _PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class WritingSettings:
-    """How much a model writes, and how."""
+    """How much text a model writes, and how it is sampled."""
 
     length: int
-    """The most tokens of a text, its prompt included."""
+    """Maximum tokens per text, including its prompt."""
     tokens: int
-    """Writing ends when there are so many in all, without the start tokens of each text."""
+    """Writing stops at this many tokens in all, not counting each text's start tokens."""
     batch: int
-    """Prompts that are continued at a time."""
+    """How many prompts are continued at a time."""
     sampling: dict[str, Any]
-    """As `read_sampling` returns it."""
+    """Sampling settings, as `read_sampling` returns them."""
     end_tokens: list[int]
     start_tokens: int = 0
-    """How many tokens the tokenizer puts before every text."""
+    """How many tokens the tokenizer puts at the start of every text."""
     seed: int = 0
 
 
 def read_sampling(source: Source) -> dict[str, Any]:
-    """The sampling that a model's makers recommend; where they say nothing or 0, that of its bare
-    predictions."""
+    """The sampling settings that a model's makers recommend. Where they give none, or 0, the
+    model's bare predictions are sampled."""
     recommended = read_json(source.folder / _SETTINGS)
     return {name: recommended.get(name) or bare for name, bare in _BARE_SAMPLING.items()}
 
 
 def hash_settings(source: Source) -> str:
-    """The hash of all that the makers say of generation: penalties and end tokens decide what is
-    written, too."""
+    """The hash of the makers' whole generation config. Penalties and end tokens, too, decide what
+    is written."""
     settings = read_json(source.folder / _SETTINGS)
     settings.pop("transformers_version", None)
     return digest(settings)
 
 
 def find_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens after which a text is over: makers name them in one of three places."""
+    """The tokens that end a text. Makers name them in one of three places."""
     text_config = model.config.get_text_config(decoder=True)
     for settings in (model.generation_config, text_config, tokenizer):
         ids: int | list[int] | None = getattr(settings, "eos_token_id", None)
@@ -87,13 +88,13 @@ def write_texts(
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> list[torch.Tensor]:
-    """Texts `[T]`, each a prompt `[P]` and its continuation up to an end token, or to at most
-    `settings.length` tokens in all; until there are enough tokens, or no more prompts.
+    """Continue prompts `[P]` into texts `[T]`, until there are enough tokens or no more prompts.
 
-    Raises `RotationZooError` where the model cannot write.
+    Each text is a prompt and its continuation, up to an end token or to `settings.length` tokens in
+    all. Raises `RotationZooError` if the model cannot generate.
     """
     texts = checkpoint.read_text() if checkpoint is not None else []
-    # Tried on the model at hand: which layers take padding for text is on no list.
+    # Test the model itself: no list says which models' layers mistake padding for text.
     batch = _usable_batch(model, prompts[0], settings.batch)
     while len(texts) < len(prompts):
         written = sum(map(len, texts)) - settings.start_tokens * len(texts)
@@ -101,6 +102,8 @@ def write_texts(
             break
         progress("writing", written, settings.tokens)
         next_prompts = prompts[len(texts) : len(texts) + batch]
+        # The seed depends only on how many texts there are, so a resumed run writes what an
+        # uninterrupted one would.
         seed = _SEED_STRIDE * settings.seed + len(texts)
         texts += _continue_prompts(model, next_prompts, settings, seed)
         if checkpoint is not None:
@@ -110,11 +113,11 @@ def write_texts(
 
 
 def _usable_batch(model: PreTrainedModel, prompt: torch.Tensor, batch: int) -> int:
-    """`batch`, or 1 where a model takes the padding beside a longer prompt for text, as layers may
-    that sum up what was before.
+    """The batch size to generate with: `batch`, or 1 if the model mistakes padding for text.
 
-    What the model predicts token by token is compared with one pass over the same text. Raises
-    `RotationZooError` where they differ even for a prompt alone, or are not finite.
+    Layers with a running state may do so, when a shorter prompt is padded to the length of a longer
+    one. The test compares the predictions made token by token with those of one pass over the same
+    text. Raises `RotationZooError` if they differ even for a single prompt, or are not finite.
     """
     short = prompt[: len(prompt) // 2 + 1]
     for prompts, size in (([short, prompt], batch), ([short], 1)):
@@ -128,13 +131,16 @@ def _usable_batch(model: PreTrainedModel, prompt: torch.Tensor, batch: int) -> i
 
 
 def _decodes_as_in_one_pass(model: PreTrainedModel, prompts: Sequence[torch.Tensor]) -> bool:
-    """Whether two tokens after the first prompt, the others beside it, are predicted as in one pass
-    over its text."""
+    """Whether the two tokens after the first prompt are predicted as in one pass over its text.
+
+    The other prompts are continued beside it in the same batch.
+    """
     options = _PLAIN | {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
     generated = model.generate(  # type: ignore[operator]
         **_pad_left(model, prompts), **options, output_logits=True, max_new_tokens=2
     )
     step_by_step = torch.stack([logits[0].float().cpu() for logits in generated.logits])
+    # The second token is left out: only its prediction is compared.
     ids = torch.cat([prompts[0], generated.sequences[0, -2:-1].cpu()])
     output = model(input_ids=ids[None].to(input_device(model)), use_cache=False)
     at_once = output.logits[0, -2:].float().cpu()
@@ -148,7 +154,7 @@ def _decodes_as_in_one_pass(model: PreTrainedModel, prompts: Sequence[torch.Tens
 
 
 def _pad_left(model: PreTrainedModel, prompts: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The prompts as one batch, padded on the left: the model continues their ends."""
+    """Pad the prompts on the left to one batch, since the model continues their ends."""
     width, device = max(map(len, prompts)), input_device(model)
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -163,7 +169,7 @@ def _continue_prompts(
 ) -> list[torch.Tensor]:
     """Each prompt with its continuation, cut after the first end token."""
     width = max(map(len, prompts))
-    # The user's own random draws stay as they were.
+    # Leave the caller's random state as it was.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         generated: torch.Tensor = model.generate(  # type: ignore[operator]
@@ -173,6 +179,7 @@ def _continue_prompts(
             max_new_tokens=settings.length - width,
             eos_token_id=settings.end_tokens or None,
         )
+    # A text that ends early is padded to the length of the longest in its batch.
     end_tokens = torch.tensor(settings.end_tokens, dtype=torch.long)
     texts = []
     for prompt, continuation in zip(prompts, generated[:, width:].cpu(), strict=True):

@@ -1,5 +1,7 @@
-"""The whole job: one calibration from a model's name to an artifact on disk. It can be stopped and
-resumed, and is silent but for a progress callback."""
+"""Runs one whole calibration, from a model's name to an artifact on disk.
+
+A job can be stopped and resumed. It prints nothing; a callback reports its progress.
+"""
 
 import time
 from contextlib import ExitStack, suppress
@@ -27,31 +29,35 @@ from rotationzoo.text.rows import Corpus, read_corpus
 
 
 def calibrate(job: Job, progress: Progress = silent) -> Artifact:
-    """Run a job to its artifact, going on from a checkpoint of the same job if there is one.
+    """Run a job, resuming from a checkpoint of the same job if there is one, and return its
+    artifact.
 
-    If the artifact of the same job is there already, it is returned as it is. Raises
-    `RotationZooError` with one sentence for everything that a user can put right, and before the
-    passes through the model wherever it can be known by then.
+    If the finished artifact of the same job is already there, it is returned unchanged. Raises
+    `RotationZooError`, with one sentence, for everything that a user can put right. Whatever can be
+    known before the passes through the model is raised before them.
     """
+    # Listed before the job creates any of them.
     missing = [folder for folder in job.output.absolute().parents if not folder.exists()]
     try:
         with ExitStack() as locks:
             return _calibrate(job, progress, locks)
     except BaseException as error:
         if isinstance(error, Unsound):
-            # Going on from the sums that led to it would only be refused again.
+            # Resuming from the same sums would only be refused again.
             Checkpoint(job.checkpoint, {}).remove()
         for folder in missing:
-            # Created on the way, and of no use without an artifact or a checkpoint: one that holds
-            # something stays.
+            # Remove the folders that the job created. `rmdir` fails for one that holds an artifact
+            # or a checkpoint, which stays.
             with suppress(OSError):
                 folder.rmdir()
         raise
 
 
 def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
-    """The job, under a lock that `locks` keeps until all is done: no other calibration may touch
-    the checkpoint or the artifact's place."""
+    """Run the job under a lock, which `locks` holds until the end.
+
+    Meanwhile no other calibration may touch the checkpoint or the artifact's folder.
+    """
     started, versions = time.monotonic(), library_versions()
     progress("looking at the model", 0, 0)
     planned = plan(job)
@@ -59,7 +65,8 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
         raise planned.refusal
     job, source = planned.job, planned.source
 
-    # Before tokenizer and weights are fetched: a place that cannot be written to is known by now.
+    # Check the output first: it makes no sense to download a tokenizer and weights for a folder
+    # that cannot be written to.
     check_output(job)
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
@@ -71,7 +78,8 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
 
     identity = identify_job(job, source, source_text)
     checkpoint = Checkpoint(job.checkpoint, identity)
-    # Only under the lock, and once the weights are there: an earlier run stays until then.
+    # `--restart` deletes an earlier run only under the lock and once the weights are there, so a
+    # failed download loses nothing.
     if job.restart:
         checkpoint.remove()
     if (finished := finished_artifact(job, identity)) is not None:
@@ -82,15 +90,18 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     content = manifest_content(planned, result, identity, versions, seconds)
     averages = None if result.statistics is None else average(result.statistics)
     artifact = write_sound_artifact(job.output, result.rotations, averages, content, FETCH_AGAIN)
-    # Last: a process killed before this line has an artifact and a checkpoint, and neither is lost.
+    # Remove the checkpoint last: a process killed before this line leaves both the artifact and the
+    # checkpoint.
     checkpoint.remove()
     return artifact
 
 
 def _read_source_text(planned: Plan) -> Corpus | None:
-    """The calibration text, or the prompts where the model writes the text itself; None where the
-    recipe needs no statistics. Rows that a search could not choose on are refused here, if their
-    lengths are known."""
+    """Read the calibration text, or the prompts if the model writes the text itself.
+
+    None if the recipe needs no statistics. If the lengths of the rows are known by now, rows that a
+    search could not choose on are refused here.
+    """
     recipe, data = planned.job.recipe, planned.job.recipe.data
     if not recipe.needs_statistics:
         return None
@@ -109,7 +120,7 @@ def _read_source_text(planned: Plan) -> Corpus | None:
 def _run(
     planned: Plan, source_text: Corpus | None, checkpoint: Checkpoint, progress: Progress
 ) -> CalibrationResult:
-    """What the model is needed for, or rotations without it where its shapes are enough."""
+    """Run the model, or compose the rotations without it if its shapes are enough."""
     job = planned.job
     if not planned.needs_weights:
         assert planned.geometry is not None

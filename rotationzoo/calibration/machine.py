@@ -1,5 +1,5 @@
-"""The machine that a calibration runs on: how much memory it has, how much of it was used, and what
-its device is called."""
+"""The machine that a calibration runs on: its memory, the peak memory used, and its device's
+name."""
 
 import os
 import platform
@@ -14,8 +14,11 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def total_memory(on_cpu: bool, spread: bool) -> int:
-    """Bytes of memory where a job runs: main memory, the GPU's, or all of both where weights are
-    `spread` over devices. In a container its own limit counts."""
+    """Bytes of memory available where a job runs.
+
+    That is main memory, the memory of the GPU, or all of both if the weights are `spread` over
+    devices. In a container, the container's own limit caps main memory.
+    """
     main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such limit, or the word "max"
         main = min(main, int(_CONTAINER_LIMIT.read_text()))
@@ -27,7 +30,7 @@ def total_memory(on_cpu: bool, spread: bool) -> int:
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has used: of all CUDA devices where it used them, else
+    """The peak memory of this process in bytes: allocated on all CUDA devices if it used them, else
     resident in main memory."""
     if torch.cuda.is_available():
         devices = range(torch.cuda.device_count())
@@ -35,10 +38,10 @@ def peak_memory() -> int:
         if on_devices:
             return on_devices
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Bytes on macOS, kilobytes on Linux.
+    # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux.
     return resident if sys.platform == "darwin" else resident * 1024
 
 
 def device_name(device: str) -> str:
-    """What `cuda` or `cpu` is called in a manifest."""
+    """The name that a manifest gives to the device `cuda` or `cpu`."""
     return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"

@@ -1,8 +1,8 @@
-"""What a calibration needs of memory and disk, counted from the shapes of the model and the lengths
-of the text.
+"""Estimates the memory and disk that a calibration needs, from the shapes of the model and the
+lengths of the text.
 
-Each term is that of the tensors which exist at the same time; the tests hold them against what is
-allocated.
+Each term counts tensors that exist at the same time. The tests compare the terms with what is
+really allocated.
 """
 
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import SELF, Recipe
 
-# torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured
+# torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
 _LIBRARIES = 450_000_000
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One job's sizes in bytes, estimated."""
+    """Estimated sizes of one job, in bytes."""
 
     recipe: Recipe
     geometry: Geometry
     config: PretrainedConfig
     batch: int
-    """Rows of a forward pass."""
+    """Rows per forward pass."""
     item: int
-    """Bytes of an activation."""
+    """Bytes per activation element."""
     on_cpu: bool
 
     @property
     def statistics(self) -> int:
-        """Four second moments a layer, five with key energy, in float64."""
+        """The statistics: four float64 second moments per layer, or five with key energy."""
         if not self.recipe.needs_statistics:
             return 0
         value_moments = 3 if self.recipe.value_statistic == "key_energy" else 2
@@ -43,7 +43,7 @@ class Footprint:
 
     @property
     def rotations(self) -> int:
-        """Two matrices for each KV head, or for each layer, in float32."""
+        """The rotations: two float32 matrices per KV head, or per layer if heads are pooled."""
         total = 0
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
@@ -51,22 +51,26 @@ class Footprint:
         return total
 
     def peak(self, weights: int) -> int:
-        """The most memory that the job takes, with `weights` bytes of the model."""
+        """Peak memory of the job, including `weights` bytes for the model."""
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        # The sums and the averages that are written; the rotations before a search and after.
+        # The sums exist beside the averages that are written, and with a search the first rotations
+        # exist beside the chosen ones.
         rotations = (2 if self.recipe.search else 1) * self.rotations
         kept = weights + 2 * self.statistics + rotations
         passes = max(self.activations(self.batch), self.generation_cache)
-        # A CPU's allocator keeps what the passes gave back, in pieces that a search has little use
-        # for.
+        # On a CPU, the allocator keeps what the passes freed, in fragments that a search can hardly
+        # reuse. The passes and the search therefore add up.
         working = passes + self.search_peak if self.on_cpu else max(passes, self.search_peak)
         return kept + libraries + working
 
     def activations(self, batch: int) -> int:
-        """What one batch of the decoder takes at its widest: the residual stream, one layer's
-        projections, the float64 copy of one row and, under eager attention, the scores."""
+        """Peak memory of the decoder for one batch.
+
+        The terms are the residual stream, one layer's projections, the float64 copy of one row and,
+        under eager attention, the scores.
+        """
         length, tokens = self.recipe.data.length, self.recipe.data.length * batch
         hidden: int = self._text.hidden_size
         widest = max(
@@ -74,7 +78,7 @@ class Footprint:
             default=0,
         )
         inner = getattr(self._text, "intermediate_size", None) or 4 * hidden
-        if not isinstance(inner, int):  # some models have one for each layer
+        if not isinstance(inner, int):  # some models have one size per layer
             inner = max(inner)
         residual = 4 * tokens * hidden * self.item
         projections = 3 * tokens * self.item * max(widest, inner)
@@ -87,7 +91,7 @@ class Footprint:
 
     @property
     def generation_cache(self) -> int:
-        """The key/value cache of a batch of text that the model writes."""
+        """The KV cache of one batch of text that the model writes."""
         if self.recipe.data.source != SELF:
             return 0
         width = sum(
@@ -98,7 +102,7 @@ class Footprint:
 
     @property
     def search(self) -> SearchFootprint | None:
-        """That of the search alone; None where the recipe does not search."""
+        """The footprint of the search alone; None if the recipe does not search."""
         if self.recipe.search is None:
             return None
         return SearchFootprint(
@@ -113,7 +117,7 @@ class Footprint:
 
     @property
     def search_peak(self) -> int:
-        """The most that the search takes, beside weights and statistics."""
+        """Peak memory of the search, beside weights and statistics."""
         return 0 if self.search is None else self.search.peak
 
     @property

@@ -1,5 +1,7 @@
-"""The part of a calibration that needs the model's weights, step by step: load, look, check the
-capture, write text, collect, fit, search."""
+"""The part of a calibration that needs the model's weights.
+
+Its steps: load the model, find its geometry, check the capture, write text, collect, fit, search.
+"""
 
 import math
 import time
@@ -35,24 +37,24 @@ from rotationzoo.rotations import Rotations
 from rotationzoo.text.rows import Corpus, pack_texts
 from rotationzoo.text.tokenizing import start_tokens
 
-_CHECKED_TOKENS = 32  # of the first row, for the comparison of logits with and without capture
+_CHECKED_TOKENS = 32  # of the first row; their logits are compared with and without capture
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """What a run leaves."""
+    """What a run produces."""
 
     recipe: Recipe
-    """The one that was followed: keys keep their mean where the loaded model shows that they must,
-    and `notes` say so."""
+    """The recipe that was followed. Keys keep their mean if the loaded model shows that they must;
+    `notes` then say so."""
     geometry: Geometry
     rotations: Rotations
     statistics: Statistics | None = None
     text: Corpus | None = None
     dtype: str | None = None
-    """That of the model as it was loaded; None where it was not."""
+    """The dtype that the model was loaded in; None if it was not loaded."""
     search: dict[str, Any] | None = None
-    """The record of a search, as the manifest has it."""
+    """The record of a search for the manifest."""
     notes: Sequence[str] = ()
 
 
@@ -61,9 +63,9 @@ def run_model(
 ) -> CalibrationResult:
     """Load the model and calibrate it.
 
-    - `source_text`: the calibration text, or prompts where the model writes the text itself; None
-      where the recipe needs no statistics and only the model's geometry is missing.
-    - `checkpoint`: what a stopped run left, and where this one saves.
+    - `source_text`: the calibration text, or the prompts if the model writes the text itself. None
+      if the recipe needs no statistics, so that the model is loaded only for its geometry.
+    - `checkpoint`: what a stopped run left, and where this run saves.
     """
     job = planned.job
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -74,7 +76,7 @@ def run_model(
         if geometry is None:
             geometry = _look_at_model(model, ids, job.recipe)
         dtype = str(model.dtype).removeprefix("torch.")
-        # Nothing but the geometry was missing.
+        # The model was loaded only for its geometry.
         if source_text is None:
             rotations = fit(None, job.recipe, geometry)
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
@@ -84,6 +86,7 @@ def run_model(
         text = source_text
         if recipe.data.source == SELF:
             text = _write_text(planned, model, source_text, checkpoint, progress)
+            # Sums over a different text must not be resumed.
             checkpoint = checkpoint.of_text(text.fingerprint)
         fitted, held_out = _split_rows(text, recipe)
         batches = fitted.batches(job.batch)
@@ -96,7 +99,7 @@ def run_model(
         if recipe.search is None:
             return result
 
-        # A search takes most of a job's time, so what would be refused afterwards is refused now.
+        # A search takes most of a job's time, so what would be refused after it is refused now.
         check_before_search(rotations, average(statistics), recipe, geometry)
         task = SearchTask(model, geometry, recipe, statistics, rotations, fitted.rows, held_out)
         searched, record = search_rotations(task, _search_deadline(job), checkpoint, progress)
@@ -104,8 +107,7 @@ def run_model(
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
-    """The model with its weights; with its language-model head, where something is made of its
-    predictions."""
+    """Load the model's weights, with the language-model head only if its predictions are used."""
     job = planned.job
     assert planned.config is not None
     predicts = job.recipe.search is not None or job.recipe.data.source == SELF
@@ -115,14 +117,15 @@ def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
 
 
 def _first_tokens(model: PreTrainedModel, source_text: Corpus | None) -> torch.Tensor:
-    """The first few tokens of the text as a batch `[1, T]`, or zeros where there is none."""
+    """The first few tokens of the text as a batch `[1, T]`, or zeros if there is no text."""
     zeros = torch.zeros(_CHECKED_TOKENS, dtype=torch.long)
     row = zeros if source_text is None else source_text.rows[0][:_CHECKED_TOKENS]
     return row[None].to(loading.input_device(model))
 
 
 def _look_at_model(model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe) -> Geometry:
-    """The geometry that could not be seen on `meta`, checked as a plan checks it."""
+    """Find the geometry that `meta` could not show, and check the recipe against it as a plan
+    does."""
     geometry = geometry_of(model, ids)
     check_recipe(recipe, geometry)
     return geometry
@@ -132,7 +135,10 @@ def _check_capture(
     model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
 ) -> tuple[Recipe, list[str]]:
     """Check that capturing does not change the model's logits, and settle whether keys can be
-    centred: the recipe to follow, and notes for the user."""
+    centred.
+
+    Returns the recipe to follow, and notes for the user.
+    """
     with torch.no_grad():
         check_transparent(model, ids)
     moved = layers_moved(model, ids) if recipe.center_keys else []
@@ -146,7 +152,7 @@ def _write_text(
     checkpoint: Checkpoint,
     progress: Progress,
 ) -> Corpus:
-    """The rows that the model makes of the prompts."""
+    """The rows of the texts that the model writes from the prompts."""
     recipe, data = planned.job.recipe, planned.job.recipe.data
     tokenizer = loading.load_tokenizer(planned.source)
     settings = WritingSettings(
@@ -166,13 +172,16 @@ def _write_text(
 
 
 def _split_rows(text: Corpus, recipe: Recipe) -> tuple[Corpus, list[torch.Tensor]]:
-    """The rows to collect statistics on, and the last few, which a search makes its choices on."""
+    """Split the rows into those for the statistics and the last few, which are held out for the
+    search."""
     held_out = 0 if recipe.search is None else recipe.search.held_out(len(text.rows))
     fitted = len(text.rows) - held_out
     return replace(text, rows=text.rows[:fitted]), text.rows[fitted:]
 
 
 def _search_deadline(job: Job) -> float:
-    """When a search that starts now is out of time, by `time.monotonic()`. Statistics are a small
-    part of such a job, so a budget does not count them."""
+    """The `time.monotonic()` at which a search that starts now runs out of time.
+
+    The budget does not count collecting statistics, which is a small part of such a job.
+    """
     return math.inf if job.budget is None else time.monotonic() + 60 * job.budget

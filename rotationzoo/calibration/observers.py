@@ -1,4 +1,5 @@
-"""What is added to the sums each time the model computes attention."""
+"""Observers that add each layer's queries, keys, values and attention outputs to the running
+sums."""
 
 import torch
 
@@ -8,7 +9,7 @@ from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 
 
 def zero_statistics(geometry: Geometry, key_energy: bool) -> Statistics:
-    """The sums to begin with: four moments for each cached layer, five with `key_energy`."""
+    """The initial sums: four moments per cached layer, or five with `key_energy`."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
         dims = {
@@ -26,8 +27,11 @@ def zero_statistics(geometry: Geometry, key_energy: bool) -> Statistics:
 
 
 class MomentObserver:
-    """Second moments of queries, outputs, keys and values, summed for the layer that owns the cache
-    they belong to. Keys and values count from position `skip` on."""
+    """Sums second moments of queries, outputs, keys and values, for the layer that owns their
+    cache.
+
+    Keys and values count from position `skip` on.
+    """
 
     kinds: tuple[str, ...] = ("query", "key", "value", "output")
 
@@ -47,19 +51,19 @@ class MomentObserver:
         layer = self._layer(index)
         self._add(layer, "query", query)
         self._add(layer, "output", output)
-        # A layer that reads another's cache is handed the owner's keys and values: they are counted
-        # there.
+        # A layer that reads another layer's cache receives the owner's keys and values. They count
+        # only once, at their owner.
         if layer.owner == layer.index:
             self._add(layer, "key", key[:, :, self.skip :])
             self._add(layer, "value", value[:, :, self.skip :])
 
     def _add(self, layer: Layer, kind: str, tensor: torch.Tensor) -> None:
-        """Add `[B, H, T, D]`, H a multiple of the KV heads, to the sums of the cache's owner."""
+        """Add `[B, H, T, D]` to the sums of the cache's owner; H is a multiple of the KV heads."""
         moments = self.statistics[layer.owner]
-        # Sums stay on the device of their layer, whose weights may be spread over several.
+        # Sums stay on the device of the layer that owns them; weights may be spread over several.
         if layer.owner == layer.index:
             moments[kind] = moments[kind].to(tensor.device)
-        for row in tensor:  # one row at a time bounds the float64 copies
+        for row in tensor:  # one row at a time limits the size of the float64 copies
             by_kv_head = torch.unflatten(row, 0, (layer.kv_heads, -1))
             moments[kind].add(by_kv_head.flatten(1, 2))
 
@@ -72,8 +76,11 @@ class MomentObserver:
 
 
 class KeyEnergyObserver(MomentObserver):
-    """Second moments of values weighted by `k C_Q k^T`, where C_Q is the second moment of the
-    queries of all rows: the published code's stand-in for the attention that a value receives."""
+    """Sums second moments of values weighted by their key energy `k C_Q k^T`.
+
+    C_Q is the second moment of the queries of all rows. OSCAR's published code uses this weight in
+    place of the attention that a value receives.
+    """
 
     kinds = ("key_energy",)
 

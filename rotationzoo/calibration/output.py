@@ -1,5 +1,4 @@
-"""The place where an artifact is written: whether it can be written there, what may be replaced,
-and whether the work is done already."""
+"""The output folder of a calibration: whether it is writable, replaceable, or already finished."""
 
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from rotationzoo.storage.files import disk_errors
 
 
 def check_output(job: Job) -> None:
-    """Raise `RotationZooError` unless the output can be written, and what is there may be
+    """Raise `RotationZooError` unless the output can be written and whatever is there may be
     replaced."""
     with disk_errors(job.output):
         folders.recover(job.output)
@@ -27,14 +26,14 @@ def check_output(job: Job) -> None:
             with folders.temporary_sibling(job.output):
                 pass
         else:
-            # Nothing of this job's name: other jobs may have the same, in other folders that do
-            # not exist yet.
+            # The name is random here. One made from the output's name could clash with that of
+            # another job, whose folder does not exist yet and has the same existing parent.
             tempfile.TemporaryDirectory(dir=_existing_parent(job.output)).cleanup()
 
 
 def check_room(known: Plan) -> None:
-    """Raise `RotationZooError` if the disk has no room for the artifact and a checkpoint beside
-    it."""
+    """Raise `RotationZooError` if the disk has no room for the artifact and a checkpoint of the
+    same size."""
     output = known.job.output
     free = shutil.disk_usage(_existing_parent(output)).free
     needed = 2 * known.artifact_bytes
@@ -47,9 +46,10 @@ def check_room(known: Plan) -> None:
 
 
 def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
-    """The artifact of this very job, if it is there and undamaged and not about to be replaced.
+    """The finished artifact of this same job, or None if it is missing, damaged or about to be
+    replaced.
 
-    Raises `RotationZooError` if another job's is there.
+    Raises `RotationZooError` if the folder holds the artifact of another job.
     """
     if job.restart or job.unfinished or not _holds_artifact(job):
         return None
@@ -68,8 +68,8 @@ def _holds_artifact(job: Job) -> bool:
 
 
 def _check_recipe_of(job: Job, artifact: Artifact) -> None:
-    """Refuse to replace the work of another recipe, unless asked to or going on with a run that
-    was."""
+    """Refuse to replace the artifact of another recipe, unless the user asks for it with
+    `--restart`, or did so for the unfinished run that is being resumed."""
     if job.restart or job.unfinished:
         return
     if _asked_recipe(artifact) != job.recipe.hash:
@@ -81,9 +81,12 @@ def _check_recipe_of(job: Job, artifact: Artifact) -> None:
 
 
 def _asked_recipe(artifact: Artifact) -> str:
-    """The hash of the recipe that was asked for, without the paths that earlier versions wrote into
-    it. It is not the recipe that was followed where only the weights showed that keys cannot be
-    centred."""
+    """The hash of the recipe that the user asked for, without the paths that earlier versions wrote
+    into it.
+
+    It differs from the hash of the recipe that was followed if only the weights showed that keys
+    cannot be centred.
+    """
     manifest = artifact.manifest
     asked = str(manifest.identity.get("recipe", manifest.recipe_sha256))
     if asked == manifest.recipe_sha256:
@@ -92,5 +95,5 @@ def _asked_recipe(artifact: Artifact) -> str:
 
 
 def _existing_parent(path: Path) -> Path:
-    """The nearest folder above that exists."""
+    """The nearest parent folder that exists."""
     return next(folder for folder in path.absolute().parents if folder.exists())

@@ -1,5 +1,7 @@
-"""A calibration job, and what is known of it from the model's config alone: whether it is refused,
-what it reads, what it needs."""
+"""A calibration job, and what the model's config alone tells about it.
+
+That is whether the job is refused, what it reads, and how much memory and disk it needs.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from rotationzoo.storage import files, folders
 
 @dataclass(frozen=True)
 class Job:
-    """One calibration as the user asked for it."""
+    """A calibration as the user asked for it."""
 
     model: str
     recipe: Recipe
@@ -40,11 +42,11 @@ class Job:
     max_memory: str | None = None
     restart: bool = False
     budget: float | None = None
-    """Minutes for a search: they end learning and the clip ratios, not what choices are scored on.
-    None lets it finish."""
+    """Minutes that a search may take; None lets it finish. The budget ends learning and the search
+    for clip ratios early, but never shortens what choices are scored on."""
     fit_length: bool = False
-    """Whether rows longer than the model has positions are cut to them instead of refused: where
-    the length is the recipe's default, not the user's choice."""
+    """Whether rows longer than the model's positions are shortened instead of refused. True if the
+    length is the recipe's default and not the user's choice."""
 
     def __post_init__(self) -> None:
         folders.check_name(self.output)
@@ -56,32 +58,32 @@ class Job:
 
     @property
     def lock(self) -> Path:
-        """The lock file that keeps other jobs from the checkpoint and the output."""
+        """The lock file that keeps other jobs away from the checkpoint and the output."""
         return self.checkpoint.with_name(f".{self.checkpoint.name}.lock")
 
     @property
     def unfinished(self) -> bool:
-        """Whether a run of this output was stopped, and can go on."""
+        """Whether an earlier run for this output was stopped and can be resumed."""
         return any(files.size_of(path) is not None for path in checkpoint_files(self.checkpoint))
 
     @property
     def torch_device(self) -> str:
-        """The device to run on, `auto` resolved."""
+        """The device to run on, with `auto` resolved."""
         return loading.torch_device(self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype | str:
-        """The type to load weights in; `auto` is the checkpoint's own."""
+        """The dtype to load weights in; `auto` is the dtype of the model's own checkpoint."""
         return loading.torch_dtype(self.dtype, self.device, self.device_map)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a job before a weight is read; `job` is the one to run, with rows that fit
-    the model.
+    """What is known about a job before any weights are read.
 
-    `config` and `geometry` are None if the model is refused; `geometry` also if only the weights
-    can tell. Sizes are estimates in bytes.
+    `job` is the job to run, with rows that fit the model. `config` and `geometry` are None if the
+    model is refused; `geometry` is also None if only the weights can tell. Sizes are estimates in
+    bytes.
     """
 
     job: Job
@@ -93,24 +95,23 @@ class Plan:
     artifact_bytes: int = 0
     peak_memory_bytes: int = 0
     memory_bytes: int = 0
-    """What this machine has where the job would run."""
+    """Memory that this machine has where the job would run."""
     notes: tuple[str, ...] = ()
-    """Where the job to run is not the one that was asked for, and why."""
+    """How the job to run differs from the one that was asked for, and why."""
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the job cannot be done from the config alone."""
+        """Whether the job needs the weights, and not only the config."""
         return self.job.recipe.needs_statistics or self.geometry is None
 
 
 def plan(job: Job) -> Plan:
-    """Look at the model on `meta` and check the job against it.
+    """Inspect the model on the `meta` device and check the job against it.
 
-    Raises `ModelUnavailable` where there is no such model and `RotationZooError` where the job
-    cannot be done as asked. A model that cannot be calibrated is no error here: it is the plan's
-    `refusal`.
+    Raises `ModelUnavailable` if there is no such model, and `RotationZooError` if the job cannot be
+    done as asked. A model that cannot be calibrated raises nothing: the plan's `refusal` says why.
     """
-    memory_limits(job.device_map, job.max_memory)  # for its errors
+    memory_limits(job.device_map, job.max_memory)  # only for the errors that it raises
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source)
@@ -129,14 +130,14 @@ def plan(job: Job) -> Plan:
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
-    """The plan with its estimates; `model` is on `meta`."""
+    """The plan with its size estimates; `model` is on `meta`."""
     job = known.job
     assert known.config is not None
     stored = weights_bytes(known.source, model)
     dtype = job.torch_dtype
     if isinstance(dtype, torch.dtype) and not getattr(known.config, "quantization_config", None):
         loaded = dtype.itemsize * model.num_parameters()
-    else:  # weights in the type that their makers chose, with activations in the config's
+    else:  # weights load in their stored dtype; activations use the config's
         text_config = known.config.get_text_config(decoder=True)
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
         loaded = stored

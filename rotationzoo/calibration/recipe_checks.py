@@ -1,5 +1,4 @@
-"""Whether a recipe can be applied to a model and to a text, and how it is adapted where it may
-be."""
+"""Whether a recipe fits a model and a text, and how it is adapted where that is allowed."""
 
 from collections.abc import Sequence
 
@@ -14,8 +13,11 @@ from rotationzoo.recipe import SELF, Recipe
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise `RotationZooError` if a head dimension has no such rotation: no Hadamard matrix, or
-    groups that do not fit."""
+    """Raise `RotationZooError` if the recipe's composition does not exist for a head dimension.
+
+    Either there is no Hadamard matrix of that order, or the quantization groups do not divide the
+    dimension. The composition `given` is refused too.
+    """
     if recipe.composition == compositions.GIVEN:
         raise RotationZooError(
             "the composition 'given' stands for imported matrices and cannot be calibrated",
@@ -34,7 +36,7 @@ def _check_dimension(recipe: Recipe, layer: int, dim: int) -> None:
             hint=f"set group_size in the recipe to a divisor of {dim}, "
             "or to null for the whole head",
         )
-    # Composed for its errors.
+    # Build the rotation only for the errors that it raises.
     if recipe.has_eigenbasis:
         compositions.compose(compositions.identity(dim), recipe.composition, group)
     else:
@@ -42,11 +44,11 @@ def _check_dimension(recipe: Recipe, layer: int, dim: int) -> None:
 
 
 def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
-    """The recipe for a model in which a mean of keys moves the attention of these layers, and notes
-    for the user.
+    """Adapt the recipe to a model in which subtracting a mean from all keys changes the attention
+    of `layers`; also return notes for the user.
 
-    A recipe that searches then leaves the keys their mean. Raises `RotationZooError` for any other
-    that centres them.
+    A recipe with a search then keeps the mean of the keys. Raises `RotationZooError` for any other
+    recipe that centres keys.
     """
     if not recipe.center_keys or not layers:
         return recipe, []
@@ -61,7 +63,7 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
 
 
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
-    """The recipe with rows no longer than the model has positions."""
+    """The recipe, with rows cut to the number of positions that the model has."""
     positions = _positions(config)
     if positions is None or recipe.data.length <= positions:
         return recipe
@@ -70,8 +72,8 @@ def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
 
 
 def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
-    """Raise `RotationZooError` if rows of the recipe's length are too long for the model, or too
-    short to be of use."""
+    """Raise `RotationZooError` if the recipe's rows are too long for the model, or too short to be
+    useful."""
     if not recipe.needs_statistics:
         return
     length, data = recipe.data.length, recipe.data
@@ -99,7 +101,7 @@ def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
 
 
 def check_held_out(recipe: Recipe, lengths: list[int]) -> None:
-    """Raise `RotationZooError` if rows of these lengths leave a search nothing to choose on."""
+    """Raise `RotationZooError` if rows of these lengths leave a search no text to choose on."""
     if recipe.search is None:
         return
     if len(lengths) < 3:
@@ -109,6 +111,7 @@ def check_held_out(recipe: Recipe, lengths: list[int]) -> None:
             hint="give at least three: more --tokens, or a shorter --length",
         )
     exact = Cache(sink=recipe.sink, recent=recipe.recent).first_quantized
+    # The last rows are held out. A row no longer than the exact windows reads nothing quantized.
     held_out = lengths[-recipe.search.held_out(len(lengths)) :]
     if max(held_out) <= exact:
         raise RotationZooError(

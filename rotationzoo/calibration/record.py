@@ -1,4 +1,4 @@
-"""What a manifest records of a calibration: the job's identity, its text and its run."""
+"""What a manifest records about a calibration: the job's identity, its text and its run."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ _PROMPT_KEYS = ("prompts", "prompt_tokens")
 
 
 def identify_job(job: Job, source: Source, source_text: Corpus | None) -> dict[str, str]:
-    """What decides the bytes of the result: a checkpoint or a finished artifact must agree with all
-    of it.
+    """The job's identity: everything that decides the bytes of the result.
 
-    `source_text` is the calibration text, or the prompts where the model writes the text itself;
-    None where the recipe needs no statistics, and little else matters.
+    A checkpoint or a finished artifact belongs to the job only if all of it agrees. `source_text`
+    is the calibration text, or the prompts if the model writes the text itself. It is None if the
+    recipe needs no statistics; then only the recipe and the config matter.
     """
     identity = {"recipe": job.recipe.hash, "config": config_hash(source), "weights": "", "text": ""}
     if source_text is None:
@@ -43,7 +43,7 @@ def identify_job(job: Job, source: Source, source_text: Corpus | None) -> dict[s
         "dtype": str(job.torch_dtype),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
     }
-    # On a CPU sums depend on how many threads they are split between.
+    # On a CPU, floating-point sums depend on how many threads share them.
     threads = torch.get_num_threads() if job.torch_device == "cpu" else None
     optional = {
         "threads": threads,
@@ -61,12 +61,12 @@ def manifest_content(
     versions: dict[str, str],
     seconds: float,
 ) -> dict[str, Any]:
-    """The content of the manifest, but for what is added as it is written.
+    """The content of the manifest, without the keys that are added when it is written.
 
     - `planned`: the job, its model and the notes so far.
-    - `result`: what the run left.
+    - `result`: what the run produced.
     - `identity`: as `identify_job` returns it.
-    - `versions`: of the libraries, as they were when the job started.
+    - `versions`: library versions as they were when the job started.
     - `seconds`: how long the job took.
     """
     assert planned.config is not None
@@ -96,7 +96,7 @@ def manifest_content(
 
 
 def _describe_text(job: Job, text: Corpus, identity: Identity) -> dict[str, Any]:
-    """Where the text came from, and which it was."""
+    """The source of the calibration text, and the fingerprint that identifies it."""
     data = job.recipe.published()["data"]
     description = {key: data[key] for key in _DATA_KEYS}
     if job.recipe.data.source == SELF:

@@ -1,5 +1,4 @@
-"""Rotations and statistics checked against the recipe and geometry they claim: every artifact is
-written through this check."""
+"""The check that every artifact passes before it is written: do its tensors fit its manifest?"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +16,19 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 
 FETCH_AGAIN = "fetch the weights again; activations as large as theirs have no float32 statistics"
-"""The hint for a calibration whose own results are unsound."""
+"""The hint when a calibration's own results are unsound."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a check found."""
+    """The outcome of a check."""
 
     problems: list[str]
-    """Empty when everything holds."""
+    """Empty if everything holds."""
     orthogonality_error: float | None
-    """None where no rotation could be read."""
+    """None if the rotations could not be read."""
     checked: list[str]
-    """What was looked at, in words."""
+    """The names of the checks that were made."""
 
     @property
     def ok(self) -> bool:
@@ -44,12 +43,13 @@ def write_sound_artifact(
     content: dict[str, Any],
     hint: str,
 ) -> Artifact:
-    """Write an artifact with its card, if its rotations and statistics would pass `verify`.
+    """Write an artifact with its card, provided that its rotations and statistics would pass
+    `verify`.
 
-    - `folder`: where it goes; an artifact that is there is replaced.
-    - `statistics`: None where the recipe needs none.
-    - `content`: that of the manifest, but for what is added as it is written.
-    - `hint`: what the user can do about an artifact that is unsound.
+    - `folder`: where to write it; an existing artifact is replaced.
+    - `statistics`: None if the recipe needs none.
+    - `content`: the content of the manifest, without the keys that are added when it is written.
+    - `hint`: what the user can do about an unsound artifact.
 
     Raises `Unsound` with the first problem and `hint`, and then writes nothing.
     """
@@ -60,8 +60,10 @@ def write_sound_artifact(
 def check_before_search(
     rotations: Rotations, statistics: Averages, recipe: Recipe, geometry: Geometry
 ) -> None:
-    """Raise `Unsound` if what a recipe makes without its search would not pass `verify`, before the
-    search takes its time."""
+    """Raise `Unsound` if the recipe's rotations before a search would not pass `verify`.
+
+    A search takes long, so a job that would be refused is refused before it.
+    """
     without_search = recipe.model_copy(update={"search": None})
     claim = Claim.from_recipe(without_search, geometry)
     _refuse_problems(_check_claim(rotations, statistics, claim), FETCH_AGAIN)
@@ -79,7 +81,7 @@ def _check_claim(rotations: Rotations, statistics: Averages | None, claim: Claim
     checked = ["geometry", "finiteness"]
     if claim.recipe.composition != compositions.GIVEN:
         check_recipe(claim.recipe, claim.geometry)
-    # What follows expects tensors of the right shapes.
+    # The checks below rely on the right shapes.
     if problems := claim.layout_problems(rotations, statistics):
         return Verification(problems, None, checked)
     problems = claim.orthogonality_problems(rotations)

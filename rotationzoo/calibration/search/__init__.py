@@ -1,5 +1,6 @@
-"""The search of a recipe such as `best`: rotations chosen head by head, and clip ratios chosen for
-the whole model, on calibration text that the statistics have not seen.
+"""The search for better rotations and clip ratios, on held-out calibration text.
 
-`run` is the search as a whole; `layer` chooses the rotations of one layer, `clip` the clip ratios.
+Recipes such as `best` use it. Rotations are chosen for each head, and clip ratios for the whole
+model, on calibration text that the statistics have not seen. `run` is the whole search, `layer`
+chooses the rotations of one layer, and `clip_ratios` chooses the clip ratios.
 """

@@ -1,9 +1,9 @@
-"""The clip ratios of a whole model, chosen by what the model itself loses.
+"""Chooses the clip ratios of a whole model by what the model's predictions lose.
 
-The scores of one layer cannot see that clipping shrinks every row. Errors that differ from layer to
-layer average out, but shrinking adds up: ratios chosen head by head come out too low. So all heads
-of a side share one ratio, which is also all that most engines support, and it is judged by the
-divergence of the model's predictions.
+The scores of a single layer cannot see that clipping shrinks every row. Errors that differ from
+layer to layer average out, but shrinking accumulates, so ratios chosen head by head come out too
+low. All heads of a side therefore share one ratio, which is also all that most engines support. It
+is judged by the divergence of the model's predictions.
 """
 
 import math
@@ -18,7 +18,7 @@ from rotationzoo.linalg.paired import clearly_less
 from rotationzoo.progress import Progress, silent
 from rotationzoo.rotations import SIDES, Rotations
 
-_STEP = 0.02  # between clip ratios, or as many of them as it takes to clamp at another entry
+_STEP = 0.02  # between clip ratios; repeated until another entry is the threshold
 
 
 def search_clip(
@@ -28,16 +28,17 @@ def search_clip(
     deadline: float = math.inf,
     progress: Progress = silent,
 ) -> tuple[Rotations, dict[str, Any]]:
-    """The sides of `chosen` by which the model clearly gains, the others from the recipe's
-    `baseline`, with one clip ratio a side; and a record of both choices.
+    """Choose which sides to keep, and one clip ratio per side; also return a record of both
+    choices.
 
-    The record has, in nats a token, the divergence of the model's predictions with either or both
-    sides chosen, and with each ratio tried. No more ratios are tried after `deadline`
+    A side of `chosen` is kept only where the model clearly gains; otherwise the recipe's `baseline`
+    stays. The record holds the divergence of the model's predictions, in nats per token, with
+    either or both sides chosen and with each ratio tried. No more ratios are tried after `deadline`
     (`time.monotonic()`).
     """
     progress("trimming", 0, 3)
     rotations, record = _choose_sides(loss, baseline, chosen)
-    # Keys first: the ratio of values is then judged with the keys that will be served.
+    # Keys go first, so that the ratio of values is judged with the keys that will be served.
     for number, side in enumerate(SIDES):
         progress("trimming", 1 + number, 3)
         by_clip = _descend(loss, rotations, side, record["trimmed"], deadline)
@@ -53,8 +54,11 @@ def search_clip(
 def _choose_sides(
     loss: ModelDivergence, baseline: Rotations, chosen: Rotations
 ) -> tuple[Rotations, dict[str, Any]]:
-    """The combination of baseline and chosen sides that loses least, if clearly less than the
-    baseline. The names are those of the manifest's record."""
+    """The combination of baseline and chosen sides that loses least, if it loses clearly less than
+    the baseline.
+
+    The names of the combinations are those of the manifest's record.
+    """
     combinations = {
         BASELINE: baseline,
         "keys": baseline.with_side("key", chosen),
@@ -73,13 +77,17 @@ def _choose_sides(
 def _descend(
     loss: ModelDivergence, rotations: Rotations, side: str, divergence: float, deadline: float
 ) -> dict[float, float]:
-    """Ratios tried -> their divergence: from the present ratio, whose `divergence` is known, step
-    by step to where neither neighbour is better."""
+    """Descend from the present clip ratio, whose `divergence` is known, until neither neighbour is
+    better.
+
+    Returns the divergence of each ratio that was tried.
+    """
     cache = loss.cache
     present = next(iter(rotations.values()))[side].clip[0].item()
     tried = {round(present, 4): divergence}
     channels = _threshold_channels(rotations, side, cache, loss.group_size)
     while time.monotonic() < deadline:
+        # Two ratios that clamp at the same entry give the same cache, so only one is measured.
         clamped = {_clamp_positions(ratio, channels, cache) for ratio in tried}
         best = min(tried, key=lambda ratio: tried[ratio])
         neighbours = [
@@ -95,8 +103,10 @@ def _descend(
 
 
 def _neighbours(ratio: float, channels: set[int], cache: Cache) -> list[float]:
-    """The next ratios below and above that clamp at another entry: of 16 sorted magnitudes, .90 and
-    .92 clamp at the same."""
+    """The nearest ratios below and above that clamp at another entry.
+
+    Of 16 sorted magnitudes, for example, .90 and .92 clamp at the same one.
+    """
     neighbours = []
     here = _clamp_positions(ratio, channels, cache)
     for step in (-_STEP, _STEP):
@@ -109,7 +119,8 @@ def _neighbours(ratio: float, channels: set[int], cache: Cache) -> list[float]:
 
 
 def _clamp_positions(ratio: float, channels: set[int], cache: Cache) -> tuple[float, ...]:
-    """Where rows are clamped among their sorted magnitudes, for each number of channels."""
+    """The position of the clip threshold among a row's sorted magnitudes, for each number of
+    channels."""
     positions = []
     for count in sorted(channels):
         entry, weight = int2.clip_position(ratio, count, cache.format.interpolated)
@@ -120,7 +131,7 @@ def _clamp_positions(ratio: float, channels: set[int], cache: Cache) -> tuple[fl
 def _threshold_channels(
     rotations: Rotations, side: str, cache: Cache, group_size: int | None
 ) -> set[int]:
-    """The numbers of channels that share a threshold, over all layers."""
+    """The numbers of channels that share one clip threshold, over all layers."""
     dims = {sides[side].dim for sides in rotations.values()}
     if cache.format.clip_scope == "group":
         return {group_size or dim for dim in dims}

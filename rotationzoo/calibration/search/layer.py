@@ -1,9 +1,9 @@
-"""Choosing the rotations of one layer, head by head, on calibration text that the statistics have
+"""Chooses the rotations of one layer, head by head, on calibration text that the statistics have
 not seen.
 
-Keys are scored by the KL of their attention and by what they change in the block's output, values
-by the latter, each relative to the recipe's own rotation: 1 is as good as that. `docs/quality.md`
-shows that both predict what the model loses.
+Keys are scored by the KL divergence of their attention and by how much they change the block's
+output; values by the latter alone. Scores are relative to the recipe's own rotation, which scores
+1. `docs/quality.md` shows that both measures predict what the model loses.
 """
 
 import math
@@ -25,12 +25,12 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import LayerRotations
 
 BATCH = 8  # rotations scored at once
-_LEARNED = ", learned"  # behind the name of the candidate that learning started from
-_CURVE_POINTS = 20  # of a loss curve, that the manifest records
+_LEARNED = ", learned"  # appended to the name of the candidate that learning started from
+_CURVE_POINTS = 20  # about how many points of a loss curve the manifest records
 
 Score = Callable[[int, torch.Tensor], torch.Tensor]
-"""The number of a sample, and its keys or values `[S, H, T, D]` as S caches give them back ->
-`[S, H]`; less is better."""
+"""A function from the number of a sample, and its keys or values `[S, H, T, D]` as S caches return
+them, to scores `[S, H]`; lower is better."""
 
 
 class LayerSearch:
@@ -39,8 +39,8 @@ class LayerSearch:
     - `layer`, `moments`: the layer and its statistics.
     - `recipe`, `baseline`: the recipe, and the rotations that it makes without a search.
     - `samples`: query samples of held-out text, on which every choice is made.
-    - `rows`: keys and values `[H, N, D]` of the text that was fitted, to learn from; None learns
-      nothing.
+    - `rows`: keys and values `[H, N, D]` of the fitted text, to learn from; with None nothing is
+      learned.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LayerSearch:
         self.samples = samples
 
     def choose_keys(self, deadline: float = math.inf) -> Choice:
-        """The rotations of keys; learning ends at `deadline` (`time.monotonic()`)."""
+        """Choose the rotations of keys. Learning ends at `deadline` (`time.monotonic()`)."""
         baseline = self._baseline("key")
         with torch.no_grad():
             attentions = [attention for attention, _ in self._attend(baseline)]
@@ -81,7 +81,8 @@ class LayerSearch:
         return self._choose("key", baseline, metric, score, deadline)
 
     def choose_values(self, key: Choice, deadline: float = math.inf) -> Choice:
-        """The same for values, as attention over the chosen keys reads them."""
+        """Choose the rotations of values, given attention over the chosen keys. Learning ends at
+        `deadline` (`time.monotonic()`)."""
         baseline = self._baseline("value")
         with torch.no_grad():
             quantized_parts = [part for _, part in self._attend(key)]
@@ -98,19 +99,23 @@ class LayerSearch:
         return self._choose("value", baseline, self._output_metric(), score, deadline)
 
     def _attend(self, key: Choice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Sample by sample, the attention over rotated keys and the part that reads quantized
-        ones. A caller that keeps one of the two has half the memory to find."""
+        """Yield, sample by sample, the attention over rotated keys and the part of it on quantized
+        ones.
+
+        A generator, so that a caller that keeps only one of the two needs half the memory.
+        """
         for sample in self.samples:
             restored = self.codec.restore("key", sample.key, key.matrix[None])
             yield sample.attention(restored)
 
     def _mean(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`[H]` of `[1, H]` for each sample; the layers that read a cache may be on several
-        devices."""
+        """The mean `[H]` of one score `[1, H]` per sample. Layers that share a cache may be on
+        several devices, so scores are moved to one."""
         return torch.cat([score.to(self.device) for score in scores]).mean(0)
 
     def _output_metric(self) -> torch.Tensor:
-        """How errors of values count behind the output projection, `[H, D_v, D_v]` float64."""
+        """The metric `[H, D_v, D_v]`, float64, in which errors of values count after the output
+        projection."""
         projection, heads = self.samples[0].projection, self.layer.kv_heads
         if projection is None:
             return compositions.identity(self.layer.value_dim).expand(heads, -1, -1)
@@ -118,7 +123,7 @@ class LayerSearch:
         return (by_group @ by_group.mT).sum(1)
 
     def _baseline(self, side: str) -> Choice:
-        """What the recipe makes without a search: the measure of all candidates."""
+        """The recipe's own rotations, against which all candidates are measured."""
         heads = self.layer.kv_heads
         matrix = self.baseline[side].matrix.to(self.device).expand(heads, -1, -1)
         return Choice(matrix, [BASELINE] * heads, torch.empty(0))
@@ -126,8 +131,10 @@ class LayerSearch:
     def _choose(
         self, side: str, baseline: Choice, metric: torch.Tensor, score: Score, deadline: float
     ) -> Choice:
-        """The best of the baseline, the closed forms and what is learned from them; `metric`
-        `[H, D, D]` is how errors of rows count."""
+        """Choose among the baseline, the closed forms and what is learned from them.
+
+        `metric` `[H, D, D]` says how errors of rows count.
+        """
         mean = self.codec.means[side].cpu().double()
         second_moment = self.moments[side].second_moment.cpu()
         covariance = second_moment - mean.unsqueeze(-1) * mean.unsqueeze(-2)
@@ -138,7 +145,8 @@ class LayerSearch:
         if self.settings.steps and self.rows is not None:
             starts = ranked[: self.settings.starts]
             learned, curve = self._learn(side, metric, starts, score, deadline)
-            # One after the other, each against the best so far: a start that learns little loses.
+            # Candidates are tried one by one, each against the best so far, so one that learned
+            # little loses.
             for candidate in learned:
                 chosen = choose_better(chosen, candidate)
             means = torch.stack([candidate.scores.mean(0) for candidate in learned])
@@ -149,7 +157,7 @@ class LayerSearch:
     def _rank(
         self, side: str, candidates: Mapping[str, torch.Tensor], score: Score
     ) -> list[Choice]:
-        """Each head's candidates, best first."""
+        """Rank the candidates of each head, best first."""
         matrices = torch.stack(list(candidates.values())).float().to(self.device)
         scores = self._score_all(side, matrices, score)
         choices = [
@@ -166,7 +174,7 @@ class LayerSearch:
         score: Score,
         deadline: float,
     ) -> tuple[list[Choice], list[list[float]]]:
-        """Rotations learned from several starts at once, with the curve of their losses."""
+        """Learn rotations from several starts at once; also return the curve of their losses."""
         assert self.rows is not None
         matrix = torch.stack([start.matrix for start in starts])
         rows = self.rows[0 if side == "key" else 1] - self.codec.means[side][:, None]
@@ -184,9 +192,11 @@ class LayerSearch:
 
     @torch.no_grad()
     def _score_all(self, side: str, matrix: torch.Tensor, score: Score) -> torch.Tensor:
-        """Scores of rotations `[S, H, D, D]` on the held-out texts, `[texts, S, H]`. Layers that
-        share a cache read the same texts, so their scores are averaged: they are no more
-        evidence."""
+        """Scores of rotations `[S, H, D, D]` on the held-out texts, `[texts, S, H]`.
+
+        Layers that share a cache read the same texts, so their scores are averaged per text: they
+        are not independent evidence.
+        """
         by_text: dict[int, list[torch.Tensor]] = {}
         for number, sample in enumerate(self.samples):
             rows = sample.key if side == "key" else sample.value

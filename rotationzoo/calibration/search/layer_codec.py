@@ -1,4 +1,4 @@
-"""What the 2-bit cache of one layer gives back of keys and values, at a recipe's clip ratios."""
+"""The 2-bit codec of one layer's cache, at a recipe's means and clip ratios."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +17,12 @@ from rotationzoo.rotations import SIDES
 
 @dataclass(frozen=True)
 class LayerCodec:
-    """The codec of one layer's cache; all but the rotation, which is what is searched for."""
+    """Everything about the codec of one layer's cache but the rotation, which is what the search
+    varies."""
 
     means: Mapping[str, torch.Tensor]
-    """Side -> the mean `[H, D]` float32 that is subtracted; zeros where the recipe does not
-    centre."""
+    """Side -> the mean `[H, D]`, float32, that is subtracted; zeros if the recipe does not centre
+    that side."""
     clips: Mapping[str, float]
     """Side -> the recipe's clip ratio."""
     group_size: int | None
@@ -31,7 +32,7 @@ class LayerCodec:
     def from_recipe(
         cls, recipe: Recipe, moments: Mapping[str, Moment], device: torch.device
     ) -> "LayerCodec":
-        """The codec of a recipe that searches, with its means on a device."""
+        """The codec of a recipe that has a search, with its means on `device`."""
         assert recipe.search is not None
         means = {}
         for side in SIDES:
@@ -41,14 +42,16 @@ class LayerCodec:
         return cls(means, clips, recipe.group_size, int2.FORMATS[recipe.search.format])
 
     def center_keys(self, sample: QuerySample) -> QuerySample:
-        """The sample with keys as a server reads all of them, exact or quantized: without their
-        mean."""
+        """The sample with the mean subtracted from all its keys. A server reads exact and quantized
+        keys alike without their mean."""
         mean = self.means["key"].to(sample.key.device)[:, None]
         return replace(sample, key=sample.key - mean)
 
     def restore(self, side: str, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """Rows `[1, H, T, D]` as the caches of S rotations `[S, H, D, D]` give them back. Keys are
-        expected without their mean, values with it."""
+        """Rows `[1, H, T, D]` as the caches of S rotations `[S, H, D, D]` return them.
+
+        Keys must come without their mean, values with it.
+        """
         clip = self._clip_ratios(side, matrix)
         if side == "key":
             return fake_quantize(rows, matrix, clip, self.group_size, self.format)
@@ -56,7 +59,7 @@ class LayerCodec:
         return fake_quantize(rows - mean, matrix, clip, self.group_size, self.format) + mean
 
     def learnable(self, side: str, matrix: torch.Tensor) -> Codec:
-        """The codec with a gradient, for S rotations `[S, H, D, D]` at a time."""
+        """The codec with a gradient, for S rotations `[S, H, D, D]` at once."""
         clip = self._clip_ratios(side, matrix).unsqueeze(-1)
 
         def codec(rotated: torch.Tensor) -> torch.Tensor:
@@ -65,5 +68,5 @@ class LayerCodec:
         return codec
 
     def _clip_ratios(self, side: str, matrix: torch.Tensor) -> torch.Tensor:
-        """`[S, H]` for rotations `[S, H, D, D]`."""
+        """Clip ratios `[S, H]` for rotations `[S, H, D, D]`."""
         return torch.full(matrix.shape[:2], self.clips[side], dtype=torch.float64)

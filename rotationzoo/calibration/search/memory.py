@@ -1,7 +1,7 @@
-"""What a search needs of memory, counted from shapes and from the lengths of the texts.
+"""Estimates the memory that a search needs, from the model's shapes and the lengths of the texts.
 
-Each term is that of the tensors which exist at the same time; the tests hold them against what is
-allocated.
+Each term counts tensors that exist at the same time. The tests compare the terms with what is
+really allocated.
 """
 
 from dataclasses import dataclass
@@ -18,25 +18,29 @@ from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe, Search
 
 SAMPLE_BYTES = 4_000_000_000
-"""Bytes of samples kept at a time: of as many layers as that is enough for, at least one."""
-# Of samples kept on a CPU, whose allocator leaves holes between them: 6.7 GB measured for 3.7 GB.
+"""Bytes of samples kept at a time. As many layers are searched together as fit, but at least
+one."""
+# A CPU's allocator leaves holes between samples: 6.7 GB were measured for 3.7 GB of them.
 _HEAP = 1.75
-_STEP = 9  # tensors of the size of a learning step's rotated rows that exist at the same time
-_ROUND_TRIP = 7.5  # the same of rows that go through the codec and are read again
-_SOFTMAX = 5.5  # the same of two float32 softmaxes and their divergence
+_STEP = 9  # simultaneous tensors as large as the rotated rows of a learning step
+_ROUND_TRIP = 7.5  # the same, for rows that pass the codec and are read again
+_SOFTMAX = 5.5  # the same, for two float32 softmaxes and their divergence
 
 
 @dataclass(frozen=True)
 class TextLengths:
-    """Tokens of each text that choices are made on, and of each that is learned from."""
+    """The lengths in tokens of held-out texts, which choices are made on, and of fitted texts,
+    which are learned from."""
 
     held_out: list[int]
     fitted: list[int]
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, settings: Search) -> "TextLengths":
-        """Those that a recipe asks for: an upper limit where a row is a document, whose length is
-        not known before it is read."""
+        """The lengths that a recipe asks for.
+
+        They are an upper limit if each row is a document, whose length is unknown until it is read.
+        """
         lengths = recipe.data.row_lengths
         fitted = len(lengths) - settings.held_out(len(lengths))
         return cls(held_out=lengths[fitted:], fitted=lengths[:fitted])
@@ -45,11 +49,13 @@ class TextLengths:
 def sample_bytes(
     geometry: Geometry, layer: Layer, settings: Search, lengths: TextLengths, hidden: int
 ) -> int:
-    """Bytes of all that is kept of a layer's cache, in float32.
+    """Bytes of all samples of one layer's cache, in float32.
 
-    - Of each held-out text: keys, values, attention and mask, for every layer that reads the cache.
-    - Of each fitted text: keys and values to learn from.
-    - The readers' output projections; `hidden` is the width of the residual stream.
+    - From each held-out text: keys, values, attention and mask, for every layer that reads the
+      cache.
+    - From each fitted text: keys and values to learn from.
+    - The output projections of the layers that read the cache; `hidden` is the width of the
+      residual stream.
     """
     width = layer.kv_heads * (layer.key_dim + layer.value_dim)
     readers = [reader for reader in geometry if reader.owner == layer.index]
@@ -65,28 +71,32 @@ def _learning_tokens(lengths: TextLengths) -> int:
 
 @dataclass(frozen=True)
 class SearchFootprint:
-    """The sizes of one job's search in bytes, estimated."""
+    """Estimated sizes of one job's search, in bytes."""
 
     recipe: Recipe
     settings: Search
     geometry: Geometry
     config: PretrainedConfig
-    """That of the model's text part."""
+    """The config of the model's text part."""
     item: int
-    """Bytes of an activation."""
+    """Bytes per activation element."""
     forward: int
-    """Bytes that a forward pass of one row takes."""
+    """Bytes that a forward pass over one row takes."""
     on_cpu: bool
 
     @property
     def lengths(self) -> TextLengths:
-        """Those of the texts that the recipe asks for."""
+        """The lengths of the texts that the recipe asks for."""
         return TextLengths.from_recipe(self.recipe, self.settings)
 
     @property
     def peak(self) -> int:
-        """The samples of a group of layers, with the pass that takes them or what is tried on them;
-        or, when the samples are gone, the passes of the whole model that choose its clip ratios."""
+        """Peak memory of the search.
+
+        It is reached either with the samples of a group of layers, during the forward pass that
+        takes them or while candidates are scored on them; or after the samples are freed, while the
+        clip ratios are chosen by passes through the whole model.
+        """
         lengths, hidden = self.lengths, self.config.hidden_size
         layers = cached_layers(self.geometry)
         sizes = [
@@ -99,18 +109,18 @@ class SearchFootprint:
         return max(samples + max(self.forward, layer_search), self.clip_search)
 
     def layer_search(self, layer: Layer) -> int:
-        """What it takes to score and to learn the rotations of one layer, beside its samples."""
+        """Peak memory to score and learn the rotations of one layer, beside its samples."""
         lengths, settings = self.lengths, self.settings
         heads = max(reader.query_heads for reader in self.geometry if reader.owner == layer.index)
         longest, width = max(lengths.held_out, default=0), max(layer.key_dim, layer.value_dim)
-        # As they come back from each cache that is tried at once.
+        # Rows as the caches of one batch of candidates return them.
         rows = 4 * BATCH * layer.kv_heads * longest * width
         attention = 4 * BATCH * heads * settings.queries * longest
-        # Over the baseline's keys, of all texts.
+        # The attention over the baseline's keys, for all texts.
         baseline = 4 * heads * settings.queries * sum(lengths.held_out)
         matrices = (8 + 4) * count_closed_forms(width) * layer.kv_heads * width**2
         # Eager attention repeats both copies of the keys for each query head, and adds a mask to
-        # scores of both.
+        # the scores of both.
         repeated = 2 * rows * (heads // layer.kv_heads) + 2 * 2 * attention
         keys = 3 * rows + repeated + baseline + matrices
         values = int(_ROUND_TRIP * rows) + 2 * baseline + matrices
@@ -118,20 +128,23 @@ class SearchFootprint:
         return max(keys, values, metric, self.learning(layer))
 
     def learning(self, layer: Layer) -> int:
-        """What it takes to learn the rotations of one side of a layer."""
+        """Peak memory to learn the rotations of one side of a layer."""
         if not self.settings.steps:
             return 0
         width = max(layer.key_dim, layer.value_dim)
         rows = 4 * layer.kv_heads * width * _learning_tokens(self.lengths)
         step = 4 * self.settings.starts * layer.kv_heads * TOKENS * width
-        # Rows without their mean; beside them their energy in the metric, or a step with its
+        # The centred rows, and beside them either their energy in the metric or one step with its
         # gradient.
         return max(3 * rows, rows + _STEP * step)
 
     @property
     def clip_search(self) -> int:
-        """Predictions of the exact model and of one that reads a cache, at all positions of a text
-        that read quantized tokens."""
+        """Peak memory of the search for clip ratios.
+
+        It holds the logits of the exact model and of one that reads a 2-bit cache, at all positions
+        of a text that read quantized tokens.
+        """
         longest = max(self.lengths.held_out, default=0)
         cache = Cache(sink=self.recipe.sink, recent=self.recipe.recent)
         predicted = max(0, longest - cache.first_quantized)

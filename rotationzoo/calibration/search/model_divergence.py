@@ -1,5 +1,4 @@
-"""What the whole model loses by reading its cache through the codec: the divergence of its
-predictions."""
+"""How far the model's predictions diverge when it reads its cache through the codec."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ POSITIONS = 256  # whose predictions are compared at a time
 
 @dataclass(frozen=True)
 class ModelDivergence:
-    """Measures rotations by the predictions of a model on `texts` `[T]`; texts that are too short
-    to have anything quantized do not count."""
+    """Measures rotations by a model's predictions on `texts` `[T]`.
+
+    Texts too short to have a quantized position are skipped.
+    """
 
     model: PreTrainedModel
     geometry: Geometry
@@ -30,8 +31,11 @@ class ModelDivergence:
 
     @torch.no_grad()
     def measure(self, candidates: Sequence[Rotations]) -> torch.Tensor:
-        """KL in nats of the exact model's predictions to those with each candidate, mean over the
-        positions that read quantized tokens: `[candidates, texts]`, float64."""
+        """`KL(exact || candidate)` of the model's predictions, in nats: `[candidates, texts]`,
+        float64.
+
+        It is averaged over the positions that read quantized tokens.
+        """
         by_text = []
         for text in self.texts:
             if len(text) <= self.cache.first_quantized:
@@ -54,13 +58,17 @@ class ModelDivergence:
         count = len(text) - self.cache.first_quantized
         ids = text[None].to(input_device(self.model))
         output = self.model(input_ids=ids, use_cache=False, logits_to_keep=count)
+        # Sliced again, for models that return all logits whatever `logits_to_keep` says.
         logits: torch.Tensor = output.logits[0, -count:]
         return logits
 
 
 def _mean_divergence(exact: torch.Tensor, simulated: torch.Tensor) -> torch.Tensor:
-    """Mean KL of predictions given as logits `[Q, vocabulary]`, some positions at a time: float32
-    copies of all of them would be the largest tensors of a job."""
+    """Mean KL divergence of predictions given as logits `[Q, vocabulary]`.
+
+    It is computed in chunks of positions, because float32 copies of all logits would be the largest
+    tensors of a job.
+    """
     total = torch.zeros((), dtype=torch.float64)
     chunks = zip(torch.split(exact, POSITIONS), torch.split(simulated, POSITIONS), strict=True)
     for exact_logits, simulated_logits in chunks:

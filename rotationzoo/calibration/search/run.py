@@ -1,7 +1,7 @@
-"""The search over a whole model: samples of its text, a choice in every layer, and clip ratios by
-the model's own loss.
+"""Runs the search over a whole model: it samples texts, chooses rotations in every layer, then
+chooses clip ratios.
 
-Everything is judged on calibration text that the statistics have not seen, and what is not clearly
+Everything is judged on calibration text that the statistics have not seen. What is not clearly
 better than the recipe's own rotations is not used.
 """
 
@@ -29,33 +29,34 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe, Search
 from rotationzoo.rotations import Rotation, Rotations
 
-_LAYERS_SHARE = 2 / 3  # of the time there is; the clip ratios of the whole model get the rest
+_LAYERS_SHARE = 2 / 3  # of the time budget; the search for clip ratios gets the rest
 
 
 @dataclass(frozen=True)
 class SearchTask:
-    """What a search starts from."""
+    """The inputs of a search."""
 
     model: PreTrainedModel
     geometry: Geometry
     recipe: Recipe
     statistics: Statistics
     baseline: Rotations
-    """Those of the recipe without its search, as `fit` makes them."""
+    """The rotations of the recipe without its search, as `fit` makes them."""
     fitted: Sequence[torch.Tensor]
-    """Token rows `[T]` that the statistics were collected on, to learn from."""
+    """Token rows `[T]` that the statistics were collected on; rotations are learned from them."""
     held_out: Sequence[torch.Tensor]
-    """Token rows that every choice is made on; one or more is longer than the cache's windows."""
+    """Token rows that every choice is made on. At least one is longer than the cache's exact
+    windows."""
 
     @property
     def settings(self) -> Search:
-        """The recipe's settings of the search."""
+        """The recipe's search settings."""
         assert self.recipe.search is not None
         return self.recipe.search
 
     @property
     def cache(self) -> Cache:
-        """The cache that everything is tried in."""
+        """The cache in which every candidate is tried."""
         return Cache(int2.FORMATS[self.settings.format], self.recipe.sink, self.recipe.recent)
 
 
@@ -65,10 +66,10 @@ def search_rotations(
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
 ) -> tuple[Rotations, dict[str, Any]]:
-    """The rotations to serve with, and a record of what was chosen and why.
+    """Search for the rotations to serve with; also return a record of what was chosen and why.
 
-    `deadline` (`time.monotonic()`) cuts learning short, and then the search for clip ratios; what
-    every choice is scored on is not cut.
+    `deadline` (`time.monotonic()`) ends learning early, and then the search for clip ratios. It
+    never shortens what choices are scored on.
     """
     now = time.monotonic()
     layers_deadline = now + _LAYERS_SHARE * (deadline - now)
@@ -88,22 +89,24 @@ def search_rotations(
 def _search_layers(
     task: SearchTask, deadline: float, checkpoint: Checkpoint | None, progress: Progress
 ) -> tuple[Matrices, dict[str, Any]]:
-    """The matrices chosen in every layer, with their record; layers that a checkpoint has are not
-    searched again."""
+    """Choose the matrices of every layer; also return their record.
+
+    Layers that the checkpoint already holds are not searched again.
+    """
     projections = output_projections(task.model, task.geometry)
     layers = cached_layers(task.geometry)
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     remaining = [layer for layer in layers if str(layer.index) not in record]
     total, done = 2 * len(layers), 2 * (len(layers) - len(remaining))
-    # Matrices and records are saved after every layer, so a stopped search loses one at most.
+    # Matrices and records are saved after every layer, so a stopped search loses at most one layer.
     for group in _group_by_memory(task, remaining):
         indices = {layer.index for layer in group}
         samples, projection_records = _sample_group(task, projections, indices)
         rows = _sample_rows_to_learn(task, indices, deadline)
         for layer in group:
             progress("searching", done, total)
-            # Popped, so that the samples of a layer are freed once it is done: the passes of the
-            # clip search need the memory.
+            # Pop the samples of a layer, so that they are freed once it is done: the search for
+            # clip ratios needs the memory.
             search = LayerSearch(
                 layer,
                 task.statistics[layer.index],
@@ -131,7 +134,7 @@ def _search_layers(
 
 
 def _group_by_memory(task: SearchTask, layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Layers whose samples fit in memory together, so that they share their forward passes."""
+    """Group layers whose samples fit in memory together, so that they share forward passes."""
     held_out = [len(row) for row in task.held_out]
     fitted = [len(row) for row in task.fitted]
     lengths = memory.TextLengths(held_out, fitted)
@@ -151,8 +154,10 @@ def _group_by_memory(task: SearchTask, layers: Sequence[Layer]) -> list[list[Lay
 def _sample_group(
     task: SearchTask, projections: Mapping[int, OutputProjection], owners: set[int]
 ) -> tuple[Samples, dict[int, dict[str, str]]]:
-    """Query samples of the layers that read the caches of `owners`; and by owner, how the output
-    projection of each of its readers was read."""
+    """Query samples of all layers that read the caches of `owners`.
+
+    Also returns, by owner, a record of how the output projection of each reader was read.
+    """
     matrices: dict[int, torch.Tensor | None] = {}
     records: dict[int, dict[str, str]] = {owner: {} for owner in owners}
     for index, projection in projections.items():
@@ -166,13 +171,13 @@ def _sample_group(
 
 
 def _sample_rows_to_learn(task: SearchTask, layers: set[int], deadline: float) -> Rows:
-    """Keys and values to learn from; none where nothing is learned, or no time is left."""
+    """Keys and values to learn from; none if nothing is to be learned or no time is left."""
     if task.settings.steps == 0 or time.monotonic() >= deadline:
         return {}
     return sample_rows(task.model, task.fitted, task.recipe.sink, layers)
 
 
 def _next_deadline(deadline: float, left: int) -> float:
-    """When the next of `left` equal parts of the time to `deadline` ends."""
+    """The time at which the next of `left` equal parts of the time until `deadline` ends."""
     now = time.monotonic()
     return now + max(0.0, deadline - now) / left

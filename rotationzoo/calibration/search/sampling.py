@@ -1,5 +1,5 @@
-"""What a search keeps of forward passes: query samples to score on, keys and values to learn
-from."""
+"""Samples that a search takes from forward passes: queries to score on, and keys and values to
+learn from."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +15,10 @@ from rotationzoo.model.capture import Attention, capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 
-LEARNING_TOKENS = 2048  # tokens of a text whose keys and values are learned from
+LEARNING_TOKENS = 2048  # tokens per text whose keys and values are learned from
 
 Samples = dict[int, list[QuerySample]]
-"""Layer that owns a cache -> samples of all layers that read it."""
+"""Layer that owns a cache -> query samples of all layers that read it."""
 Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Layer that owns a cache -> its keys and values `[H, N, D]`, float32."""
 
@@ -32,10 +32,12 @@ def sample_queries(
     queries: int,
     projections: Mapping[int, torch.Tensor | None],
 ) -> Samples:
-    """Run texts `[T]` through the model and keep some queries of each with all that they read.
+    """Run texts `[T]` through the model and sample some queries of each, with everything that they
+    read.
 
-    - `cache`: which positions are exact; queries are drawn among those that read quantized ones.
-    - `queries`: how many are kept of a text, at most; a text too short to have any is left out.
+    - `cache`: which positions are exact. Queries are drawn from those that read quantized
+      positions.
+    - `queries`: the most queries to sample per text. A text too short to have any is skipped.
     - `projections`: the layers to sample, with the output projection of each.
     """
     owners = {layer.index: layer.owner for layer in geometry if layer.index in projections}
@@ -51,7 +53,8 @@ def sample_queries(
 
 
 class _QuerySampler:
-    """Adds to `samples` what the attention of one text is called with, and lets the model go on."""
+    """Adds the inputs of each attention call on one text to `samples`, and lets the model
+    continue."""
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class _QuerySampler:
             whole_mask = two_copy_mask(attend, query, self.cache)
             mask = as_additive(whole_mask[:, :, positions], torch.float32)
             length = key.shape[2]
-            # Whichever copy a query reads: the mask of exact attention.
+            # The mask of exact attention: a query sees a position if it sees either copy.
             exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
             sampled, keys, values = query[:, :, positions].float(), key.float(), value.float()
             exact = replace(attend, mask=exact_mask).weights(sampled, keys)
@@ -103,8 +106,10 @@ def sample_rows(
     layers: set[int],
     count: int = LEARNING_TOKENS,
 ) -> Rows:
-    """Keys and values of at most `count` tokens of each text `[T]`, drawn past its first `sink`,
-    which no cache quantizes."""
+    """Sample keys and values of at most `count` tokens from each text `[T]`.
+
+    Tokens are drawn past the first `sink`, which no cache quantizes.
+    """
     drawn = [_draw(number, range(sink, len(text)), count) for number, text in enumerate(texts)]
     collector = _RowCollector(layers, total=sum(map(len, drawn)))
     for text, positions in zip(texts, drawn, strict=True):
@@ -116,7 +121,7 @@ def sample_rows(
 
 
 class _RowCollector:
-    """Copies keys and values at `positions` of one text after another to where `start` points."""
+    """Copies the keys and values at `positions` of each text into its rows, from row `start` on."""
 
     def __init__(self, layers: set[int], total: int):
         self.layers, self.total = layers, total
@@ -135,21 +140,21 @@ class _RowCollector:
         if layer not in self.layers:
             return
         if layer not in self.rows:
-            # In one piece from the start: pieces kept between what a forward pass frees would take
-            # twice the memory.
+            # Allocate all rows at once. Small pieces kept in between the blocks that a forward pass
+            # frees would take twice the memory.
             self.rows[layer] = self._allocate(key), self._allocate(value)
         place = slice(self.start, self.start + len(self.positions))
         for rows, tensor in zip(self.rows[layer], (key, value), strict=True):
             rows[:, place] = tensor[0][:, self.positions.to(tensor.device)]
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Room `[H, N, D]`, float32, for rows of `[1, H, T, D]`."""
+        """An empty float32 tensor `[H, N, D]` for rows of `[1, H, T, D]`."""
         return torch.empty(like.shape[1], self.total, like.shape[3], device=like.device)
 
 
 def _draw(text: int, positions: range, count: int) -> torch.Tensor:
-    """At most `count` of the positions, sorted, the same in every run."""
-    # Python's own generator: its draws are the same on every device and version of torch.
+    """Draw at most `count` of the positions, sorted; the draw is the same in every run."""
+    # Python's generator draws the same positions on every device and with every version of torch.
     generator = random.Random(f"0 {text}")
     drawn = generator.sample(positions, min(count, len(positions)))
     return torch.tensor(sorted(drawn), dtype=torch.long)

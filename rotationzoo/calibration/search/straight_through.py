@@ -11,11 +11,11 @@ from rotationzoo.codec import int2
 def straight_through(
     rows: torch.Tensor, clip: torch.Tensor, group_size: int | None, format: int2.Format
 ) -> torch.Tensor:
-    """`int2.round_trip` of rows `[..., D]`, bit for bit, with a gradient that ignores the rounding.
+    """`int2.round_trip` of rows `[..., D]`, bit for bit, with a gradient that ignores rounding.
 
     The straight-through estimator (Bengio et al. 2013, arXiv:1308.3432) treats rounding as adding a
-    constant. Scale and clip threshold stay part of the gradient: a smaller range is what makes a
-    rotation better.
+    constant. The scale and the clip threshold remain part of the gradient, because a smaller range
+    is what makes a rotation better.
     """
     groups = torch.unflatten(rows, -1, (-1, group_size or rows.shape[-1]))
     threshold = int2.group_threshold(groups, clip, format)
@@ -36,13 +36,13 @@ class _RoundTrip(torch.autograd.Function):
         dL/dc = g               dL/dr = G = sum(g e)
 
     and, since r = high - low, the entry at the maximum receives +G and the one at the minimum -G.
-    What is clamped is +t or -t and passes its gradient on to the threshold:
+    A clamped entry is +t or -t and passes its gradient on to the threshold:
 
         dL/dx = g               where |x| <= t, else 0
         dL/dt = sum(g sign(x))  over |x| > t
                 + G if high = t, + G if low = -t  (instead of to the entries at either end)
 
-    It is written out, and not left to autograd, since it is most of the time that learning takes.
+    This is written out and not left to autograd because learning spends most of its time here.
     """
 
     @staticmethod
@@ -69,11 +69,11 @@ class _RoundTrip(torch.autograd.Function):
         by_entry = gradient * (clamped_sign == 0)
         by_entry.scatter_add_(-1, highest, by_range.masked_fill(high_clamped, 0))
         by_entry.scatter_add_(-1, lowest, -by_range.masked_fill(low_clamped, 0))
-        # One threshold may serve all groups of a row.
+        # One threshold may serve all groups of a row, so its gradients are summed.
         return by_entry, by_threshold.sum_to_size(threshold.shape), None
 
 
-# `apply` has no types of its own.
+# `apply` is untyped.
 _round_trip_groups: Callable[[torch.Tensor, torch.Tensor, int2.Format], torch.Tensor] = (
     _RoundTrip.apply
 )
