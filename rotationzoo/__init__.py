@@ -1,8 +1,8 @@
-"""Orthogonal rotations for 2-bit key/value caches, from any causal language model.
+"""Orthogonal rotations for 2-bit key/value caches, calibrated on any causal language model.
 
 >>> from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
 
-Importing this package is cheap: torch and transformers are imported with the first of these names.
+Importing this package is cheap: torch and transformers load when one of these names is first used.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """A public name, imported when it is first asked for (PEP 562)."""
+    """Import a public name when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = getattr(import_module(_MODULES[name]), name)
