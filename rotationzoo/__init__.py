@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = ["Artifact", "Rotations", "__version__", "calibrate", "evaluate", "pull"]
 
+# Type checkers read these imports; at run time `__getattr__` makes them.
 if TYPE_CHECKING:
     from rotationzoo.api import calibrate, evaluate, pull
     from rotationzoo.artifact.store import Artifact
@@ -30,7 +31,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = public
+    globals()[name] = public  # the next use of the name does not come here
     return public
 
 

@@ -116,6 +116,8 @@ def calibrate(
     # Nobody chose a preset's row length, so rows may be shortened to the model's positions.
     fit_length = "length" not in options and isinstance(recipe, str) and recipe in PRESETS
     output = Path(output).expanduser()
+    # A model that is spread over devices may be read from disk for every batch, so larger batches
+    # are faster.
     job: Any = {"batch": 16 if "device_map" in options else 4, **settings}
     return run_calibration(Job(model, chosen, output, fit_length=fit_length, **job), progress)
 
@@ -176,6 +178,7 @@ def pull(
     index = find_index(None, repo, hubs[0])
     entry, copies, _ = choose_entry(index, model, revision, recipe, hubs)
     pulled = pull_first(index, entry, copies, None if folder is None else Path(folder))
+    # Files that OSCAR's makers published have no manifest, so they are not an artifact yet.
     if pulled.artifact is None:
         raise RotationZooError(
             f"the rotations of {entry.model} in {pulled.copy.repo} are no artifact: {pulled.path}",

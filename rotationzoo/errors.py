@@ -75,6 +75,7 @@ def first_sentence(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     count = 2 if lines[0].endswith(":") else 1
+    # Without a full stop, because callers end their own sentence with it.
     return " ".join(lines[:count]).rstrip(".")
 
 
@@ -86,7 +87,7 @@ def as_unavailable(
     the first line of the original. A `RotationZooError` passes through unchanged."""
     try:
         yield
-    except RotationZooError:
+    except RotationZooError:  # it has a sentence and a hint of its own
         raise
     except Exception as error:
         raise ModelUnavailable(f"{what}: {first_sentence(error)}", hint=hint) from error

@@ -63,6 +63,7 @@ def clip_threshold(
     if rows.numel():
         # Only the entries from the threshold up are needed: a few of D at the usual ratios.
         magnitudes = magnitudes.topk(dim - int(entry.min())).values
+    # `topk` sorts in descending order, so positions count from the other end.
     threshold = _take(magnitudes, dim - 1 - entry)
     if interpolated:
         above = _take(magnitudes, (dim - 2 - entry).clamp(min=0))
@@ -89,6 +90,7 @@ def bisected_threshold(rows: torch.Tensor, ratio: float | torch.Tensor) -> torch
         middle = (low + high) * 0.5
         too_many = (magnitudes > middle.unsqueeze(-1)).sum(-1) > dim - entry
         low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
+    # Bisection may end below the maximum; at the last entry nothing may be clamped.
     return torch.where(entry == dim - 1, largest, high)
 
 

@@ -122,6 +122,7 @@ def quantize(
     )
     positions = entry.int().to(device), weight.to(device)
     kernel(rows.contiguous(), count, matrix, *positions, codes, metadata, rotated, refused)
+    # Reading the flag waits for the kernel, so that this call reports its own rows.
     if refused.item():
         raise RotationZooError(
             f"a row to be quantized is not finite or exceeds {LARGEST:.0e}",
@@ -183,6 +184,7 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     kernel does not support.
     """
     macros = variant.macros()
+    # Imported here because the package is optional.
     try:
         from cuda.core import Device, Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache

@@ -31,6 +31,7 @@ def measure(
     """
     group = group_size or dim
     free, _ = torch.cuda.mem_get_info()
+    # Exact and restored rows; one byte per channel allows for codes and metadata.
     bytes_of_a_row = dim * (2 * dtype.itemsize + 1)
     rows = min(rows, int(free * 0.8) // bytes_of_a_row)
     exact = torch.randn(1, rows, dim, device="cuda", dtype=dtype)

@@ -28,6 +28,7 @@ def hadamard(order: int) -> torch.Tensor:
     """
     if order < 1:
         raise RotationZooError(f"a Hadamard matrix needs a positive order, got {order}")
+    # From the largest Sylvester factor down, so that every order has one fixed matrix.
     for power in reversed(range(order.bit_length())):
         factor, rest = divmod(order, 1 << power)
         if rest == 0 and (core := _paley(factor)) is not None:
@@ -79,6 +80,7 @@ def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
     elements = list(product(range(prime), repeat=degree))
     modulus = _irreducible(prime, degree)
     squares = {_multiply(a, a, prime, modulus) for a in elements[1:]}
+    # The later tables override the earlier ones.
     chi = dict.fromkeys(elements, -1.0) | dict.fromkeys(squares, 1.0) | {elements[0]: 0.0}
     values = [chi[_subtract(a, b, prime)] for a, b in product(elements, repeat=2)]
     return torch.tensor(values, dtype=torch.float64).view(len(elements), -1)

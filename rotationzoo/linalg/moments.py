@@ -60,7 +60,7 @@ class Moment:
     def second_moment(self) -> torch.Tensor:
         """Mean of `x^T x`, `[H, D, D]`, exactly symmetric."""
         mean = self.second / self.weight[:, None, None]
-        return (mean + mean.mT) / 2
+        return (mean + mean.mT) / 2  # rounding differs between the triangles of a product
 
     @property
     def mean(self) -> torch.Tensor:
@@ -131,6 +131,7 @@ def _average(kind: str, moment: Moment) -> Average:
     second = moment.second_moment.cpu().contiguous()
     if kind == "key_energy":  # its weight is not a row count, and differs from head to head
         return Average(second, None, moment.weight.cpu().contiguous())
+    # All heads have seen the same rows, so one head's weight is the count.
     return Average(second, moment.mean.cpu().contiguous(), moment.weight[0].round().long().cpu())
 
 

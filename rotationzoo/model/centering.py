@@ -20,7 +20,7 @@ from rotationzoo.model.capture import Attention, decoder, eager_attention, inter
 # Changes of the output up to this, relative to the largest output, count as none. On tiny models
 # of 20 families the change is at most 2e-6 where a shift cancels, and .5 or more where it does not.
 NONE = 1e-3
-# Scale of queries and keys. It is large enough for a soft cap of 50 to show, and small enough not to
+# Scale of queries and keys: large enough for a soft cap of 50 to show, and small enough not to
 # saturate a softmax, where 1 - exp(-30) is 1.
 _LOGITS = 3.0
 _TOKENS = 16

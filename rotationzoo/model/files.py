@@ -47,6 +47,7 @@ def tensor_ends(path: Path) -> dict[str, bytes]:
         for name, entry in header.items():
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             sample = b""
+            # A tensor of less than 256 bytes is read twice, which does no harm.
             for position in (begin, max(begin, end - _END)):
                 file.seek(position)
                 sample += file.read(min(_END, end - position))

@@ -68,6 +68,7 @@ def find(model: str, revision: str | None = None) -> Source:
                 "or demo",
             )
         return Source(model, folder, None)
+    # A hub id has at most one slash, so anything else is a mistyped path.
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelUnavailable(
             f"there is no folder {model}",
@@ -75,6 +76,7 @@ def find(model: str, revision: str | None = None) -> Source:
         )
     with _hub_errors(model, revision):
         config = Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
+    # The hub's cache names a snapshot's folder after its commit.
     return Source(model, config.parent, config.parent.name)
 
 
@@ -107,7 +109,7 @@ def has_weights(source: Source) -> bool:
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     """Turn the hub client's exceptions into one sentence each. Subclasses are caught before their
     parents."""
-    huggingface_token()
+    huggingface_token()  # raises before any request for a token that cannot be sent
     try:
         with asking_huggingface():
             yield

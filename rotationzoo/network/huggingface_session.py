@@ -35,6 +35,7 @@ class LimitedSessions:
     def __init__(self, plain: Any):
         """`plain` is a client of httpx or of its successor, whichever huggingface_hub uses."""
         self.client_type = type(plain)
+        # The client's own library, whose exceptions are the ones to catch in `_send`.
         self.httpx = importlib.import_module(self.client_type.__module__.split(".")[0])
         self.hooks: Mapping[str, list[Callable[[Any], None]]] = plain.event_hooks
         self.stream_type = _limited_stream_type(self.httpx.SyncByteStream)
@@ -47,10 +48,11 @@ class LimitedSessions:
             "request": [self._prepare, *self.hooks.get("request", [])],
             "response": [*self.hooks.get("response", []), self._limit],
         }
+        # `_send` sets the timeouts of each request.
         client = self.client_type(event_hooks=hooks, follow_redirects=True, timeout=None)
         plain_send = client.send
         client.send = lambda request, **options: self._send(plain_send, request, **options)
-        client.limited_sessions = self
+        client.limited_sessions = self  # so that `limit_sessions` recognises its own client
         return client
 
     @property
@@ -78,8 +80,8 @@ class LimitedSessions:
         ) as error:
             if isinstance(error, httpx.ReadTimeout) and not is_read:
                 raise  # the hub may already have carried out the request
-            # Of all errors that the client knows, only this one is not retried and makes it fall
-            # back to its cache.
+            # Of all errors that the client knows, this is the only one that it does not retry and
+            # after which it looks into its cache.
             from huggingface_hub.errors import OfflineModeIsEnabled
 
             raise OfflineModeIsEnabled(f"{host}: {error}") from error
@@ -119,6 +121,7 @@ class LimitedSessions:
                 hf_raise_for_status,
             )
 
+            # Raising here gets ahead of the client's own retries.
             response.read()
             hf_raise_for_status(response)
 
@@ -141,8 +144,8 @@ def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> It
     """Inside the block, the token goes only to this endpoint, wherever an answer redirects. None is
     the default endpoint.
 
-    `repeats` says that the caller repeats failed calls. The client then does not, which would
-    otherwise take 23 seconds each time.
+    `repeats` says that the caller repeats failed calls. The client itself then does not, since
+    its own attempts would take 23 seconds each time.
     """
     import huggingface_hub
 

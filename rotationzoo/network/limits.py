@@ -45,6 +45,7 @@ def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
         except BaseException as error:
             errors.append(error)
 
+    # A daemon, so that an abandoned call does not keep the program from exiting.
     thread = threading.Thread(target=run, daemon=True, name=f"rotationzoo: {host}")
     thread.start()
     thread.join(min(NOTICE_SECONDS, seconds))
@@ -101,7 +102,7 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
         for chunk in limited:
             with _disk_errors(path):
                 file.write(chunk)
-                file.flush()
+                file.flush()  # so that a full disk shows here, and not when the file is closed
 
 
 @contextmanager

@@ -40,6 +40,7 @@ def load(recipe: str) -> Recipe:
 def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     """Build a recipe from parsed YAML or JSON. Missing keys come from the preset that it `extends`,
     by default `oscar`. Raises `RotationZooError`, naming `origin`."""
+    # YAML allows numbers as keys. As text, they get the usual error for unknown keys.
     content = {str(key): value for key, value in content.items()}
     base = str(content.pop("extends", "oscar"))
     if base not in PRESETS:
@@ -51,6 +52,7 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
     try:
+        # `data` is merged key by key; every other key, `search` included, is replaced whole.
         return Recipe(**{**preset, **content, "data": {**preset["data"], **data}})
     except ValidationError as error:
         raise RotationZooError(
@@ -64,6 +66,7 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
 
     Where a recipe has no eigenbasis, `seed` also becomes its own seed. Raises `UsageError`.
     """
+    # The recipe is built anew, because pydantic's `model_copy` does not validate.
     changes = {key: value for key, value in data.items() if value is not None}
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:

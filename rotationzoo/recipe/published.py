@@ -28,5 +28,6 @@ def without_paths(content: dict[str, Any]) -> dict[str, Any]:
 def name_of(place: str) -> str:
     """The publishable name of a place: the last part of a local path, or the whole of a hub id or a
     URL."""
+    # A slash alone does not make a path: hub ids such as Qwen/Qwen3-8B have one.
     is_path = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
     return Path(place).name if is_path and "://" not in place else place

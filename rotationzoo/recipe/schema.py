@@ -78,6 +78,7 @@ class Data(Section):
     def _prompts_of_self(cls, value: str, others: ValidationInfo) -> str:
         if value == SELF:
             raise ValueError("a model needs something to go on from")
+        # Fields are validated in order, so `source` is known by now.
         if value != "bundled" and others.data.get("source") != SELF:
             raise ValueError(
                 "is for text that the model writes itself: --data self, or data.source = self"

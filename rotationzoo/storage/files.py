@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from rotationzoo.errors import RotationZooError
 
+# A part starts with a letter, a digit or `_`, which excludes `..` and hidden files.
 _PART = r"\w[\w.+-]{0,127}"
 _PLAIN = re.compile(rf"{_PART}(/{_PART}){{0,15}}")
 _KINDS = {
@@ -49,6 +50,7 @@ def child(folder: Path, name: str) -> Path:
         path = folder / plain(name)
     except ValueError as error:
         raise RotationZooError(str(error)) from error
+    # Both are resolved, because the folder itself may lie behind a link.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise RotationZooError(
             f"{path} leads out of its folder by a symbolic link", hint="remove the link"
@@ -60,7 +62,7 @@ def size_of(path: Path) -> int | None:
     """Size of a regular file in bytes, or None where nothing exists. Raises `RotationZooError` for
     anything that is not a regular file."""
     try:
-        status = path.lstat()
+        status = path.lstat()  # a link counts as itself, not as what it leads to
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -100,7 +102,7 @@ def read(path: Path, limit: int) -> bytes:
         # waiting for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
-            return file.read(limit)
+            return file.read(limit)  # the file may have grown since `size_of` looked
     except OSError as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else "check who may read it"
         raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
@@ -110,6 +112,7 @@ def write_new(path: Path, data: bytes) -> None:
     """Write a file under a name that only this process uses. Whatever has the name is removed
     first, so that no link is followed and no file of another name changes. Raises `OSError`."""
     path.unlink(missing_ok=True)
+    # O_EXCL refuses a file or a link that somebody put there in the meantime.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         file.write(data)

@@ -43,11 +43,11 @@ def install(work: Path, folder: Path) -> None:
     """Rename `work` into the place of `folder`. The old folder is removed only after that. The
     caller holds its lock."""
     old = _beside(folder, "old")
-    if os.path.lexists(folder):
+    if os.path.lexists(folder):  # unlike `exists`, it also sees a broken link
         folder.rename(old)
     try:
         work.rename(folder)
-    except BaseException:
+    except BaseException:  # also when the user stops the program
         _put_back(folder)
         raise
     remove(old)
@@ -87,6 +87,7 @@ def check_name(folder: Path) -> None:
             f"{folder} is a symbolic link, which nothing is written through",
             hint=f"remove it, or name the folder that it leads to: {os.path.realpath(folder)}",
         )
+    # Replacing it would leave the user's shell in a removed folder.
     if folder.is_dir() and Path.cwd().is_relative_to(folder.resolve()):
         raise UsageError(
             f"{folder} holds the current folder, and is replaced whole",

@@ -95,6 +95,7 @@ def _finite(digits: str) -> float:
 
 
 def _integer(digits: str) -> int:
+    # Digits are counted first, because a very long number is slow to convert.
     if len(digits) > 19:
         raise ValueError(f"{digits[:20]}... is beyond 64 bits")
     return int(digits)
@@ -102,14 +103,13 @@ def _integer(digits: str) -> int:
 
 def _check(content: Any) -> None:
     """Raise `ValueError` for nesting beyond `DEPTH` and for text that is not valid Unicode."""
-    level = [
-        content
-    ]  # level by level, not recursive, so that deep nesting cannot exhaust the stack
+    # Level by level and not recursively, so that deep nesting cannot exhaust the stack.
+    level = [content]
     for _ in range(DEPTH):
         inner: list[Any] = []
         for node in level:
             if isinstance(node, str):
-                node.encode()
+                node.encode()  # fails for half of a surrogate pair
             elif isinstance(node, dict):
                 inner += [*node.keys(), *node.values()]
             elif isinstance(node, list):

@@ -11,6 +11,7 @@ from rotationzoo.text.documents import Document, reading_errors
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that the tokenizer puts before every text."""
+    # With special tokens, a letter comes after the start tokens; without, it comes alone.
     plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     return full[: full.index(plain[0])] if plain and plain[0] in full else []
 
