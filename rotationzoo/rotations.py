@@ -59,7 +59,7 @@ class Rotations(Mapping[int, LayerRotations]):
     count all layers of the model."""
 
     def __init__(self, layers: Mapping[int, LayerRotations]):
-        self._layers = dict(layers)
+        self._layers = dict(layers)  # a copy, so that the caller's table may change
 
     def __getitem__(self, layer: int) -> LayerRotations:
         return self._layers[layer]

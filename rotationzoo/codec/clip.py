@@ -60,7 +60,7 @@ def clip_threshold(
     dim = rows.shape[-1]
     entry, weight = _positions(rows, ratio, interpolated)
     magnitudes = rows.abs()
-    if rows.numel():
+    if rows.numel():  # `entry.min()` would fail on no rows
         # Only the entries from the threshold up are needed: a few of D at the usual ratios.
         magnitudes = magnitudes.topk(dim - int(entry.min())).values
     # `topk` sorts in descending order, so positions count from the other end.

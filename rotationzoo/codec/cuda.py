@@ -161,7 +161,7 @@ class Kernel:
 
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
-        if not first.numel():
+        if not first.numel():  # CUDA refuses an empty grid
             return
         count = next(argument for argument in arguments if isinstance(argument, int))
         grid = (-(-count // self.block_rows), first.shape[0])

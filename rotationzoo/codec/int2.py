@@ -52,7 +52,7 @@ zero."""
 METADATA_TYPES = {"float32": torch.float32, "float16": torch.float16}
 """`Format.metadata` -> torch's type."""
 _HALF_MAX, _HALF_TINY = 65504.0, 2.0**-24  # the largest and the smallest positive float16
-_HALF_INTEGERS = 32768.0  # up to this zero, float16 can still represent the integers next to it
+_HALF_INTEGERS = 32768.0  # the largest zero that float16 formats allow, see `_metadata`
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _metadata(
     scale = (high - low).clamp(min=SMALLEST_RANGE) / three
     if format.metadata == "float16":
         if format.offset == "zero":
-            # A zero beyond float16's integers would lose the codes.
+            # A zero beyond the integers that float16 holds would lose the codes.
             scale = torch.maximum(scale, low.abs() / low.new_full((), _HALF_INTEGERS))
         if format.rounded_with == "stored":
             # A scale that underflows to zero would be a divisor; engines then store rows of NaN.

@@ -139,6 +139,7 @@ def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
     orthogonal, triangular = torch.linalg.qr(gaussian)
+    # Without this, the signs depend on the QR algorithm and the distribution is not uniform.
     rotation: torch.Tensor = orthogonal * triangular.diagonal().sign()
     return rotation
 

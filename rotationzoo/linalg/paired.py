@@ -29,7 +29,7 @@ def clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, float | None]:
     """Weighted mean over texts and its standard error. The error is None where only one text has
     weight."""
-    counted = weights > 0
+    counted = weights > 0  # a text of no weight must not count in the standard error
     shares = weights[counted] / weights.sum()
     values = values[counted]
     mean = (shares * values).sum()

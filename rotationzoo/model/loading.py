@@ -53,7 +53,7 @@ def load_config(source: Source) -> PretrainedConfig:
         raise UnsupportedModel(
             f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT
         )
-    _model_class(config, source.name)
+    _model_class(config, source.name)  # refuses what is not a causal language model
     return config
 
 
@@ -95,7 +95,7 @@ def _implementations(config: PretrainedConfig) -> dict[str, str | None]:
     repository of kernels, whose code would be fetched and run.
 
     None is the library's own choice, sdpa or eager for each part of a model. Models with a soft cap
-    get eager, because sdpa silently drops the cap, and some versions (5.17, for Gemma 2) choose
+    get eager, because sdpa silently drops the cap. Some versions (5.17, for Gemma 2) would choose
     sdpa all the same.
     """
     text = config.get_text_config(decoder=True)
@@ -174,9 +174,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         raise missing from error
-    if not tokenizer(
-        "a word"
-    ).input_ids:  # if its files are missing, transformers makes an empty one
+    # If its files are missing, transformers makes an empty tokenizer.
+    if not tokenizer("a word").input_ids:
         raise missing
     return tokenizer
 

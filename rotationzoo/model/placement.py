@@ -41,6 +41,7 @@ def memory_limits(device_map: str | None, max_memory: str | None) -> dict[int | 
     if device_map is None:
         raise UsageError("--max-memory needs a device map", hint="add: --device-map auto")
     limits: dict[int | str, str] = {}
+    # `filter` forgives a trailing comma.
     for part in filter(None, max_memory.split(",")):
         device, _, amount = part.partition("=")
         if not device or not amount:

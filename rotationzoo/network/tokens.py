@@ -27,7 +27,7 @@ def check_token(token: str | None, place: str) -> str | None:
     token = (token or "").strip()
     if not token:
         return None
-    _checked.add(token)
+    _checked.add(token)  # before it is judged, so that a refused token is redacted, too
     if not re.fullmatch(r"[\x21-\x7e]+", token):
         raise RotationZooError(
             f"the token in {place} holds a character that no token has, such as a space or a line "

@@ -35,8 +35,8 @@ class Data(Section):
     """With `self`: the source of the prompts, given like `source`. A chat is cut where the model's
     last turn begins."""
     prompt_tokens: Annotated[int, Field(gt=0)] = 256
-    """With `self`: tokens per prompt. Each `length` tokens of a text give one prompt, which is
-    their beginning. A chat is one whole prompt; it is left out if it is longer than this and also
+    """With `self`: tokens per prompt. Each stretch of `length` tokens of a text gives one prompt:
+    its first tokens. A chat is one whole prompt; it is left out if it is longer than this and also
     longer than half a row."""
     subset: str | None = None
     """The data set's configuration."""
@@ -121,7 +121,7 @@ class Recipe(Section):
     It covers how statistics become rotations, and the cache that the rotations are for."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "oscar"
-    """Part of the default output folder."""
+    """The recipe's name, which is part of the default output folder."""
     model: str | None = None
     """The model that a released configuration is meant for. `calibrate` says so when it is used
     with another."""

@@ -35,7 +35,7 @@ def _documents(data: Data) -> Iterator[Document]:
     empty = True
     for record in _records(data):
         document = record.get(_column(record, data))
-        if not document:
+        if not document:  # data sets have empty rows
             continue
         if not _is_document(document):
             raise RotationZooError(
@@ -54,6 +54,7 @@ def _documents(data: Data) -> Iterator[Document]:
 def _records(data: Data) -> Iterator[_Record]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     suffix = path.suffix.lower()
+    # Otherwise a mistyped file would be looked for as a data set on the hub.
     if suffix in FILES and not path.is_file():
         raise RotationZooError(
             f"there is no file {data.source}", hint="check the path given with --data"

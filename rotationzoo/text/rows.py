@@ -35,6 +35,7 @@ class Corpus:
         """Batches `[B, T]` of up to `size` rows of equal length. Shorter rows come first; rows of
         one length keep their order."""
         batches: list[list[torch.Tensor]] = []
+        # Sorted, because a batch needs rows of one length.
         for row in sorted(self.rows, key=len):
             if not batches or len(batches[-1]) == size or batches[-1][0].shape != row.shape:
                 batches.append([])
