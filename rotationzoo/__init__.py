@@ -1,8 +1,8 @@
-"""Orthogonal rotations for 2-bit key/value caches, from any causal language model.
+"""Orthogonal rotations for 2-bit key/value caches, calibrated on any causal language model.
 
 >>> from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
 
-Importing this package is cheap: torch and transformers are imported with the first of these names.
+Importing this package is cheap: torch and transformers load when one of these names is first used.
 """
 
 from importlib import import_module
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = ["Artifact", "Rotations", "__version__", "calibrate", "evaluate", "pull"]
 
+# Type checkers read these imports; at run time `__getattr__` makes them.
 if TYPE_CHECKING:
     from rotationzoo.api import calibrate, evaluate, pull
     from rotationzoo.artifact.store import Artifact
@@ -26,11 +27,11 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """A public name, imported when it is first asked for (PEP 562)."""
+    """Import a public name when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = public
+    globals()[name] = public  # the next use of the name does not come here
     return public
 
 

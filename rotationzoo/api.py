@@ -1,6 +1,6 @@
 """The public functions: `from rotationzoo import calibrate, evaluate, pull`.
 
-They take plain values, and return the artifact or the report that the command line shows.
+They take plain values and return the artifact or the report that the command line shows.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from rotationzoo.zoo.pull import pull_first
 
 
 class Text(TypedDict, total=False):
-    """The text that a model reads; what is left out is the recipe's."""
+    """The text that a model reads. Keys left out take the recipe's values."""
 
     data: str
-    """A data set id, a `.jsonl`, `.txt` or `.parquet` file, `bundled`, or `self`: text that the
+    """A data set id, a `.jsonl`, `.txt` or `.parquet` file, `bundled`, or `self` for text that the
     model writes itself."""
     tokens: int
-    """Tokens in all."""
+    """Tokens in total."""
     length: int
-    """Tokens a row."""
+    """Tokens per row."""
     seed: int
-    """Order of the documents."""
+    """Sets the order of the documents."""
     subset: str
     split: str
     column: str
@@ -44,7 +44,7 @@ class Run(TypedDict, total=False):
 
     revision: str
     batch: int
-    """Rows a forward pass."""
+    """Rows per forward pass."""
     device: str
     """`auto`, `cpu` or `cuda`."""
     dtype: str
@@ -54,31 +54,32 @@ class Run(TypedDict, total=False):
 
 
 class CalibrationOptions(Text, Run, total=False):
-    """What else `calibrate` takes."""
+    """Further options of `calibrate`."""
 
     budget: float
-    """Minutes for the search of recipes such as `best`."""
+    """Time limit in minutes for the search of recipes such as `best`."""
     restart: bool
-    """Drop a checkpoint and replace an artifact."""
+    """Discard an existing checkpoint and replace an existing artifact."""
     progress: Progress
-    """Told of each stage as `(stage, done, total)`."""
+    """Called as `(stage, done, total)` while the job runs."""
 
 
 class EvaluationOptions(Text, Run, total=False):
-    """What else `evaluate` takes."""
+    """Further options of `evaluate`."""
 
     windows: list[tuple[int, int]]
-    """Pairs of sink and recent tokens that stay exact; the recipe's where left out."""
+    """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
+    pair."""
     format: str
     """The engine's 2-bit format, such as `sglang` or `mlx`."""
     layers: set[int]
-    """Only these layers in 2 bits."""
+    """Quantize only these layers."""
     sides: tuple[str, ...]
-    """`("key",)` or `("value",)` leaves the other side exact."""
+    """The sides to quantize. `("key",)` or `("value",)` leaves the other side exact."""
     prefill_chunk: int
     prefill_layout: Literal["server", "window"]
     queries: int
-    """Sampled queries a text for the attention KL; 0 leaves it out."""
+    """Queries sampled per text for the attention KL; 0 skips it."""
     progress: Progress
 
 
@@ -95,14 +96,14 @@ def calibrate(
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
-    * `model`: a hub id, a local folder, or `demo`, a small model that comes with this package;
-    * `output`: the artifact folder. An artifact of the same job that is there is returned as it is,
-      and a run that was stopped goes on from its checkpoint;
+    * `model`: a hub id, a local folder, or `demo`, a small model that ships with this package;
+    * `output`: the artifact folder. If it already holds the artifact of this job, that artifact is
+      returned unchanged. A run that was stopped resumes from its checkpoint;
     * `recipe`: a name such as `oscar` or `best`, a YAML file, or a `Recipe`;
     * `options`: see `CalibrationOptions`.
 
-    Raises `RotationZooError` for a model or recipe that cannot be calibrated, before the weights
-    are read wherever the config can tell.
+    Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
+    enough to tell, it does so before the weights are read.
     """
     loaded = load(recipe) if isinstance(recipe, str) else recipe
     chosen = override(loaded, **_data_settings(options))
@@ -112,9 +113,11 @@ def calibrate(
         )
     settings = {key: value for key, value in options.items() if key not in _TEXT}
     progress: Any = settings.pop("progress", silent)
-    # The length of a preset is nobody's wish: rows are cut to what the model has positions for.
+    # Nobody chose a preset's row length, so rows may be shortened to the model's positions.
     fit_length = "length" not in options and isinstance(recipe, str) and recipe in PRESETS
     output = Path(output).expanduser()
+    # A model that is spread over devices may be read from disk for every batch, so larger batches
+    # are faster.
     job: Any = {"batch": 16 if "device_map" in options else 4, **settings}
     return run_calibration(Job(model, chosen, output, fit_length=fit_length, **job), progress)
 
@@ -126,18 +129,19 @@ def evaluate(
     save: bool = False,
     **options: Unpack[EvaluationOptions],
 ) -> dict[str, Any]:
-    """Measure what rotations cost a model whose cache is stored in 2 bits.
+    """Measure what a 2-bit cache costs a model, for each of several rotations.
 
     * `model`: a hub id, a local folder, or `demo`;
-    * `artifacts`: an artifact or its folder, or several; beside them are measured no rotation,
-      Hadamard and a random rotation;
+    * `artifacts`: an artifact, its folder, or several of either. The baselines measured beside them
+      are no rotation, Hadamard and a random rotation;
     * `save`: add the report to each artifact;
-    * `options`: see `EvaluationOptions`. By default 16,384 tokens of held-out text are read in rows
-      of 2,048.
+    * `options`: see `EvaluationOptions`. The default is to read 16,384 tokens of held-out text in
+      rows of 2,048.
 
-    Returns the report, as `rotationzoo evaluate --json` prints it: `exact` is the exact model's
-    perplexity, `arms` has `perplexity_increase`, `attention_kl` and `output_error` of each
-    rotation. Raises `RotationZooError` for what does not fit together.
+    Returns the report that `rotationzoo evaluate --json` prints. `exact` is the exact model's
+    perplexity; `arms` holds `perplexity_increase`, `attention_kl` and `output_error` of each
+    rotation. Raises `RotationZooError` where the model, the artifacts and the options do not fit
+    together.
     """
     several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
     folders = [_folder_of(artifact) for artifact in several]
@@ -158,21 +162,23 @@ def pull(
     hub: str = "any",
     folder: str | Path | None = None,
 ) -> Artifact:
-    """Fetch rotations that somebody published, with every hash checked.
+    """Fetch published rotations and check every hash.
 
-    * `model`: the model whose rotations to fetch, as `Qwen/Qwen3-8B`;
+    * `model`: the model whose rotations to fetch, such as `Qwen/Qwen3-8B`;
     * `recipe`: only rotations of this recipe;
-    * `revision`: the model's revision that they should be made for; the newest otherwise;
-    * `repo`: the repository of a zoo, as `owner/name`; that of this project otherwise;
-    * `hub`: the hub to fetch from, such as `huggingface`; any of them otherwise;
-    * `folder`: where to put them; the cache of huggingface_hub otherwise.
+    * `revision`: the model revision that the rotations must be made for; by default the newest;
+    * `repo`: the repository of a zoo, as `owner/name`; by default that of this project;
+    * `hub`: the hub to fetch from, such as `huggingface`; by default any of them;
+    * `folder`: where to put the files; by default the cache of huggingface_hub.
 
-    Raises `RotationZooError` where there are none, and for files that are not what the index lists.
+    Raises `RotationZooError` where no rotations match, and for files that differ from what the
+    index lists.
     """
     hubs: list[str] = list(HUB_NAMES) if hub == "any" else [hub]
     index = find_index(None, repo, hubs[0])
     entry, copies, _ = choose_entry(index, model, revision, recipe, hubs)
     pulled = pull_first(index, entry, copies, None if folder is None else Path(folder))
+    # Files that OSCAR's makers published have no manifest, so they are not an artifact yet.
     if pulled.artifact is None:
         raise RotationZooError(
             f"the rotations of {entry.model} in {pulled.copy.repo} are no artifact: {pulled.path}",
@@ -186,7 +192,7 @@ def _folder_of(artifact: _ON_DISK) -> Path:
 
 
 def _data_settings(options: CalibrationOptions | EvaluationOptions) -> dict[str, Any]:
-    """Settings of a recipe's `data`, where the text is called `source`."""
+    """The options that belong to a recipe's `data`, where the option `data` is called `source`."""
     settings: dict[str, Any] = {key: value for key, value in options.items() if key in _TEXT}
     if "data" in settings:
         settings["source"] = settings.pop("data")

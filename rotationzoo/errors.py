@@ -1,13 +1,14 @@
-"""The errors that rotationzoo raises when it knows what went wrong, and their exit codes."""
+"""The errors that rotationzoo raises for known failures, and their exit codes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class RotationZooError(Exception):
-    """A known failure: one sentence saying what was wrong and, as `hint`, what to do next.
+    """A known failure. The message is one sentence that says what went wrong; `hint` says what to
+    do next.
 
-    `exit_code` is what the command line exits with.
+    `exit_code` is the exit code of the command line.
     """
 
     exit_code = 1
@@ -18,29 +19,30 @@ class RotationZooError(Exception):
 
 
 class UsageError(RotationZooError):
-    """Options that contradict each other or are out of range, found before anything is read."""
+    """Options that contradict each other or are out of range. Raised before anything is read."""
 
     exit_code = 2
 
 
 class UnsupportedModel(RotationZooError):
-    """A model whose cache a rotation per head does not fit, or whose attention cannot be read."""
+    """A model whose cache a rotation per KV head does not fit, or whose attention cannot be
+    captured."""
 
 
 class ModelUnavailable(RotationZooError):
-    """A model that could not be found, reached or read."""
+    """A model that cannot be found, reached or read."""
 
 
 class Unsound(RotationZooError):
-    """Numbers that no artifact may hold: not finite, not orthogonal, or not from the statistics
-    beside them."""
+    """Numbers that no artifact may hold: they are not finite, not orthogonal, or do not follow from
+    the statistics stored beside them."""
 
 
 class HubError(RotationZooError):
-    """A request that a hub, or the network between, refused.
+    """A request that a hub, or the network on the way to it, refused.
 
-    `missing`: the hub says that what was asked for does not exist. `hidden`: the hub does not tell
-    somebody without a token whether it is missing or private.
+    `missing` is set where the hub says that the requested object does not exist. `hidden` is set
+    where the hub does not tell a caller without a token whether it is missing or private.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class HubError(RotationZooError):
 
 
 class StaleParent(HubError):
-    """Somebody else has committed to the repository since it was read."""
+    """Someone else has committed to the repository since it was read."""
 
 
 class PartlyDone(RotationZooError):
@@ -61,18 +63,19 @@ class PartlyDone(RotationZooError):
 
 
 class Interrupted(RotationZooError):
-    """Stopped by the user; the hint is the command that continues."""
+    """The user stopped the command; the hint is the command that continues."""
 
     exit_code = 130
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first line of another library's message, joined with the second where it ends in a colon;
-    the error's type where the message is empty."""
+    """One line from another library's error message: its first line, joined with the second where
+    the first ends in a colon. An empty message gives the name of the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     count = 2 if lines[0].endswith(":") else 1
+    # Without a full stop, because callers end their own sentence with it.
     return " ".join(lines[:count]).rstrip(".")
 
 
@@ -80,11 +83,11 @@ def first_sentence(error: BaseException) -> str:
 def as_unavailable(
     what: str, hint: str = "run again with ROTATIONZOO_DEBUG=1 for the traceback"
 ) -> Iterator[None]:
-    """Turn whatever a library raises inside the block into a `ModelUnavailable`: `what`, and the
-    first line of its message."""
+    """Turn any error raised inside the block into a `ModelUnavailable`, whose message is `what` and
+    the first line of the original. A `RotationZooError` passes through unchanged."""
     try:
         yield
-    except RotationZooError:
+    except RotationZooError:  # it has a sentence and a hint of its own
         raise
     except Exception as error:
         raise ModelUnavailable(f"{what}: {first_sentence(error)}", hint=hint) from error

@@ -1,7 +1,8 @@
-"""The rotations of a model: for the keys and the values of every cached layer a matrix, with its
-clip ratios and means.
+"""The rotations of a model: matrices, clip ratios and means for the keys and values of every cached
+layer.
 
-Pure tensors: only `artifact.layout` knows their names in an artifact's files.
+This module holds only tensors. Their names in an artifact's files are known to `artifact.layout`
+alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +17,19 @@ SIDES = ("key", "value")
 
 @dataclass(frozen=True)
 class Rotation:
-    """One side of one layer: keys or values `x` are stored as `(x - mean) matrix`, clipped."""
+    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix` and
+    are clipped before they are quantized."""
 
     matrix: torch.Tensor
-    """`[H, D, D]` float32; H is 1 where the KV heads share one."""
+    """`[H, D, D]` float32. H is 1 where all KV heads share one matrix."""
     clip: torch.Tensor
-    """Clip ratios `[KV heads]`, float64; 1 is off."""
+    """Clip ratios `[KV heads]`, float64. A ratio of 1 turns clipping off."""
     eigenvalues: torch.Tensor | None = None
-    """Of the statistic behind the matrix, `[H, D]`, ascending; None where imported files lack
-    them."""
+    """Eigenvalues `[H, D]` of the statistic that the matrix was fitted to, ascending. None where
+    imported files lack them."""
     mean: torch.Tensor | None = None
-    """`[KV heads, D]`, subtracted before the rotation; None where the recipe does not centre."""
+    """Mean row `[KV heads, D]`, subtracted before the rotation. None where the recipe does not
+    centre this side."""
 
     @property
     def dim(self) -> int:
@@ -35,28 +38,28 @@ class Rotation:
 
     @property
     def per_head(self) -> bool:
-        """Whether the KV heads have a matrix each."""
+        """Whether each KV head has its own matrix."""
         return len(self.matrix) > 1
 
 
 @dataclass(frozen=True)
 class LayerRotations:
-    """The two sides of one layer."""
+    """The key and value rotations of one layer."""
 
     key: Rotation
     value: Rotation
 
     def __getitem__(self, side: str) -> Rotation:
-        """`key` or `value`."""
+        """The rotation of a side, `key` or `value`."""
         return {"key": self.key, "value": self.value}[side]
 
 
 class Rotations(Mapping[int, LayerRotations]):
-    """Layer index -> rotations, for the layers that have a cache. Indices count all layers of the
-    model."""
+    """Layer index -> rotations of that layer. It holds only the layers that have a cache; indices
+    count all layers of the model."""
 
     def __init__(self, layers: Mapping[int, LayerRotations]):
-        self._layers = dict(layers)
+        self._layers = dict(layers)  # a copy, so that the caller's table may change
 
     def __getitem__(self, layer: int) -> LayerRotations:
         return self._layers[layer]
@@ -71,13 +74,13 @@ class Rotations(Mapping[int, LayerRotations]):
         return f"Rotations({len(self)} layers)"
 
     def each(self) -> Iterator[tuple[int, str, Rotation]]:
-        """`(layer, side, rotation)` of every layer, keys before values."""
+        """Yield `(layer, side, rotation)` for every layer, keys before values."""
         for layer, sides in self._layers.items():
             for side in SIDES:
                 yield layer, side, sides[side]
 
     def replace(self, change: Callable[[int, str, Rotation], Rotation]) -> "Rotations":
-        """New rotations, each as `change(layer, side, rotation)` returns it."""
+        """New rotations, each replaced by what `change(layer, side, rotation)` returns."""
         return Rotations(
             {
                 layer: LayerRotations(
@@ -98,7 +101,8 @@ class Rotations(Mapping[int, LayerRotations]):
         return self.replace(set_clip)
 
     def with_side(self, side: str, other: "Rotations") -> "Rotations":
-        """The same rotations with the keys, or the values, of others of the same layers."""
+        """The same rotations, with the keys or the values taken from `other`, which has the same
+        layers."""
 
         def choose(layer: int, rotation_side: str, rotation: Rotation) -> Rotation:
             return other[layer][side] if rotation_side == side else rotation
@@ -107,10 +111,10 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def per_head(self) -> bool:
-        """Whether any layer's KV heads have a matrix each."""
+        """Whether any layer has one matrix per KV head."""
         return any(rotation.per_head for _, _, rotation in self.each())
 
     @property
     def orthogonality_error(self) -> float:
-        """The largest `|R R^T - I|` of all matrices, computed in float64."""
+        """The largest `|R R^T - I|` over all matrices, computed in float64."""
         return max(orthogonality_error(rotation.matrix) for _, _, rotation in self.each())

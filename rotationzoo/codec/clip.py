@@ -1,7 +1,8 @@
 """The clip rules: the magnitude at which a row is clamped before it is quantized.
 
-`group_threshold` chooses among them by format. A new rule is a function here and a field in
-`formats.Format`. Everything is float32 but the entry, which is computed in float64.
+`group_threshold` chooses the rule of a format. A new rule is a function here and a field in
+`formats.Format`. Everything is float32 except the position of a threshold, which is computed in
+float64.
 """
 
 import torch
@@ -9,14 +10,17 @@ import torch
 from rotationzoo.codec.formats import Format
 from rotationzoo.errors import RotationZooError
 
-_FEWEST_BISECTED = 64  # channels: shorter rows are sorted by SGLang's kernels too
+_FEWEST_BISECTED = 64  # channels; SGLang's kernels sort shorter rows, too
 
 
 def group_threshold(
     groups: torch.Tensor, clip: float | torch.Tensor, format: Format
 ) -> torch.Tensor:
-    """The magnitude `[..., D / group or 1, 1]` at which groups `[..., D / group, group]` are
-    clamped by the format's rule; `clip` as in `int2.quantize`."""
+    """The magnitude at which the format's rule clamps each group.
+
+    Groups are `[..., D / group, group]`, and the result is `[..., D / group, 1]`, or `[..., 1, 1]`
+    where the rule looks at whole rows. `clip` is as in `int2.quantize`.
+    """
     if format.bisected:
         return bisected_threshold(groups.flatten(-2), clip)[..., None, None]
     if format.clip_scope == "row":
@@ -28,13 +32,13 @@ def group_threshold(
 def clip_position(
     ratio: float | torch.Tensor, channels: int, interpolated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the clip threshold is among the ascending sorted magnitudes of so many channels: its
-    entry, int64, and the float32 weight of the entry after it. Raises `RotationZooError` for a
-    ratio outside (0, 1].
+    """Where the clip threshold lies among the ascending sorted magnitudes of `channels` channels:
+    the index of its entry, int64, and the float32 weight of the next entry. Raises
+    `RotationZooError` for a ratio outside (0, 1].
 
-    The entry is `min(floor(c D + 1e-6), D - 1)`, computed in float64 (the 1e-6 makes .92 x 100
-    count as 92); interpolated, the quantile c as `torch.quantile` defines it. A ratio of 1 is the
-    largest magnitude, which clamps nothing.
+    The index is `min(floor(c D + 1e-6), D - 1)`, computed in float64 (the 1e-6 makes .92 x 100
+    count as 92). Where `interpolated`, the threshold is the quantile c as `torch.quantile` defines
+    it. A ratio of 1 gives the largest magnitude, which clamps nothing.
     """
     ratio = torch.as_tensor(ratio, dtype=torch.float64)
     if not ((ratio > 0) & (ratio <= 1)).all():
@@ -51,14 +55,15 @@ def clip_position(
 def clip_threshold(
     rows: torch.Tensor, ratio: float | torch.Tensor, interpolated: bool = False
 ) -> torch.Tensor:
-    """The magnitude `[...]` at which each row `[..., D]` is clamped: the entry of `clip_position`
-    among its sorted magnitudes. `ratio` broadcasts to `[...]`."""
+    """The magnitude `[...]` at which each row `[..., D]` is clamped: the entry of its sorted
+    magnitudes that `clip_position` names. `ratio` broadcasts to `[...]`."""
     dim = rows.shape[-1]
     entry, weight = _positions(rows, ratio, interpolated)
     magnitudes = rows.abs()
-    if rows.numel():
-        # Descending, and only as far as needed: for the usual ratios a few of D.
+    if rows.numel():  # `entry.min()` would fail on no rows
+        # Only the entries from the threshold up are needed: a few of D at the usual ratios.
         magnitudes = magnitudes.topk(dim - int(entry.min())).values
+    # `topk` sorts in descending order, so positions count from the other end.
     threshold = _take(magnitudes, dim - 1 - entry)
     if interpolated:
         above = _take(magnitudes, (dim - 2 - entry).clamp(min=0))
@@ -69,9 +74,10 @@ def clip_threshold(
 def bisected_threshold(rows: torch.Tensor, ratio: float | torch.Tensor) -> torch.Tensor:
     """The magnitude `[...]` at which SGLang's `gpu_flush_int2.py` clamps each row `[..., D]`.
 
-    It halves the range from 0 to the row's maximum log2(D) times, each time keeping the half in
-    which at most `D - floor(c D)` magnitudes are above the middle, and takes the upper end of what
-    is left. Rows of fewer than 64 channels are sorted, and a ratio of 1 clamps nothing.
+    It halves the range from 0 to the row's maximum log2(D) times. Where more than `D - floor(c D)`
+    magnitudes are above the middle, it keeps the upper half, and otherwise the lower half. The
+    threshold is the upper end of the last range. Rows of fewer than 64 channels are sorted, and a
+    ratio of 1 clamps nothing.
     """
     dim = rows.shape[-1]
     if dim < _FEWEST_BISECTED:
@@ -84,18 +90,19 @@ def bisected_threshold(rows: torch.Tensor, ratio: float | torch.Tensor) -> torch
         middle = (low + high) * 0.5
         too_many = (magnitudes > middle.unsqueeze(-1)).sum(-1) > dim - entry
         low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
+    # Bisection may end below the maximum; at the last entry nothing may be clamped.
     return torch.where(entry == dim - 1, largest, high)
 
 
 def _positions(
     rows: torch.Tensor, ratio: float | torch.Tensor, interpolated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`clip_position` of each row, on its device."""
+    """`clip_position` for each row, on the rows' device."""
     entry, weight = clip_position(ratio, rows.shape[-1], interpolated)
     shape = rows.shape[:-1]
     return entry.to(rows.device).expand(shape), weight.to(rows.device).expand(shape)
 
 
 def _take(sorted_rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """One entry `[...]` of each row `[..., D]`."""
+    """Pick one entry `[...]` of each row `[..., D]`."""
     return sorted_rows.gather(-1, index.unsqueeze(-1)).squeeze(-1)

@@ -1,9 +1,8 @@
-"""`int2.cu` compiled and launched: the functions of `rotationzoo.codec.int2` on an NVIDIA GPU.
+"""The codec on an NVIDIA GPU: `int2.cu` compiled and launched, with the functions of `codec.int2`.
 
-NVIDIA's own cuda.core compiles the one source file with NVRTC for the GPU it finds, keeps the
-result in the user's cache, and launches it on torch's stream. So no CUDA toolkit, host compiler or
-build step is needed, which torch's extension builder would; the packages come with `pip install
-'rotationzoo[cuda]'`.
+NVIDIA's cuda.core compiles the one source file with NVRTC for the GPU that it finds, keeps the
+result in the user's cache, and launches it on torch's stream. Unlike torch's extension builder, it
+needs no CUDA toolkit, host compiler or build step. `pip install 'rotationzoo[cuda]'` installs it.
 """
 
 from dataclasses import dataclass
@@ -20,15 +19,15 @@ from rotationzoo.errors import RotationZooError
 
 SOURCE = Path(__file__).with_name("int2.cu")
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Types of rows that the kernels read and write -> the number that `int2.cu` has for each."""
+"""Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
 _LARGEST_DIM = 512
-_THREADS = 128  # of a block: WARPS in `int2.cu`, times 32
+_THREADS = 128  # per block: WARPS in `int2.cu`, times 32
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Stored rows: bytes `[H, N, D / 4]`, and `[H, N, D / group, 2]` scale and offset in the
-    format's type."""
+    """Stored rows: `codes` are bytes `[H, N, D / 4]`; `metadata` `[H, N, D / group, 2]` holds scale
+    and offset in the format's type."""
 
     codes: torch.Tensor
     metadata: torch.Tensor
@@ -37,8 +36,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernels are compiled for: the shape and type of rows, the format, and the steps that
-    are wanted."""
+    """What a kernel is compiled for: the shape and type of the rows, the format, and the optional
+    steps."""
 
     dim: int
     group: int
@@ -50,8 +49,8 @@ class Variant:
     """Whether rows are multiplied by a matrix."""
 
     def macros(self) -> list[tuple[str, str]]:
-        """The macros that make `int2.cu` this variant. Raises `RotationZooError` for shapes and
-        types that the kernels do not take."""
+        """The macros that compile `int2.cu` into this variant. Raises `RotationZooError` for shapes
+        and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group)
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
@@ -78,8 +77,8 @@ class Variant:
 
     @property
     def block_rows(self) -> int:
-        """Rows that a block of threads handles, as `int2.cu` has it: a row is shared by `lanes`
-        threads, each of which holds runs of neighbouring channels from every quarter of it."""
+        """Rows that one thread block handles, as in `int2.cu`. `lanes` threads share a row, and
+        each holds runs of neighbouring channels from every quarter of it."""
         quarter = self.dim // 4
         wide = self.dtype != torch.float32 and quarter % 8 == 0 and self.group % 8 == 0
         run = 8 if wide and not self.rotates else 4
@@ -96,12 +95,12 @@ def quantize(
     rotation: torch.Tensor | None = None,
     rotated: torch.Tensor | None = None,
 ) -> Packed:
-    """Rows `[H, N, D]` on a GPU -> what `int2.quantize` and `int2.pack` make of them.
+    """Quantize and pack rows `[H, N, D]` on a GPU, as `int2.quantize` and `int2.pack` do.
 
-    `clip` is a ratio or one for each head, `[H]`; `rotation` `[H, D, D]`, if given, multiplies the
-    rows first, and `rotated` `[H, N, D]` float32 receives the products. Raises `RotationZooError`
-    for rows that are not finite or above 1e18, and for shapes and types that the kernel does not
-    take.
+    `clip` is one ratio, or one per head `[H]`. `rotation` `[H, D, D]`, if given, multiplies the
+    rows first; `rotated` `[H, N, D]` float32 receives the products. Raises `RotationZooError` for
+    rows that are not finite or above 1e18, and for shapes and types that the kernel does not
+    support.
     """
     if format.bisected:
         raise RotationZooError(
@@ -123,6 +122,7 @@ def quantize(
     )
     positions = entry.int().to(device), weight.to(device)
     kernel(rows.contiguous(), count, matrix, *positions, codes, metadata, rotated, refused)
+    # Reading the flag waits for the kernel, so that this call reports its own rows.
     if refused.item():
         raise RotationZooError(
             f"a row to be quantized is not finite or exceeds {LARGEST:.0e}",
@@ -134,8 +134,8 @@ def quantize(
 def dequantize(
     packed: Packed, dtype: torch.dtype = torch.float32, rotation: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `int2.dequantize` makes of the rows, `[H, N, D]`, rounded to `dtype`; times the
-    transposed `rotation` if given."""
+    """Restore rows `[H, N, D]` as `int2.dequantize` does, rounded to `dtype`. A given `rotation` is
+    undone by multiplying with its transpose."""
     heads, count, bytes_of_a_row = packed.codes.shape
     dim, groups, device = 4 * bytes_of_a_row, packed.metadata.shape[2], packed.codes.device
     rows = torch.empty(heads, count, dim, dtype=dtype, device=device)
@@ -148,25 +148,25 @@ def dequantize(
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled function of one GPU, launched on torch's current stream there without waiting for
-    it."""
+    """A compiled kernel on one GPU. It is launched on torch's current stream there, without waiting
+    for the result."""
 
     function: Any
     block_rows: int
 
     def __call__(self, *arguments: torch.Tensor | int | None) -> None:
-        """Launch with the arguments of the function in `int2.cu`: first a tensor `[H, ...]`, and
-        the number of rows the only integer. None is a null pointer."""
+        """Launch with the arguments of the function in `int2.cu`. The first is a tensor `[H, ...]`,
+        the only integer is the number of rows, and None is a null pointer."""
         from cuda.core import LaunchConfig, Stream, launch
 
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
-        if not first.numel():
+        if not first.numel():  # CUDA refuses an empty grid
             return
         count = next(argument for argument in arguments if isinstance(argument, int))
         grid = (-(-count // self.block_rows), first.shape[0])
         pointers = [_pointer(argument) for argument in arguments]
-        # Torch's current stream is that of whichever GPU is current.
+        # `current_stream` refers to the current GPU, which need not be the one that holds the rows.
         with torch.cuda.device(first.device):
             stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
             launch(stream, LaunchConfig(grid=grid, block=_THREADS), self.function, *pointers)
@@ -181,9 +181,10 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     """The kernel `quantize` or `dequantize`, compiled for this GPU or taken from the cache.
 
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the
-    kernel does not take.
+    kernel does not support.
     """
     macros = variant.macros()
+    # Imported here because the package is optional.
     try:
         from cuda.core import Device, Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache

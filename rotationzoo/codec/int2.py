@@ -1,11 +1,11 @@
-"""The 2-bit codec: clip, scale, round, pack, and back. Plain torch, and the definition of every
-faster implementation.
+"""The 2-bit codec: clip, scale, round, pack, and back. It is plain torch, and defines what every
+faster implementation computes.
 
 A row is one token's keys or values of one KV head, `[..., D]`, already rotated. Everything is
-computed in float32, each operation rounded on its own (no fused multiply-add), so that another
-implementation can agree bit by bit. The engines that store such rows differ in details, which
-`formats` lists; at which magnitude a row is clamped is decided in `clip`. The names of both can be
-used from here. docs/codec.md has the formulas side by side and a worked row.
+computed in float32. Each operation is rounded on its own, without fused multiply-add, so that
+another implementation can agree bit by bit. Engines store such rows in slightly different ways,
+which `formats` lists; `clip` decides at which magnitude a row is clamped. The names of both can be
+imported from here. docs/codec.md has the formulas side by side and a worked row.
 """
 
 from dataclasses import dataclass
@@ -45,19 +45,20 @@ __all__ = [
 ]
 
 LARGEST = 1e18
-"""Rows must be finite and of at most this magnitude."""
+"""Rows must be finite and must not exceed this magnitude."""
 SMALLEST_RANGE = 1e-8
-"""A group's range counts as at least this."""
+"""A group's range (maximum minus minimum) counts as at least this, so that its scale is not
+zero."""
 METADATA_TYPES = {"float32": torch.float32, "float16": torch.float16}
-"""Torch's types for `Format.metadata`."""
+"""`Format.metadata` -> torch's type."""
 _HALF_MAX, _HALF_TINY = 65504.0, 2.0**-24  # the largest and the smallest positive float16
-_HALF_INTEGERS = 32768.0  # a zero up to here leaves float16 the integers beside it
+_HALF_INTEGERS = 32768.0  # the largest zero that float16 formats allow, see `_metadata`
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """`codes` uint8 `[..., D]` from 0 to 3; `scale` and `offset` `[..., D / group]` in the format's
-    type."""
+    """`codes` uint8 `[..., D]` are 0 to 3; `scale` and `offset` `[..., D / group]` have the
+    format's type."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -70,12 +71,12 @@ def quantize(
     group_size: int | None = None,
     format: Format = SGLANG,
 ) -> Quantized:
-    """Rows `[..., D]` of any floating type -> codes with their scales and offsets.
+    """Quantize rows `[..., D]` of any floating type to codes with their scales and offsets.
 
-    `clip` is the clip ratio, a number or a tensor that broadcasts to `[...]`, such as `[H, 1]`; 1
-    is off. `group_size` channels share a scale, None is the whole row. Raises `RotationZooError`
-    for rows that are not finite or above 1e18, for a ratio outside (0, 1] and for a D that does not
-    divide by 4 or by the group.
+    `clip` is the clip ratio: a number, or a tensor that broadcasts to `[...]`, such as `[H, 1]`. A
+    ratio of 1 turns clipping off. `group_size` channels share a scale; None means the whole row.
+    Raises `RotationZooError` for rows that are not finite or above 1e18, for a ratio outside (0,
+    1], and for a D that is not a multiple of 4 and of the group size.
     """
     dim = rows.shape[-1]
     group = group_size or dim
@@ -88,8 +89,7 @@ def quantize(
 
 
 def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
-    """Groups `[..., D / group, group]` float32, already clamped, -> codes with their scales and
-    offsets."""
+    """Quantize float32 groups `[..., D / group, group]` that are already clamped."""
     scale, offset = _metadata(groups.amin(-1), groups.amax(-1), format)
     group_scale, group_offset = scale.unsqueeze(-1), offset.unsqueeze(-1)
     if format.offset == "zero":
@@ -101,7 +101,7 @@ def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
 
 
 def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
-    """Float32 rows `[..., D]`."""
+    """Restore rows `[..., D]`, float32."""
     scale, offset = quantized.scale.float().unsqueeze(-1), quantized.offset.float().unsqueeze(-1)
     codes = torch.unflatten(quantized.codes, -1, (scale.shape[-2], -1)).float()
     if format.offset == "zero":
@@ -115,12 +115,13 @@ def round_trip(
     group_size: int | None = None,
     format: Format = SGLANG,
 ) -> torch.Tensor:
-    """What reading a stored row gives back, float32 `[..., D]`; arguments as in `quantize`."""
+    """What a reader gets back from stored rows, float32 `[..., D]`. The arguments are those of
+    `quantize`."""
     return dequantize(quantize(rows, clip, group_size, format), format)
 
 
 def pack(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Codes `[..., D]` -> bytes `[..., D / 4]`."""
+    """Pack codes `[..., D]` into bytes `[..., D / 4]`."""
     check_shape(codes.shape[-1], codes.shape[-1])
     if packing == "strided":
         quarters = torch.unflatten(codes, -1, (4, -1)).unbind(-2)
@@ -131,7 +132,7 @@ def pack(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Bytes `[..., D / 4]` -> codes `[..., D]`; the inverse of `pack`."""
+    """Unpack bytes `[..., D / 4]` into codes `[..., D]`; the inverse of `pack`."""
     quarters = [data >> shift & 3 for shift in (0, 2, 4, 6)]
     return torch.stack(quarters, -2 if packing == "strided" else -1).flatten(-2)
 
@@ -145,11 +146,11 @@ def bits_per_element(
     sink: int = 0,
     recent: int = 0,
 ) -> float:
-    """Bits that a cached element costs: 2, its share of the group's scale and offset, and of the
-    tokens that are kept in bfloat16.
+    """Average bits per cached element: 2 bits and its share of the group's scale and offset,
+    averaged with the tokens that stay in bfloat16.
 
-    `context` tokens are cached, of which the first `sink` and the last `recent` are exact; 0 counts
-    no exact tokens.
+    Of `context` cached tokens, the first `sink` and the last `recent` are exact. A `context` of 0
+    counts no exact tokens.
     """
     quantized = 2 + 2 * format.metadata_bits / (group_size or dim)
     if not context:
@@ -159,8 +160,8 @@ def bits_per_element(
 
 
 def check_shape(dim: int, group: int) -> None:
-    """Raise `RotationZooError` unless rows of `dim` channels pack into bytes and split into
-    groups."""
+    """Raise `RotationZooError` unless rows of `dim` channels pack into whole bytes and split into
+    whole groups."""
     if dim % 4 or dim % group:
         raise RotationZooError(
             f"rows of {dim} channels do not divide by 4 and into groups of {group}"
@@ -168,7 +169,7 @@ def check_shape(dim: int, group: int) -> None:
 
 
 def _check_values(rows: torch.Tensor) -> None:
-    # `not <=`, so that NaN is refused too.
+    # `not <=` instead of `>`, so that NaN is refused, too.
     if rows.numel() and not rows.abs().amax() <= LARGEST:
         raise RotationZooError(
             f"a row to be quantized is not finite or exceeds {LARGEST:.0e}",
@@ -179,35 +180,35 @@ def _check_values(rows: torch.Tensor) -> None:
 def _metadata(
     low: torch.Tensor, high: torch.Tensor, format: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset, float32, with which the codes of groups with these extremes are rounded.
+    """The float32 scale and offset with which groups of these minima and maxima are rounded.
 
-    Divisors are tensors: where the divisor is a Python number, torch multiplies by its rounded
-    reciprocal on a GPU.
+    Divisors are tensors. On a GPU, torch turns division by a Python number into multiplication by
+    its rounded reciprocal.
     """
     three = low.new_full((), 3.0)
     scale = (high - low).clamp(min=SMALLEST_RANGE) / three
     if format.metadata == "float16":
         if format.offset == "zero":
-            # A zero beyond float16's integers would lose the codes.
+            # A zero beyond the integers that float16 holds would lose the codes.
             scale = torch.maximum(scale, low.abs() / low.new_full((), _HALF_INTEGERS))
         if format.rounded_with == "stored":
-            # A scale that underflows would be divided by; engines then store rows of NaN.
+            # A scale that underflows to zero would be a divisor; engines then store rows of NaN.
             scale = scale.clamp(min=_HALF_TINY)
     scale = _for_rounding(scale, format)
-    # 0 - x and x + 0 rather than -x and x: the sign of a zero minimum depends on the order of the
-    # comparisons.
+    # 0 - x and x + 0 rather than -x and x: depending on the order of the comparisons, a minimum of
+    # zero is +0 or -0, and this makes both +0.
     offset = 0 - low / scale if format.offset == "zero" else low + 0
     return scale, _for_rounding(offset, format)
 
 
 def _for_rounding(number: torch.Tensor, format: Format) -> torch.Tensor:
-    """A scale or an offset, float32, as the format rounds codes with it."""
+    """The float32 scale or offset with which the format rounds codes."""
     return _store(number, format).float() if format.rounded_with == "stored" else number
 
 
 def _store(number: torch.Tensor, format: Format) -> torch.Tensor:
-    """A scale or an offset in the format's type. Where float16 overflows, its largest number is
-    stored, which keeps every row finite."""
+    """A scale or an offset in the format's type. Values that overflow float16 become its largest
+    number, which keeps every row finite."""
     if format.metadata == "float16":
         number = number.clamp(-_HALF_MAX, _HALF_MAX)
     return number.to(METADATA_TYPES[format.metadata])

@@ -1,4 +1,4 @@
-"""How fast the kernels move bytes, beside a device copy in the same run."""
+"""Throughput of the CUDA kernels in bytes per second, next to a device copy in the same run."""
 
 import statistics
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from rotationzoo.codec.formats import SGLANG, Format
 from rotationzoo.codec.int2 import METADATA_TYPES
 
 _REPEATS = 20
-_WARM_UP = 3  # launches that pay for compiling and allocating, and do not count
+_WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
 
 
 def measure(
@@ -23,14 +23,15 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     rows: int = 4 << 20,
 ) -> dict[str, object]:
-    """Bytes read and written per second by a copy, and by each kernel on `rows` rows, as the
-    medians of repeated launches.
+    """Bytes read and written per second by a copy, and by each kernel on `rows` rows. Each figure
+    is the median of repeated launches.
 
-    A kernel's bytes are the rows, the packed codes and the metadata; a rotation's reads of its
-    matrix are not counted. Fewer rows are taken where 80 % of the free memory holds no more.
+    A kernel's bytes are the rows, the packed codes and the metadata; reads of the rotation matrix
+    are not counted. Fewer rows are used where 80 % of the free memory cannot hold them.
     """
     group = group_size or dim
     free, _ = torch.cuda.mem_get_info()
+    # Exact and restored rows; one byte per channel allows for codes and metadata.
     bytes_of_a_row = dim * (2 * dtype.itemsize + 1)
     rows = min(rows, int(free * 0.8) // bytes_of_a_row)
     exact = torch.randn(1, rows, dim, device="cuda", dtype=dtype)
@@ -81,7 +82,7 @@ def measure(
 
 
 def _seconds(launch: Callable[[], object]) -> float:
-    """Median time of a launch on the GPU."""
+    """Median GPU time of a launch, in seconds."""
     event: Any = torch.cuda.Event
     times: list[float] = []
     for number in range(_REPEATS + _WARM_UP):

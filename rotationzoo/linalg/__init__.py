@@ -1,2 +1,2 @@
-"""The mathematics without models or files: Hadamard matrices, second moments, compositions, paired
-tests."""
+"""Mathematics that needs no models or files: Hadamard matrices, second moments, compositions,
+paired tests."""

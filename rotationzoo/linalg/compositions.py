@@ -1,8 +1,9 @@
-"""From a second moment to a rotation: eigenbasis, Hadamard matrix, bit-reversal permutation.
+"""From a second moment to a rotation: compositions of its eigenbasis, Hadamard matrices and a
+bit-reversal permutation.
 
-Row vectors throughout: a key `k` is stored as `k R` and its query reads it as `q R`, so every
-rotation is orthogonal and scores are unchanged. The composition names list the factors left to
-right and are those of OSCAR's published code. A new composition is one row of a table below;
+All vectors are rows. A key `k` is stored as `k R` and its query becomes `q R`; every rotation is
+orthogonal, so attention scores do not change. A composition's name lists its factors from left to
+right, as OSCAR's published code does. To add a composition, add a row to a table below;
 `COMPOSITIONS`, recipes and `import` take it from there.
 """
 
@@ -18,14 +19,15 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 def strongest_first(directions: torch.Tensor) -> torch.Tensor:
     """Eigenvalues `[..., D]` or eigenvectors as columns `[..., D, D]`, largest eigenvalue first.
 
-    `eigenbasis`, artifacts and the published files have them ascending. Nothing but this function
-    and `strongest` relies on that.
+    The input is ascending, as in `eigenbasis`, artifacts and the published files. Only this
+    function and `strongest` rely on that.
     """
     return directions.flip(-1)
 
 
 def strongest(directions: torch.Tensor, count: int) -> torch.Tensor:
-    """Those of the `count` largest eigenvalues, still ascending."""
+    """The eigenvalues, or eigenvectors as columns, of the `count` largest eigenvalues, still
+    ascending."""
     return directions[..., -count:]
 
 
@@ -35,11 +37,10 @@ def identity(dim: int) -> torch.Tensor:
 
 
 def permutation(dim: int) -> torch.Tensor:
-    """`P` `[D, D]`: column `br(i)` of `X P` is the column of `X` that belongs to the i-th largest
-    eigenvalue.
+    """`P` `[D, D]`: column `br(i)` of `X P` is the column of `X` with the i-th largest eigenvalue.
 
-    Which column that is depends on the order of eigenvalues alone: P is the same matrix for every
-    model and layer.
+    It depends only on the order of the eigenvalues, so P is the same matrix for every model and
+    layer.
     """
     columns = torch.empty(dim, dtype=torch.long)
     columns[bit_reversal(dim)] = strongest_first(torch.arange(dim))
@@ -47,13 +48,14 @@ def permutation(dim: int) -> torch.Tensor:
 
 
 def descending(dim: int) -> torch.Tensor:
-    """`[D, D]`: the columns of `X descending(D)` are those of `X`, largest eigenvalue first."""
+    """`[D, D]`: the columns of `X descending(D)` are those of `X`, sorted by descending
+    eigenvalue."""
     return strongest_first(identity(dim))
 
 
 def block_hadamard(dim: int, group: int) -> torch.Tensor:
-    """Block-diagonal Hadamard `[D, D]`: each quantization group of `group` channels is mixed on its
-    own."""
+    """Block-diagonal Hadamard matrix `[D, D]`. It mixes each quantization group of `group` channels
+    on its own."""
     return torch.kron(identity(dim // group), hadamard(group))
 
 
@@ -67,8 +69,8 @@ _AROUND_EIGENBASIS: dict[str, Callable[[int, int], Factors]] = {
     "h_r_pbr": lambda dim, group: (hadamard(dim), permutation(dim)),
     "h_pbr_r": lambda dim, group: (hadamard(dim) @ permutation(dim), identity(dim)),
     "r_h_pbr": lambda dim, group: (identity(dim), hadamard(dim) @ permutation(dim)),
-    # Eigenvectors in descending order, as published files per KV head and a fork of llama.cpp's
-    # calibrator have them.
+    # Eigenvectors in descending order, as in the published per-head files and in the calibrator of
+    # a llama.cpp fork.
     "rdesc_h": lambda dim, group: (identity(dim), descending(dim) @ hadamard(dim)),
     "rdesc_h_br": lambda dim, group: (
         identity(dim),
@@ -87,27 +89,27 @@ _DATA_FREE: dict[str, Callable[[int], torch.Tensor]] = {
     "h_pbr": lambda dim: hadamard(dim) @ permutation(dim),
 }
 DATA_FREE = (*_DATA_FREE, "random")
-"""Compositions without an eigenbasis; `random` alone takes a seed."""
+"""Compositions without an eigenbasis. Only `random` uses a seed."""
 COMPOSITIONS = (*_AROUND_EIGENBASIS, *DATA_FREE)
 """The name of every composition that a recipe may ask for."""
 GIVEN = "given"
-"""The composition of matrices that somebody else computed: nothing is known of their factors."""
+"""The composition of matrices that someone else computed, whose factors are unknown."""
 
 
 def needs_statistics(composition: str) -> bool:
-    """Whether the composition contains an eigenbasis."""
+    """Whether the composition contains an eigenbasis, and therefore needs statistics."""
     return composition in _AROUND_EIGENBASIS
 
 
 def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Ascending eigenvalues `[..., D]` and eigenvectors as columns `[..., D, D]` of a symmetric
-    moment, float64.
+    moment, in float64.
 
-    The sign of an eigenvector is arbitrary: its largest-magnitude entry is made positive, so that
+    The sign of an eigenvector is arbitrary. Its largest-magnitude entry is made positive, so that
     one machine writes the same bytes twice.
     """
     moment = moment.double().cpu()
-    # Sums of products are symmetric up to rounding; eigh would read one triangle of them.
+    # Sums of products are symmetric only up to rounding, and eigh reads just one triangle.
     eigenvalues, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     return eigenvalues, vectors * largest.sign()
@@ -127,14 +129,17 @@ def recover_basis(rotation: torch.Tensor, composition: str, group_size: int) -> 
 
 
 def data_free(dim: int, composition: str, seed: int) -> torch.Tensor:
-    """A rotation `[D, D]` that needs no statistics; `seed` matters to `random` alone, which is Haar
-    distributed (Mezzadri 2007: QR of a Gaussian matrix with the signs of R's diagonal moved into
-    Q)."""
+    """A rotation `[D, D]` that needs no statistics.
+
+    Only `random` uses `seed`. It is Haar distributed: QR of a Gaussian matrix, with the signs of
+    R's diagonal moved into Q (Mezzadri 2007).
+    """
     if composition != "random":
         return _DATA_FREE[composition](dim)
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
     orthogonal, triangular = torch.linalg.qr(gaussian)
+    # Without this, the signs depend on the QR algorithm and the distribution is not uniform.
     rotation: torch.Tensor = orthogonal * triangular.diagonal().sign()
     return rotation
 

@@ -1,7 +1,8 @@
 """Hadamard matrices of every order that Paley x Sylvester reaches, and the bit-reversal
 permutation.
 
-Everything is float64 and deterministic: a rotation built from these is the same on every machine.
+Everything is float64 and deterministic, so a rotation built from these is the same on every
+machine.
 """
 
 from functools import cache
@@ -15,17 +16,19 @@ from rotationzoo.errors import RotationZooError
 
 @cache
 def hadamard(order: int) -> torch.Tensor:
-    """Normalised Hadamard matrix `[order, order]`, float64, entries +-1/sqrt(order).
+    """Normalised Hadamard matrix `[order, order]`, float64, with entries +-1/sqrt(order).
 
-    Powers of two are in natural (Sylvester) order and symmetric. Any other order is a Kronecker
-    product of the largest Sylvester matrix for which a Paley matrix of the remaining factor exists
-    (Paley 1933, constructions I and II). Callers share one tensor: do not write to it.
+    A power of two gives the Sylvester matrix in natural order, which is symmetric. Any other order
+    gives a Kronecker product of a Sylvester and a Paley matrix (Paley 1933, constructions I and
+    II). The Sylvester factor is the largest whose remaining factor has a Paley matrix. Callers
+    share one tensor: do not write to it.
 
-    Raises `RotationZooError` for an order that has no such factorisation (no odd order above 1 has
+    Raises `RotationZooError` for an order without such a factorisation (no odd order above 1 has
     any Hadamard matrix).
     """
     if order < 1:
         raise RotationZooError(f"a Hadamard matrix needs a positive order, got {order}")
+    # From the largest Sylvester factor down, so that every order has one fixed matrix.
     for power in reversed(range(order.bit_length())):
         factor, rest = divmod(order, 1 << power)
         if rest == 0 and (core := _paley(factor)) is not None:
@@ -43,8 +46,9 @@ def _sylvester(order: int) -> torch.Tensor:
 
 
 def _paley(order: int) -> torch.Tensor | None:
-    """The +-1 Paley matrix of this order, or None: construction I needs order - 1 = 3 (mod 4) to be
-    a prime power, II needs order / 2 - 1 = 1 (mod 4) to be one."""
+    """The +-1 Paley matrix of this order, or None. Construction I needs order - 1 to be a prime
+    power that is 3 (mod 4). Construction II needs order / 2 - 1 to be a prime power that is 1 (mod
+    4)."""
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     q = order - 1
@@ -62,8 +66,8 @@ def _paley(order: int) -> torch.Tensor | None:
 
 
 def _bordered(jacobsthal: torch.Tensor, corner: int) -> torch.Tensor:
-    """The conference matrix: a zero corner, a row of ones and a column of +-ones around a
-    Jacobsthal matrix."""
+    """The conference matrix of a Jacobsthal matrix: a zero corner, a row of ones and a column of
+    +-ones are added around it."""
     conference = torch.nn.functional.pad(jacobsthal, (1, 0, 1, 0))
     conference[0, 1:] = 1
     conference[1:, 0] = corner
@@ -76,6 +80,7 @@ def _jacobsthal(prime: int, degree: int) -> torch.Tensor:
     elements = list(product(range(prime), repeat=degree))
     modulus = _irreducible(prime, degree)
     squares = {_multiply(a, a, prime, modulus) for a in elements[1:]}
+    # The later tables override the earlier ones.
     chi = dict.fromkeys(elements, -1.0) | dict.fromkeys(squares, 1.0) | {elements[0]: 0.0}
     values = [chi[_subtract(a, b, prime)] for a, b in product(elements, repeat=2)]
     return torch.tensor(values, dtype=torch.float64).view(len(elements), -1)
@@ -88,8 +93,8 @@ def _subtract(a: tuple[int, ...], b: tuple[int, ...], prime: int) -> tuple[int, 
 def _multiply(
     a: tuple[int, ...], b: tuple[int, ...], prime: int, modulus: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Product of two polynomials over GF(prime), lowest degree first, modulo the monic x^n +
-    modulus."""
+    """Product of two polynomials over GF(prime), modulo the monic x^n + modulus. Coefficients start
+    at the lowest degree."""
     degree = len(modulus)
     full = [0] * (2 * degree - 1)
     for i, x in enumerate(a):
@@ -102,10 +107,10 @@ def _multiply(
 
 
 def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
-    """Low coefficients of the first monic polynomial over GF(prime) modulo which no product of
-    non-zero elements is zero.
+    """Low coefficients of the first irreducible monic polynomial over GF(prime): modulo it, no
+    product of non-zero elements is zero.
 
-    Trying every product is enough for fields smaller than a head dimension.
+    Trying every product is fast enough for fields smaller than a head dimension.
     """
     zero, *units = product(range(prime), repeat=degree)
     if degree == 1:
@@ -117,7 +122,7 @@ def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
 
 
 def _prime_power(q: int) -> tuple[int, int] | None:
-    """`(p, n)` with p prime and q = p^n, or None."""
+    """`(p, n)` with p prime and q = p^n, or None where q is not a prime power."""
     prime = next((d for d in range(2, q + 1) if q % d == 0), None)
     if prime is None:
         return None
@@ -128,15 +133,16 @@ def _prime_power(q: int) -> tuple[int, int] | None:
 
 
 def bit_reversal(order: int) -> torch.Tensor:
-    """Permutation `[order]`, int64: entry i is where the i-th most important direction goes.
+    """Permutation `[order]`, int64: entry i is the channel that receives the i-th strongest
+    direction.
 
-    For a power of two it is the reversal of i's bits. Otherwise order = odd * 2^k: i is read as a
-    digit below the odd factor and k bits, and the digits are reversed: `i = d + odd * b` goes to `d
-    * 2^k + reversed(b)`. Either way the first order / G entries land in distinct groups of G, for
-    every power of two G that divides the order.
+    For a power of two, entry i is i with its bits reversed. Any other order is odd * 2^k; i is then
+    read as a digit below the odd factor and k bits, and the digits are reversed: `i = d + odd * b`
+    goes to `d * 2^k + reversed(b)`. Either way the first order / G entries land in distinct groups
+    of G, for every power of two G that divides the order.
     """
     bits = (order & -order).bit_length() - 1  # trailing zeros
     odd = order >> bits
-    # Without bits, "0" reversed is 0 too.
+    # With zero bits, the only number is formatted as "0", which reverses to 0.
     reverse = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits)]
     return torch.tensor([(i % odd << bits) + reverse[i // odd] for i in range(order)])

@@ -1,7 +1,7 @@
-"""Additive second moments: what calibration keeps of the activations it sees.
+"""Additive second moments: the statistics that calibration keeps of activations.
 
-A `Moment` holds raw float64 sums and the weight they were summed with; division comes last. Two
-shards, two halves of an interrupted run or two GPUs are therefore merged by `+`.
+A `Moment` holds raw float64 sums and their total weight; division comes last. Two shards, two GPUs
+or the two halves of an interrupted run therefore merge with `+`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 
 Statistics = dict[int, dict[str, "Moment"]]
-"""Layer index -> kind -> moment; the kinds are `query`, `output`, `key`, `value` and, for two-pass
+"""Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value` and, for two-pass
 recipes, `key_energy`."""
 
 
@@ -18,8 +18,9 @@ recipes, `key_energy`."""
 class Moment:
     """Raw sums over rows `x` of weight `w`, one set per KV head, all float64 on one device.
 
-    `second` `[H, D, D]` is the sum of `w x^T x`, `first` `[H, D]` the sum of `w x`, `weight` `[H]`
-    the sum of `w` (the number of rows where no weights are given).
+    * `second` `[H, D, D]` is the sum of `w x^T x`;
+    * `first` `[H, D]` is the sum of `w x`;
+    * `weight` `[H]` is the sum of `w`: the number of rows where no weights are given.
     """
 
     second: torch.Tensor
@@ -28,14 +29,14 @@ class Moment:
 
     @classmethod
     def zeros(cls, heads: int, dim: int, device: torch.device | str = "cpu") -> "Moment":
-        """The moment of no rows."""
+        """The moment of zero rows."""
         shapes = (heads, dim, dim), (heads, dim), (heads,)
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         """Add rows `[H, N, D]` of any floating dtype, with optional weights `[H, N]`.
 
-        The products are formed in float64: a float32 product leaves the smallest eigenvalues of a
+        The products are formed in float64. Float32 products leave the smallest eigenvalues of a
         wide spectrum wrong by percents.
         """
         rows = rows.to(self.second.device, torch.float64)
@@ -45,7 +46,7 @@ class Moment:
         self.weight += rows.shape[1] if weights is None else weights.sum(1)
 
     def to(self, device: torch.device) -> "Moment":
-        """The sums on a device."""
+        """The same sums on another device."""
         if self.second.device == device:
             return self
         return Moment(self.second.to(device), self.first.to(device), self.weight.to(device))
@@ -59,7 +60,7 @@ class Moment:
     def second_moment(self) -> torch.Tensor:
         """Mean of `x^T x`, `[H, D, D]`, exactly symmetric."""
         mean = self.second / self.weight[:, None, None]
-        return (mean + mean.mT) / 2
+        return (mean + mean.mT) / 2  # rounding differs between the triangles of a product
 
     @property
     def mean(self) -> torch.Tensor:
@@ -68,7 +69,7 @@ class Moment:
 
 
 def to_raw(statistics: Statistics) -> dict[str, torch.Tensor]:
-    """The sums themselves under flat names, on the CPU: what a checkpoint stores, so that resuming
+    """The sums themselves under flat names, on the CPU. A checkpoint stores these, so that resuming
     loses no bit."""
     return {
         f"{layer}.{kind}.{field.name}": getattr(moment, field.name).cpu().contiguous()
@@ -91,20 +92,21 @@ def from_raw(tensors: Mapping[str, torch.Tensor]) -> Statistics:
 
 @dataclass(frozen=True)
 class Average:
-    """A moment divided by its weight: what an artifact keeps. Averages of several files merge by
-    `count`."""
+    """A moment divided by its weight, which is what an artifact stores. Averages of several files
+    merge by `count`."""
 
     second_moment: torch.Tensor
     """`[H, D, D]`, exactly symmetric."""
     mean: torch.Tensor | None = None
-    """`[H, D]`; None of key energy, and of imported files."""
+    """`[H, D]`. None for key energy, and for imported files."""
     count: torch.Tensor | None = None
-    """Rows, an int64 scalar; of key energy its total weight `[H]`; None of imported files."""
+    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`; for imported
+    files it is None."""
 
     @property
     def sums(self) -> Moment:
-        """The moment again, up to a rounding; where count or mean are not known, the weight is 1
-        and the first moment 0."""
+        """The moment again, up to rounding. The weight is 1 where the count is unknown, and the
+        first moment is 0 where the mean is unknown."""
         count = torch.ones(()) if self.count is None else self.count
         weight = count.double().expand(self.second_moment.shape[0])
         first = self.second_moment.new_zeros(self.second_moment.shape[:2])
@@ -127,13 +129,14 @@ def average(statistics: Statistics) -> Averages:
 
 def _average(kind: str, moment: Moment) -> Average:
     second = moment.second_moment.cpu().contiguous()
-    if kind == "key_energy":  # its weight is no count, and differs from head to head
+    if kind == "key_energy":  # its weight is not a row count, and differs from head to head
         return Average(second, None, moment.weight.cpu().contiguous())
+    # All heads have seen the same rows, so one head's weight is the count.
     return Average(second, moment.mean.cpu().contiguous(), moment.weight[0].round().long().cpu())
 
 
 def sums(averages: Averages) -> Statistics:
-    """Inverse of `average`, up to a rounding."""
+    """Inverse of `average`, up to rounding."""
     statistics: Statistics = {}
     for layer, kinds in averages.items():
         statistics[layer] = {kind: average.sums for kind, average in kinds.items()}

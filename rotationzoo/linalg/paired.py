@@ -1,5 +1,5 @@
-"""Paired comparisons over texts: mean differences, their standard errors, and what is clearly
-less."""
+"""Paired comparisons over texts: mean differences, their standard errors, and which scores are
+clearly lower."""
 
 import torch
 
@@ -8,7 +8,7 @@ def paired_difference(
     losses: list[float], baseline_losses: list[float], tokens: list[int]
 ) -> tuple[float, float | None]:
     """Mean difference of two arms' log perplexities on the same texts, and its standard error (None
-    for a single text). Texts weigh as much as they have `tokens`."""
+    for a single text). Each text is weighted by its `tokens`."""
     difference = torch.tensor(losses, dtype=torch.float64) - torch.tensor(
         baseline_losses, dtype=torch.float64
     )
@@ -16,19 +16,20 @@ def paired_difference(
 
 
 def clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Boolean `[...]`: whether scores `[texts, ...]` are lower by more than a standard error of
-    their paired difference."""
+    """Boolean `[...]`: whether the scores `after` are lower than `before`, both `[texts, ...]`, by
+    more than one standard error of their paired difference."""
     difference = after - before
     texts = len(difference)
-    error = torch.zeros_like(difference[0])  # of a single text, unknown: any decrease counts
+    error = torch.zeros_like(difference[0])  # unknown for a single text: any decrease counts
     if texts > 1:
         error = difference.std(0) / texts**0.5
     return difference.mean(0) < -error
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, float | None]:
-    """Weighted mean over texts and its standard error, None where a single text gives none."""
-    counted = weights > 0
+    """Weighted mean over texts and its standard error. The error is None where only one text has
+    weight."""
+    counted = weights > 0  # a text of no weight must not count in the standard error
     shares = weights[counted] / weights.sum()
     values = values[counted]
     mean = (shares * values).sum()

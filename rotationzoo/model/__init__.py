@@ -1,1 +1,1 @@
-"""One causal language model: where it is, how it is loaded, and what its attention is handed."""
+"""One causal language model: finding it, loading it, and reading what goes into its attention."""

@@ -1,10 +1,10 @@
-"""The hook: post-RoPE queries, keys, values and the attention output of every layer, read where the
-model computes attention.
+"""The attention hook: it reads post-RoPE queries, keys, values and the attention output of every
+layer.
 
-transformers calls one function per attention layer, after RoPE, norms and the cache update, and
-looks it up by name in a registry. `intercept` swaps that entry under the name the model already
-uses: a new name would lose the mask function registered beside it, and the sparse masks that some
-models apply only under the names they know.
+For each attention layer, transformers calls one function after RoPE, norms and the cache update. It
+looks that function up by name in a registry. `intercept` swaps the entry under the name that the
+model already uses. A new name would lose the mask function registered beside it, and also the
+sparse masks that some models apply only under the names they know.
 """
 
 import sys
@@ -20,17 +20,17 @@ from transformers import AttentionInterface, PreTrainedModel
 from rotationzoo.errors import UnsupportedModel
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
-"""`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]` and weights or None,
-as transformers registers them."""
+"""`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]` and the weights or
+None, as transformers registers them."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The model's own attention call of one layer, with its mask and options; call it to get the
-    output `[B, T, H_q, D_v]`.
+    """The model's own attention call of one layer, with its mask and options. Calling it returns
+    the output `[B, T, H_q, D_v]`.
 
-    `mask` is what the implementation takes: None for plain causal, boolean (True = attend) or
-    additive.
+    `mask` has the form that the implementation takes: None for plain causal, boolean (True =
+    attend) or additive.
     """
 
     module: torch.nn.Module
@@ -43,8 +43,8 @@ class Attention:
         return output
 
     def weights(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """The softmax `[B, H_q, T_q, T_k]` of this call in float32, with the model's own soft cap
-        and sinks: what its eager implementation returns. Needs an additive mask. Raises
+        """The softmax `[B, H_q, T_q, T_k]` of this call in float32, as the model's eager
+        implementation computes it, with its soft cap and sinks. Needs an additive mask. Raises
         `UnsupportedModel` for a model without an eager implementation."""
         try:
             eager = eager_attention(self.module)
@@ -62,26 +62,28 @@ class Attention:
 
 
 Intercept = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]
-"""`(layer, query, key, value, attend) -> output`: called in place of the attention of a layer.
+"""`(layer, query, key, value, attend) -> output`: called in place of a layer's attention.
 
-Handed are the layer's index; its `query` `[B, H_q, T, D_k]`, `key` `[B, H_kv, T_k, D_k]` and
-`value` `[B, H_kv, T_k, D_v]`, all post-RoPE, not repeated for GQA, in the model's type and on the
-layer's device; and `attend`, the call that the model would have made. What is returned goes on
-through the model in place of the attention's output `[B, T, H_q, D_v]`.
+The arguments are the layer's index; `query` `[B, H_q, T, D_k]`, `key` `[B, H_kv, T_k, D_k]` and
+`value` `[B, H_kv, T_k, D_v]`; and `attend`, the call that the model would have made. The tensors
+are post-RoPE, not repeated for GQA, in the model's type and on the layer's device. The model goes
+on with the result in place of the attention's output `[B, T, H_q, D_v]`.
 """
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`(layer, query, key, value, output)`: called after the attention of a layer, with the
-tensors that `Intercept` is handed, and the output as `[B, H_q, T, D_v]`. They are the model's own:
-copy what is kept, and change nothing."""
+"""`(layer, query, key, value, output)`: called after a layer's attention.
+
+The tensors are those of `Intercept`, and the output is `[B, H_q, T, D_v]`. They belong to the
+model: copy what you keep, and change nothing.
+"""
 
 
 @contextmanager
 def intercept(model: PreTrainedModel, function: Intercept) -> Iterator[None]:
-    """Within the block, every attention call of the model's decoder becomes a call of `function`.
+    """Inside the block, every attention call of the model's decoder goes to `function` instead.
 
-    Attention of other modules (vision towers, other models) is left alone. The registry is restored
-    when the block ends, also by an exception.
+    Attention in other modules (vision towers, other models) is left alone. The registry is restored
+    when the block ends, even by an exception.
     """
     tower = decoder(model)
     decoder_modules = set(map(id, tower.modules()))
@@ -121,8 +123,8 @@ def intercept(model: PreTrainedModel, function: Intercept) -> Iterator[None]:
 
 @contextmanager
 def capture(model: PreTrainedModel, observe: Observe) -> Iterator[None]:
-    """Within the block, `observe` sees every attention call of the decoder. The model computes what
-    it always does."""
+    """Inside the block, `observe` sees every attention call of the decoder. What the model computes
+    does not change."""
 
     def watch(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
@@ -139,7 +141,8 @@ def check_transparent(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Raise `UnsupportedModel` unless the logits of `ids` `[B, T]` are the same with and without
     capture.
 
-    On a GPU, where a kernel may not repeat itself, they may differ as much as two plain runs do.
+    On a GPU, where kernels may not be deterministic, they may differ by as much as two plain runs
+    do.
     """
 
     def logits() -> torch.Tensor:
@@ -163,13 +166,13 @@ def check_transparent(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The text decoder without its language-model head and, in a vision model, without the other
-    towers."""
+    """The text decoder, without its language-model head and without the other towers of a vision
+    model."""
     untyped: Any = model
     inner = untyped.get_decoder()
     if isinstance(inner, PreTrainedModel) and inner is not model:
         return inner
-    # Some models name another part "decoder"; some have none and are their own.
+    # Some models call another part "decoder"; others have none, and are the decoder themselves.
     base = model.base_model
     assert isinstance(base, PreTrainedModel)
     return base
@@ -177,30 +180,30 @@ def decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def loaded(module: torch.nn.Module) -> Iterator[None]:
-    """Within the block the module's own parameters are in memory, such as the sinks of an
-    attention: accelerate keeps offloaded ones elsewhere except while their module runs."""
+    """Inside the block, the module's own parameters, such as the sinks of an attention, are in
+    memory. accelerate keeps offloaded parameters elsewhere except while their module runs."""
     if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-        yield  # they are in memory already, and stay when the block ends
+        yield  # they are in memory already, and stay there when the block ends
         return
     with align_module_device(module):
         yield
 
 
 def eager_attention(module: torch.nn.Module) -> AttentionFunction:
-    """The eager implementation. It is in no registry: each modeling file has its own, to which the
-    registry lookup falls back. Raises `AttributeError` where there is none."""
+    """The eager implementation. It is in no registry: each modeling file defines its own, and the
+    registry look-up falls back to that. Raises `AttributeError` where there is none."""
     function: AttentionFunction = sys.modules[type(module).__module__].eager_attention_forward
     return function
 
 
 def _registries(tower: PreTrainedModel) -> list[AttentionInterface]:
-    """Every attention registry that the tower's modeling files use: nearly always the library's,
-    some have their own."""
+    """Every attention registry that the tower's modeling files use. Nearly all use the library's,
+    but some have their own."""
     registries: list[AttentionInterface] = []
     for module in tower.modules():
         modeling_file = sys.modules[type(module).__module__]
         registry = getattr(modeling_file, "ALL_ATTENTION_FUNCTIONS", None)
-        # By identity: a registry compares equal to any other with the same entries.
+        # By identity, because registries with the same entries compare equal.
         known = any(registry is earlier for earlier in registries)
         if isinstance(registry, AttentionInterface) and not known:
             registries.append(registry)

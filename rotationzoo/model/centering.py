@@ -1,10 +1,10 @@
-"""Whether a mean may be subtracted from all keys, which is exact only where attention ignores what
-they share.
+"""Whether a mean may be subtracted from all keys: only if the model's attention ignores a shift
+that they share.
 
-A softmax over keys alone does: `q (k - c)` is less than `q k` by the same number for all keys that
-a query reads. With learned sinks, whose logits stay as they are, or with a soft cap, which is not
-linear, the output changes. There is no list of such models: their attention is tried on keys with
-and without a shift.
+A plain softmax over keys ignores it: `q (k - c)` is less than `q k` by the same amount for every
+key that a query reads. With learned sinks, whose logits do not shift, or with a soft cap, which is
+not linear, the output changes. There is no list of such models. Their attention is tried on keys
+with and without a shift.
 """
 
 import copy
@@ -17,21 +17,23 @@ from transformers import PreTrainedModel
 
 from rotationzoo.model.capture import Attention, decoder, eager_attention, intercept
 
-# The largest change of an output, relative to the largest output, that counts as none. On tiny
-# models of 20 families it is at most 2e-6 where a shift cancels, and .5 or more where it does not.
+# Changes of the output up to this, relative to the largest output, count as none. On tiny models
+# of 20 families the change is at most 2e-6 where a shift cancels, and .5 or more where it does not.
 NONE = 1e-3
-_LOGITS = 3.0  # of queries and keys: a cap of 50 must show, and 1 - exp(-30) is 1
+# Scale of queries and keys: large enough for a soft cap of 50 to show, and small enough not to
+# saturate a softmax, where 1 - exp(-30) is 1.
+_LOGITS = 3.0
 _TOKENS = 16
 
 
 def ignores_shift(
     attend: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
-    """Whether this attention gives the same output for keys that are all shifted alike.
+    """Whether this attention gives the same output when all keys are shifted alike.
 
-    It is tried on the CPU, with random numbers in place of queries `[B, H_q, T, D]`, keys and
-    values `[B, H, T, D]` and the weights that the attention reads, so that no weights are needed.
-    An attention that cannot be tried counts as moved.
+    It is tried on the CPU. Random numbers replace the queries `[B, H_q, T, D]`, the keys and values
+    `[B, H, T, D]` and the weights that the attention reads, so that no weights are needed. An
+    attention that cannot be tried counts as one that does not ignore the shift.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = _with_random_numbers(attend, generator)
@@ -42,23 +44,24 @@ def ignores_shift(
             plain = attempt(queries, keys, values)
             up = (attempt(queries, keys + shift, values) - plain).abs().max().item()
             down = (attempt(queries, keys - shift, values) - plain).abs().max().item()
-        except Exception:  # each attention asks for something else
+        except Exception:  # attention functions fail in different ways on inputs they cannot take
             continue
         return max(up, down) <= NONE * plain.abs().max().item()
     return False
 
 
 def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Attention:
-    """The same call with random numbers in place of its module's weights and its options."""
+    """The same call, with random numbers in place of its module's weights and of its tensor
+    options."""
     drawn: dict[int, torch.Tensor] = {}
 
     def draw(given: Any) -> Any:
-        """Numbers in the shape of a tensor, the same for the same tensor: sinks are a weight and an
-        option."""
+        """Random numbers in the shape of a tensor. The same tensor always gets the same numbers,
+        because sinks are passed both as a weight and as an option."""
         if not isinstance(given, torch.Tensor):
             return given
         if id(given) not in drawn:
-            # Drawn for integers too, which are then zeros.
+            # Drawn for integers, too, which then become zeros.
             numbers = torch.randn(given.shape, generator=generator, dtype=torch.float64)
             if not given.is_floating_point():
                 numbers = torch.zeros(given.shape, dtype=given.dtype)
@@ -75,8 +78,8 @@ def _with_random_numbers(attend: Attention, generator: torch.Generator) -> Atten
 
 
 def _attempts(attend: Attention, module: torch.nn.Module) -> list[Attention]:
-    """The call with a causal mask: by the module's eager implementation if it has one, which needs
-    an additive mask, and by the function that is in use."""
+    """The call with a causal mask, in the order to try: the module's eager implementation if it has
+    one, which needs an additive mask, then the function in use."""
     visible, hidden = _causal_masks(_TOKENS, torch.float64)
     in_use = replace(attend, mask=visible)
     try:
@@ -87,14 +90,14 @@ def _attempts(attend: Attention, module: torch.nn.Module) -> list[Attention]:
 
 
 def _causal_masks(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A causal mask `[1, 1, T, T]`: boolean, and additive."""
+    """A causal mask `[1, 1, T, T]`, in boolean and in additive form."""
     visible = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
     zeros = torch.zeros(visible.shape, dtype=dtype)
     return visible, zeros.masked_fill(~visible, torch.finfo(torch.float32).min)
 
 
 def _rows(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random rows `[1, H, T, D]` with the heads and the dimension of a tensor."""
+    """Random rows `[1, H, T, D]` with the heads and the dimension of `like`."""
     shape = (1, like.shape[1], _TOKENS, like.shape[3])
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -105,8 +108,9 @@ def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:
 
 @torch.no_grad()
 def layers_moved(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
-    """The layers of a loaded model whose attention weights for `ids` `[B, T]` change when keys lose
-    their mean. `ignores_shift` has tried the same without weights; this is the last word."""
+    """The layers of a loaded model whose attention weights for `ids` `[B, T]` change when the keys
+    lose their mean. `ignores_shift` tries this without weights; this check on the real ones is
+    final."""
     _, hidden = _causal_masks(ids.shape[1], torch.float32)
     moved: dict[int, float] = {}
 
@@ -125,8 +129,8 @@ def layers_moved(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
 
 
 def reason(layers: Sequence[int]) -> str:
-    """Why keys may not be stored without their mean, given the layers whose attention a shift
-    moves."""
+    """The reason why keys may not be stored without their mean, given the layers where a shift
+    changes attention."""
     where = f"layer {layers[0]}"
     if len(layers) > 1:
         where = f"{len(layers)} layers, {layers[0]} the first"

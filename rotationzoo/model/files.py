@@ -1,4 +1,4 @@
-"""The files of a model in a folder: its JSON tables, and its weights."""
+"""A model's files in a folder: its JSON tables and its weights."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from typing import Any
 from rotationzoo.errors import ModelUnavailable, RotationZooError
 from rotationzoo.storage import files
 
-_JSON_LIMIT = 256 << 20  # bytes: the index of a model of experts has a line for each tensor
+_JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A table in a file of a model, or an empty one where there is none. The file may be a link, as
-    in the hub's cache."""
+    """Read a table from a model's file; empty where there is no readable table. The file may be a
+    link, as in the hub's cache."""
     try:
         content = json.loads(files.read(Path(os.path.realpath(path)), _JSON_LIMIT))
     except (RotationZooError, ValueError, RecursionError):
@@ -24,9 +24,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that `from_pretrained` reads: one, or the shards that the index names;
-    none unless all are present. Raises `ModelUnavailable` for an index that names anything but
-    files of the folder."""
+    """The safetensors files that `from_pretrained` reads: a single file, or the shards that the
+    index names. The list is empty unless all of them are present. Raises `ModelUnavailable` for an
+    index that names anything but files in the folder."""
     index = folder / "model.safetensors.index.json"
     names = _shards(index) if index.is_file() else ["model.safetensors"]
     paths = [folder / name for name in names]
@@ -36,7 +36,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def tensor_ends(path: Path) -> dict[str, bytes]:
     """Name -> name, type, shape and the first and last 256 bytes of each tensor in a safetensors
-    file. Raises whatever reading another file's bytes may raise."""
+    file. A malformed file may raise any kind of error."""
     ends = {}
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -47,6 +47,7 @@ def tensor_ends(path: Path) -> dict[str, bytes]:
         for name, entry in header.items():
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             sample = b""
+            # A tensor of less than 256 bytes is read twice, which does no harm.
             for position in (begin, max(begin, end - _END)):
                 file.seek(position)
                 sample += file.read(min(_END, end - position))

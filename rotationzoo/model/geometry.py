@@ -1,9 +1,9 @@
-"""The attention of a model: which layers store keys and values, with what heads and dimensions; and
-why a model cannot be calibrated.
+"""The attention geometry of a model: which layers store keys and values, and with what heads and
+dimensions.
 
-There is no list of models. The model runs on a few tokens, usually on `meta` without weights, and
-what attention was handed is compared with what the cache stores. A model family that fails, fails
-here: every refusal is a sentence in `geometry_of`.
+There is no list of supported models. The model runs on a few tokens, usually on `meta` without
+weights, and the inputs of attention are compared with what the cache stores. `geometry_of` refuses
+a model family that cannot be calibrated, with the reason in one sentence.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +25,7 @@ _LATENT_HINT = "nothing to do: a rotation per KV head does not fit such a cache"
 @dataclass(frozen=True)
 class Layer:
     """The attention of one layer. `owner` is the layer whose cache it reads: itself, or an earlier
-    one that it shares."""
+    layer whose cache it shares."""
 
     index: int
     owner: int
@@ -34,9 +34,9 @@ class Layer:
     key_dim: int
     value_dim: int
     shift_invariant: bool | None = None
-    """Whether its attention ignores what all keys share, so that a mean subtracted from them
-    changes nothing. None where it was not tried: in files imported for no model, and in artifacts
-    of earlier versions."""
+    """Whether its attention ignores what all keys share, so that subtracting their mean changes
+    nothing. None where this was not tried: for files imported without a model, and in artifacts of
+    earlier versions."""
 
     @property
     def group(self) -> int:
@@ -48,18 +48,18 @@ Geometry = list[Layer]
 
 
 def cached_layers(geometry: Geometry) -> Geometry:
-    """The layers that store their keys and values themselves: those that get a rotation."""
+    """The layers that store their own keys and values, and therefore get a rotation."""
     return [layer for layer in geometry if layer.owner == layer.index]
 
 
 def shifted_layers(geometry: Geometry) -> list[int]:
-    """The layers whose attention is moved by a mean subtracted from all keys."""
+    """The layers whose attention changes when a mean is subtracted from all keys."""
     return [layer.index for layer in geometry if layer.shift_invariant is False]
 
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
-    """Whether two geometries have the same layers, heads and dimensions, whatever else is known of
-    them."""
+    """Whether two geometries have the same layers, heads and dimensions. Shift invariance is
+    ignored."""
     shapes, other_shapes = map(_without_shift_invariance, (geometry, other))
     return shapes == other_shapes
 
@@ -69,7 +69,7 @@ def _without_shift_invariance(geometry: Geometry) -> Geometry:
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:
-    """A manifest's `geometry`. What was not tried is left out."""
+    """The `geometry` of a manifest. Properties that were not tried are left out."""
     layers = []
     for layer in map(asdict, geometry):
         layers.append({name: value for name, value in layer.items() if value is not None})
@@ -86,7 +86,7 @@ def geometry_from_json(content: list[dict[str, Any]]) -> Geometry:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the attention of one layer was handed."""
+    """The inputs of one layer's attention."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -98,11 +98,11 @@ _Shape = tuple[int, int]  # heads and dimension
 
 
 def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
-    """The attention geometry of a model on `meta`, or None where its forward needs values (then
-    look at real weights). Raises `UnsupportedModel` with the reason."""
+    """The attention geometry of a model on `meta`. None where its forward needs values; the caller
+    then looks at real weights. Raises `UnsupportedModel` with the reason."""
     tower = decoder(model)
-    # The default experts loop over the tokens each expert got, which needs values; batched ones
-    # have the same shapes.
+    # The default experts loop over the tokens that each expert got, which needs values. Batched
+    # experts do not, and have the same shapes.
     if getattr(tower.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("batched_mm")
     try:
@@ -113,14 +113,15 @@ def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
 
 @torch.no_grad()
 def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geometry:
-    """Which layers call attention, with what heads, and whether the cache stores what was captured.
+    """Find the layers that call attention and their heads, and check that the cache stores what was
+    captured.
 
     `ids` `[B, T]` defaults to a few zeros on the model's device. Raises `UnsupportedModel` with the
     reason.
     """
     name = type(model).__name__
-    # Older versions of transformers cache the expanded keys and values of MLA, where servers store
-    # the latent.
+    # Older versions of transformers cache MLA's expanded keys and values, so the shapes would pass;
+    # servers store the latent.
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
     if ids is None:
@@ -145,8 +146,8 @@ def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geom
 def _run(
     model: PreTrainedModel, ids: torch.Tensor
 ) -> tuple[dict[int, _Call], dict[int, tuple[_Shape, _Shape]]]:
-    """Layer -> what its attention was handed; and layer -> shapes of the keys and values that the
-    cache holds."""
+    """Layer -> inputs of its attention; and layer -> shapes of the keys and values that its cache
+    holds."""
     calls: dict[int, _Call] = {}
 
     def record(
@@ -171,13 +172,13 @@ def _layer(
     calls: Mapping[int, _Call],
     stored: Mapping[int, tuple[_Shape, _Shape]],
 ) -> Layer:
-    """The attention of one layer. Raises `UnsupportedModel` where the cache stores something else
-    than was captured."""
+    """The attention of one layer. Raises `UnsupportedModel` where the cache stores something other
+    than the captured keys and values."""
     call = calls[index]
     key_shape, value_shape = _shape(call.key), _shape(call.value)
     differs = index in stored and stored[index] != (key_shape, value_shape)
-    # One tensor read as both keys and values is a latent too, although its shape is that of one
-    # head.
+    # One tensor that serves as both keys and values is a latent, too, although it has the shape of
+    # one head.
     if call.key is call.value or differs:
         raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
     owner = index if index in stored else _owner(index, calls, stored)
@@ -198,7 +199,7 @@ def _layer(
 
 
 def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> int | None:
-    """The latest earlier layer with a cache that was handed the very same keys."""
+    """The latest earlier layer with a cache whose attention read the same keys."""
     key = calls[index].key
     earlier = [layer for layer in calls if layer < index and layer in stored]
     for layer in sorted(earlier, reverse=True):
@@ -208,7 +209,7 @@ def _owner(index: int, calls: Mapping[int, _Call], stored: Collection[int]) -> i
 
 
 def _same_keys(key: torch.Tensor, earlier: torch.Tensor) -> bool:
-    """Whether keys are one tensor, or equal: on `meta` there are no values to compare."""
+    """Whether keys are one tensor, or are equal. On `meta` there are no values to compare."""
     if key is earlier:
         return True
     if key.is_meta or key.shape != earlier.shape:
@@ -217,7 +218,7 @@ def _same_keys(key: torch.Tensor, earlier: torch.Tensor) -> bool:
 
 
 def _is_encoder(model: PreTrainedModel) -> bool:
-    """Whether some attention of the decoder says that it is not causal."""
+    """Whether any attention module of the decoder declares itself not causal."""
     attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
     return any(getattr(module, "is_causal", True) is False for module in attentions)
 
@@ -234,8 +235,7 @@ def _shape(tensor: torch.Tensor) -> _Shape:
 
 
 def _stored_shapes(cache: Any) -> dict[int, tuple[_Shape, _Shape]]:
-    """Layer -> shapes of the keys and of the values that the cache holds; layers without any are
-    absent."""
+    """Layer -> shapes of the keys and of the values in the cache. Layers without any are absent."""
     stored = {}
     for index, layer in enumerate(getattr(cache, "layers", [])):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -1,5 +1,5 @@
-"""Loading a causal language model: its config, its tokenizer, its shapes on `meta`, its weights on
-one device or spread over many."""
+"""Loading a causal language model: config, tokenizer, shapes on `meta`, and weights on one or many
+devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is 
 
 def load_config(source: Source) -> PretrainedConfig:
     """The model's config. Raises `ModelUnavailable` where it cannot be read, and `UnsupportedModel`
-    for a model that is no causal decoder."""
+    for a model that is not a causal decoder."""
     kind = read_json(source.folder / "config.json").get("model_type")
     if not kind:
         raise ModelUnavailable(
@@ -53,12 +53,12 @@ def load_config(source: Source) -> PretrainedConfig:
         raise UnsupportedModel(
             f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT
         )
-    _model_class(config, source.name)
+    _model_class(config, source.name)  # refuses what is not a causal language model
     return config
 
 
 def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) -> dict[str, Any]:
-    """The table `model` of a manifest, which identifies the model that an artifact is for."""
+    """The `model` table of a manifest, which identifies the model that an artifact is for."""
     return {
         "id": source.label,
         "revision": source.revision,
@@ -80,7 +80,7 @@ def _model_class(config: PretrainedConfig, name: str) -> Any:
 
 
 def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
-    """The model as its config describes it, on `meta`: shapes without weights."""
+    """Build the model from its config on `meta`: shapes without weights."""
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
         options = _implementations(config)
@@ -91,12 +91,12 @@ def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
 
 
 def _implementations(config: PretrainedConfig) -> dict[str, str | None]:
-    """How attention and experts are computed: never as `config.json` says, which may name
-    somebody's repository of kernels, whose code would be fetched and run.
+    """How attention and experts are computed. `config.json` does not decide: it may name somebody's
+    repository of kernels, whose code would be fetched and run.
 
     None is the library's own choice, sdpa or eager for each part of a model. Models with a soft cap
-    get eager: sdpa drops it without a word, and some versions (5.17, for Gemma 2) choose sdpa all
-    the same.
+    get eager, because sdpa silently drops the cap. Some versions (5.17, for Gemma 2) would choose
+    sdpa all the same.
     """
     text = config.get_text_config(decoder=True)
     eager = "eager" in (config._attn_implementation, text._attn_implementation)
@@ -112,13 +112,13 @@ def load(
     placement: Placement | None = None,
     predicts: bool = True,
 ) -> PreTrainedModel:
-    """The model with its weights, in eval mode. Raises `ModelUnavailable`.
+    """Load the model with its weights, in eval mode. Raises `ModelUnavailable`.
 
     * `device`: where the weights go, unless a `placement` spreads them with accelerate.
-    * `dtype`: the type of the weights. Quantized weights come in the type that their makers chose,
-      whatever it says.
-    * `predicts`: False where only the decoder is run. The language-model head may then be missing,
-      as it is in some checkpoints.
+    * `dtype`: the type of the weights. Quantized weights ignore it and load in the type that their
+      makers chose.
+    * `predicts`: False where only the decoder runs. The language-model head may then be missing, as
+      it is in some checkpoints.
     """
     if getattr(config, "quantization_config", None):
         dtype = "auto"
@@ -137,8 +137,8 @@ def load(
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
-                # False, not absent: absent, transformers would ask on the terminal whether to run
-                # the repository's own code.
+                # Explicitly False: if it is absent, transformers asks on the terminal whether to
+                # run the repository's own code.
                 trust_remote_code=False,
                 **where,
                 **_implementations(config),
@@ -156,7 +156,7 @@ def load(
     missing = sorted(loading_info["missing_keys"])
     if not predicts:
         missing = [name for name in missing if "lm_head" not in name]
-    if missing:  # transformers fills them with random numbers and says so in a warning
+    if missing:  # transformers only warns, and fills them with random numbers
         raise ModelUnavailable(
             f"{cannot}: {missing[0]} is missing from its weights", hint=_FETCH_HINT
         )
@@ -172,15 +172,16 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except Exception as error:  # each tokenizer class reads its files in its own way
+    except Exception as error:  # each tokenizer class fails in its own way
         raise missing from error
-    if not tokenizer("a word").input_ids:  # without its files, transformers makes an empty one
+    # If its files are missing, transformers makes an empty tokenizer.
+    if not tokenizer("a word").input_ids:
         raise missing
     return tokenizer
 
 
 def torch_device(device: str) -> str:
-    """The name of a device that is there; `auto` is the accelerator if there is one. Raises
+    """The name of an available device; `auto` is the accelerator if there is one. Raises
     `UsageError`."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,8 +194,8 @@ def torch_device(device: str) -> str:
 
 
 def torch_dtype(dtype: str, device: str, device_map: str | None) -> torch.dtype | str:
-    """`auto` is the checkpoint's own type on an accelerator or spread over devices, and float32 on
-    a CPU alone."""
+    """The type of the weights. `auto` is float32 on a CPU alone; on an accelerator or spread over
+    devices it is the checkpoint's own type."""
     if dtype != "auto":
         named: torch.dtype = getattr(torch, dtype)
         return named
@@ -202,16 +203,16 @@ def torch_dtype(dtype: str, device: str, device_map: str | None) -> torch.dtype 
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go. accelerate takes them from the CPU where the model's first weights are
-    offloaded."""
+    """The device for token ids. It is the CPU where the model's first weights are offloaded;
+    accelerate moves the ids from there."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 @contextmanager
 def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
-    """Turn what goes wrong inside the model's own forward, on batches of `batch` rows of `length`
-    tokens, into one sentence. Raises `RotationZooError` with smaller settings as its hint where
-    memory ran out."""
+    """Turn an error inside the model's own forward, on batches of `batch` rows of `length` tokens,
+    into one sentence. Raises `RotationZooError`; where memory ran out, its hint is smaller
+    settings."""
     try:
         with as_unavailable(f"{model} fails when it runs"):
             yield
@@ -228,6 +229,6 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    # On a full GPU CUDA's libraries fail in their own ways, before torch's allocator does.
+    # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does.
     signs = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate")
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)

@@ -1,4 +1,4 @@
-"""Where the weights of a model go that one device does not hold: accelerate's device map."""
+"""Placing weights that do not fit one device: accelerate's device map and memory limits."""
 
 import tempfile
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from rotationzoo.model.source import Source
 
 @dataclass(frozen=True)
 class Placement:
-    """accelerate's device map, with memory limits per device and a scratch folder for weights kept
-    on disk."""
+    """accelerate's device map, with memory limits per device and a scratch folder for weights
+    offloaded to disk."""
 
     device_map: str
     max_memory: dict[int | str, str] | None
@@ -25,7 +25,8 @@ class Placement:
 
 @contextmanager
 def place_weights(device_map: str | None, max_memory: str | None) -> Iterator[Placement | None]:
-    """Where the weights go, or None for one device; the scratch folder is gone afterwards."""
+    """Yield where the weights go, or None for a single device. The scratch folder is deleted
+    afterwards."""
     if device_map is None:
         yield None
         return
@@ -34,12 +35,13 @@ def place_weights(device_map: str | None, max_memory: str | None) -> Iterator[Pl
 
 
 def memory_limits(device_map: str | None, max_memory: str | None) -> dict[int | str, str] | None:
-    """`0=20GiB,cpu=60GiB` as accelerate takes it. Raises `UsageError`."""
+    """Parse `0=20GiB,cpu=60GiB` into the form that accelerate takes. Raises `UsageError`."""
     if max_memory is None:
         return None
     if device_map is None:
         raise UsageError("--max-memory needs a device map", hint="add: --device-map auto")
     limits: dict[int | str, str] = {}
+    # `filter` forgives a trailing comma.
     for part in filter(None, max_memory.split(",")):
         device, _, amount = part.partition("=")
         if not device or not amount:
@@ -52,7 +54,7 @@ def memory_limits(device_map: str | None, max_memory: str | None) -> dict[int | 
 
 
 def weights_bytes(source: Source, model: PreTrainedModel) -> int:
-    """Size of the weight files where they are local, else of the parameters on `meta` in the
+    """Size of the weight files if they are local, and otherwise of the parameters on `meta` in the
     config's dtype."""
     if paths := weight_files(source.folder):
         return sum(path.stat().st_size for path in paths)

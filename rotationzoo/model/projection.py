@@ -1,9 +1,8 @@
-"""The output projection of each layer: the linear map through which its heads reach the residual
-stream.
+"""The output projection of each layer: the linear map from its heads into the residual stream.
 
-A weight may be on disk until its module runs, where accelerate offloads it, and may be kept in FP8
-with scales. It is read where it is, one layer at a time: in float32 those of all layers are as
-large as a small model.
+accelerate may keep a weight on disk until its module runs, and a weight may be stored in FP8 with
+scales. Weights are therefore read where they are, one layer at a time; in float32, those of all
+layers together are as large as a small model.
 """
 
 from collections.abc import Sequence
@@ -19,27 +18,27 @@ from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.loading import input_device
 
 WEIGHT, DEQUANTIZED = "weight", "dequantized"
-# What FP8 weights are multiplied with, by block, by row or as a whole; despite its name, the first
-# is no inverse of the second.
+# FP8 weights are multiplied by these, per block, per row or as a whole. Despite its name, the first
+# is not the inverse of the second.
 _SCALES = ("weight_scale_inv", "weight_scale")
 _PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """The module that projects a layer's heads, or None where no linear map of the right width
-    follows its attention."""
+    """The module that projects a layer's heads. It is None where no linear map of the right width
+    follows the layer's attention."""
 
     layer: Layer
     module: torch.nn.Module | None
 
     @torch.no_grad()
     def read(self) -> tuple[torch.Tensor | None, str]:
-        """The matrix of each query head, `[H_q, D_v, hidden]` float32, and whether it is the
-        module's `weight` or was `dequantized` from FP8. Where it cannot be read: None, and
+        """The matrix of each query head, `[H_q, D_v, hidden]` float32, and its origin: the module's
+        `weight`, or `dequantized` from FP8. Where it cannot be read, the result is None and
         `identity: ` with the reason.
 
-        Raises `RotationZooError` where it is not finite.
+        Raises `RotationZooError` where the matrix is not finite.
         """
         if self.module is None:
             width = self.layer.query_heads * self.layer.value_dim
@@ -59,8 +58,7 @@ class OutputProjection:
 
 
 def _weight(module: torch.nn.Module) -> tuple[torch.Tensor | None, str]:
-    """The weight `[hidden, H_q D_v]` of a module that is loaded, and its origin, as `read` has
-    them."""
+    """The weight `[hidden, H_q D_v]` of a loaded module, and its origin, as in `read`."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         dtype = str(getattr(weight, "dtype", "another form")).removeprefix("torch.")
@@ -88,9 +86,9 @@ def _scale(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def _dequantize(weight: torch.Tensor, scale: torch.Tensor, block_size: Any) -> torch.Tensor | None:
-    """FP8 weights `[N, K]` times scales `[n, k]` of blocks, `[N]` or `[N, 1]` of rows, or one for
-    all; the last blocks may be cut short. None where the shapes do not fit. As transformers'
-    `_dequantize_fp8_weight` has it."""
+    """Multiply FP8 weights `[N, K]` by their scales: `[n, k]` per block, `[N]` or `[N, 1]` per row,
+    or one for all. The last blocks may be cut short. Returns None where the shapes do not fit. This
+    follows transformers' `_dequantize_fp8_weight`."""
     scale = scale.float()
     if scale.numel() == 1:
         return weight.float() * scale.reshape(())
@@ -110,11 +108,11 @@ def _divide_up(sizes: Sequence[int], divisors: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def output_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, OutputProjection]:
-    """Layer -> its output projection: the first linear map of the right width that is run after
-    its attention."""
+    """Layer -> its output projection: the first linear map of the right width that runs after its
+    attention."""
     widths = {layer.index: layer.query_heads * layer.value_dim for layer in geometry}
     modules: dict[int, torch.nn.Module] = {}
-    waiting: list[int] = []  # the layer whose attention was run last, until its projection is
+    waiting: list[int] = []  # the layer whose attention ran last, until its projection runs
 
     def note_attention(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
@@ -126,7 +124,7 @@ def output_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, 
         if waiting and module.in_features == widths[waiting[0]]:
             modules[waiting.pop()] = module
 
-    # Not by class: some libraries' quantized linear maps are no torch.nn.Linear.
+    # Not by class, because some libraries' quantized linear maps are not torch.nn.Linear.
     linear_maps = [module for module in model.modules() if hasattr(module, "in_features")]
     hooks: list[Any] = [module.register_forward_pre_hook(note_module) for module in linear_maps]
     try:

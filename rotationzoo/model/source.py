@@ -1,5 +1,5 @@
-"""Where a model is: a hub repository, a local folder or the demo; and what tells one model from
-another."""
+"""Where a model comes from (a hub repository, a local folder or the demo) and how it is
+identified."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
-# What is fetched. Root files only: subfolders hold other formats of the same weights.
+# Only files at the root are fetched: subfolders hold other formats of the same weights.
 _FILES = [
     "README.md",
     "LICENSE*",
@@ -41,8 +41,8 @@ _NOT_FILES = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is: the name the user gave, the local folder of its files, and the hub commit
-    (None for a folder)."""
+    """Where a model comes from: the name that the user gave, the local folder of its files, and the
+    hub commit (None for a folder)."""
 
     name: str
     folder: Path
@@ -50,13 +50,14 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The name to publish: where a folder is on this machine is nobody's business."""
+        """The name to publish. For a local folder it is only the folder's name, because its path is
+        private."""
         is_folder = self.revision is None and self.name != "demo"
         return self.folder.resolve().name if is_folder else self.name
 
 
 def find(model: str, revision: str | None = None) -> Source:
-    """Locate a hub id, a local folder or `demo`, fetching no more than `config.json`. Raises
+    """Locate a hub id, a local folder or `demo`. Fetches at most `config.json`. Raises
     `ModelUnavailable`."""
     folder = DEMO if model == "demo" else Path(model).expanduser()
     if folder.is_dir():
@@ -67,6 +68,7 @@ def find(model: str, revision: str | None = None) -> Source:
                 "or demo",
             )
         return Source(model, folder, None)
+    # A hub id has at most one slash, so anything else is a mistyped path.
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelUnavailable(
             f"there is no folder {model}",
@@ -74,11 +76,12 @@ def find(model: str, revision: str | None = None) -> Source:
         )
     with _hub_errors(model, revision):
         config = Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
+    # The hub's cache names a snapshot's folder after its commit.
     return Source(model, config.parent, config.parent.name)
 
 
 def fetch(source: Source, weights: bool = True) -> None:
-    """Fetch a model's tokenizer and, unless told not to, its weights, if they are not on this
+    """Fetch a model's tokenizer and, if `weights` is set, its weights, unless they are on this
     machine. Raises `ModelUnavailable`."""
     if source.revision is not None:
         skipped = _NOT_FILES if weights else [*_NOT_FILES, "*.safetensors"]
@@ -104,8 +107,9 @@ def has_weights(source: Source) -> bool:
 
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """The hub client's exceptions as one sentence each; subclasses come before their parents."""
-    huggingface_token()
+    """Turn the hub client's exceptions into one sentence each. Subclasses are caught before their
+    parents."""
+    huggingface_token()  # raises before any request for a token that cannot be sent
     try:
         with asking_huggingface():
             yield
@@ -139,7 +143,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
             f"{model} is no transformers model: it has no config.json",
             hint="give the repository of the original weights",
         ) from error
-    # What the client's own transport, its cache folder or a full disk raise.
+    # Anything that the client's transport, its cache folder or a full disk may raise.
     except Exception as error:
         hint = "check the network and the disk of HF_HOME, then run the same command again"
         if _status(error) in (401, 403):
@@ -150,19 +154,19 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The HTTP status that a hub answered with, where it answered."""
+    """The HTTP status of the hub's answer, or None where it did not answer."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def config_hash(source: Source) -> str:
-    """sha256 of `config.json` with sorted keys and without the library version that wrote it."""
+    """sha256 of `config.json` with sorted keys, without the library version that wrote it."""
     config = read_json(source.folder / "config.json")
     config.pop("transformers_version", None)
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def license_of(source: Source) -> str | None:
-    """The license that the model's own card names, if there is one."""
+    """The license named in the model's own card, if there is one."""
     card = source.folder / "README.md"
     if not card.is_file():  # not `exists`: reading a pipe would wait for ever
         return None
@@ -175,11 +179,11 @@ def license_of(source: Source) -> str | None:
 
 
 def weights_fingerprint(source: Source) -> str:
-    """sha256 over name, dtype, shape and the first and last 256 bytes of every tensor, in name
+    """sha256 over the name, dtype, shape and first and last 256 bytes of every tensor, in name
     order.
 
-    The same for every sharding of the same weights, read in seconds from any size of model.
-    Training changes some end of nearly every tensor, so a fine-tune has another fingerprint.
+    It is the same for every sharding of the same weights, and takes seconds for a model of any
+    size. Training changes an end of nearly every tensor, so a fine-tune has another fingerprint.
     """
     tensors: dict[str, bytes] = {}
     for path in weight_files(source.folder):

@@ -1,1 +1,1 @@
-"""How this program speaks to hubs: with limits on time and size, and with tokens kept safe."""
+"""How rotationzoo talks to hubs: with limits on time and size, and with access tokens kept safe."""

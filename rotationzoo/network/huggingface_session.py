@@ -1,7 +1,8 @@
-"""The sessions of huggingface_hub, with limits, and with the token sent to the right host only.
+"""The HTTP sessions of huggingface_hub, with time and size limits, and with the token sent only to
+the right host.
 
-huggingface_hub has one HTTP client for the whole process and takes a factory for it, so this is the
-one place where models and zoo repositories are fetched within the same limits.
+huggingface_hub uses one HTTP client for the whole process and accepts a factory for it. The factory
+here therefore puts models and zoo repositories under the same limits.
 """
 
 import importlib
@@ -14,42 +15,44 @@ from rotationzoo.network import limits, tokens, trust
 
 
 class BrokenAnswer(Exception):
-    """A connection that ended before its answer did, where the caller repeats the call."""
+    """A connection closed before its answer was complete, and the caller repeats failed calls."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """One block that speaks to an endpoint."""
+    """One active block that talks to an endpoint."""
 
     endpoint: str
     repeats: bool
 
 
 class LimitedSessions:
-    """Makes the HTTP clients of huggingface_hub, and knows which blocks use them at the moment.
+    """Makes the HTTP clients of huggingface_hub, and tracks the blocks that currently use them.
 
-    The blocks of all threads are kept together, because the client uploads in threads of its own.
+    The blocks of all threads share one list, because the client uploads in threads of its own.
     """
 
     def __init__(self, plain: Any):
         """`plain` is a client of httpx or of its successor, whichever huggingface_hub uses."""
         self.client_type = type(plain)
+        # The client's own library, whose exceptions are the ones to catch in `_send`.
         self.httpx = importlib.import_module(self.client_type.__module__.split(".")[0])
         self.hooks: Mapping[str, list[Callable[[Any], None]]] = plain.event_hooks
         self.stream_type = _limited_stream_type(self.httpx.SyncByteStream)
         self.uses: list[Use] = []
 
     def make(self) -> Any:
-        """A client like the plain one, with limits."""
+        """A client like the plain one, with limits added."""
         hooks = {
             **self.hooks,
             "request": [self._prepare, *self.hooks.get("request", [])],
             "response": [*self.hooks.get("response", []), self._limit],
         }
+        # `_send` sets the timeouts of each request.
         client = self.client_type(event_hooks=hooks, follow_redirects=True, timeout=None)
         plain_send = client.send
         client.send = lambda request, **options: self._send(plain_send, request, **options)
-        client.limited_sessions = self
+        client.limited_sessions = self  # so that `limit_sessions` recognises its own client
         return client
 
     @property
@@ -76,8 +79,8 @@ class LimitedSessions:
             httpx.ReadTimeout,
         ) as error:
             if isinstance(error, httpx.ReadTimeout) and not is_read:
-                raise  # the hub may have done what it was asked to do
-            # Of all errors that the client knows, this is the one that it does not repeat, and
+                raise  # the hub may already have carried out the request
+            # Of all errors that the client knows, this is the only one that it does not retry and
             # after which it looks into its cache.
             from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -88,13 +91,14 @@ class LimitedSessions:
             raise
 
     def _prepare(self, request: Any) -> None:
-        """Also called for each redirect, which may lead to another host."""
+        """Ask for an uncompressed answer, and keep our token away from other hosts. This also runs
+        for each redirect, which may lead to another host."""
         request.headers["accept-encoding"] = "identity"
         credential = request.headers.get("authorization", "")
         endpoints = [use.endpoint for use in self.uses]
         if not endpoints or trust.is_at(str(request.url), endpoints):
             return
-        # Storage has credentials of its own, which must stay: only our token is taken out.
+        # Storage hosts have credentials of their own, which must stay. Remove only our token.
         if tokens.redact(credential) != credential:
             del request.headers["authorization"]
 
@@ -103,7 +107,7 @@ class LimitedSessions:
         host = request.url.netloc.decode()
         limits.check_encoding(response.headers, host)
         if "retry-after" in response.headers or "ratelimit" in response.headers:
-            # The client would wait for as long as the hub says.
+            # Otherwise the client would wait for as long as the hub says.
             response.headers.pop("ratelimit", None)
             response.headers["retry-after"] = "1"
         limit = request.extensions.get("limit")
@@ -117,12 +121,13 @@ class LimitedSessions:
                 hf_raise_for_status,
             )
 
+            # Raising here gets ahead of the client's own retries.
             response.read()
             hf_raise_for_status(response)
 
 
 def limit_sessions() -> LimitedSessions:
-    """Give the sessions of huggingface_hub these limits, from now on and in the whole process."""
+    """Apply these limits to the sessions of huggingface_hub from now on, in the whole process."""
     import huggingface_hub
 
     session: Any = huggingface_hub.get_session()
@@ -136,11 +141,11 @@ def limit_sessions() -> LimitedSessions:
 
 @contextmanager
 def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> Iterator[None]:
-    """Inside the block the token is sent to this endpoint alone, wherever an answer leads; None is
-    the usual one.
+    """Inside the block, the token goes only to this endpoint, wherever an answer redirects. None is
+    the default endpoint.
 
-    `repeats`: the caller repeats what fails. The client, which would repeat for 23 seconds each
-    time, then does not.
+    `repeats` says that the caller repeats failed calls. The client itself then does not, since
+    its own attempts would take 23 seconds each time.
     """
     import huggingface_hub
 
@@ -154,7 +159,8 @@ def asking_huggingface(endpoint: str | None = None, repeats: bool = False) -> It
 
 
 def _answer_seconds(request: Any) -> float:
-    """How long a small answer may take: less than usual where the user or the client says so."""
+    """Time limit for a small answer, in seconds. The user or the client may ask for less than
+    usual."""
     from huggingface_hub import constants
 
     longest: float = limits.ANSWER_SECONDS
@@ -174,8 +180,8 @@ def _timeouts(is_read: bool) -> dict[str, float]:
 
 
 def _limited_stream_type(stream_type: Any) -> Any:
-    """A byte stream that ends with an error after so many bytes. The client takes no other type
-    than its own library's."""
+    """A byte stream type that raises after a number of bytes. It is derived from the client
+    library's own type, because the client accepts no other."""
 
     class LimitedStream(stream_type):  # type: ignore[misc, unused-ignore]
         def __init__(self, stream: Any, limit: int, host: str):

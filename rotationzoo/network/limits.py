@@ -1,6 +1,6 @@
-"""How long a hub may take and how many bytes it may send.
+"""Limits on how long a hub may take and how many bytes it may send.
 
-The clients of the hubs wait for minutes or for ever and read whatever comes. The sessions that use
+The hubs' own clients wait for minutes or forever, and read whatever comes. The sessions that apply
 these limits are `huggingface_session` here and `modelscope_session` beside that hub.
 """
 
@@ -18,22 +18,22 @@ from rotationzoo.errors import HubError, RotationZooError
 
 T = TypeVar("T")
 CONNECT_SECONDS = 4.0
-ANSWER_SECONDS = 6.0  # for a whole small answer, including the look-up of the name
-NOTICE_SECONDS = 1.5  # until the user reads which host the command waits for
-SILENCE_SECONDS = 10.0  # without a byte of a file
-UPLOAD_SECONDS = 60.0  # without a word from a hub that was sent something
+ANSWER_SECONDS = 6.0  # for a whole small answer, including the DNS look-up
+NOTICE_SECONDS = 1.5  # until the user is told which host the command waits for
+SILENCE_SECONDS = 10.0  # without a byte of a download
+UPLOAD_SECONDS = 60.0  # without a reply or progress while the hub is sent something
 ERROR_BYTES = 1 << 20  # of an error or a redirect
 ANSWER_BYTES = 16 << 20  # of a listing or an index
-SLOWEST_BYTES_PER_SECOND = 32 << 10  # a slower file is given up
+SLOWEST_BYTES_PER_SECOND = 32 << 10  # slower downloads are given up
 NETWORK_HINT = "check the network, then run the same command again"
 
 
 def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
-    """The result of a call.
+    """Return the result of a call.
 
-    Raises `TimeoutError` if it takes longer; the call is then left to itself. A thread does the
-    call, because a socket's timeout limits neither the look-up of a name nor an answer that
-    trickles in.
+    Raises `TimeoutError` if the call takes longer than `seconds`; it then runs on in the
+    background. The call has a thread of its own, because a socket's timeout covers neither the DNS
+    look-up nor an answer that trickles in.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -45,6 +45,7 @@ def call_within(seconds: float, call: Callable[[], T], host: str) -> T:
         except BaseException as error:
             errors.append(error)
 
+    # A daemon, so that an abandoned call does not keep the program from exiting.
     thread = threading.Thread(target=run, daemon=True, name=f"rotationzoo: {host}")
     thread.start()
     thread.join(min(NOTICE_SECONDS, seconds))
@@ -67,7 +68,8 @@ def _say_waiting(host: str) -> None:
 def limit_chunks(
     chunks: Iterable[bytes], limit: int, what: str, seconds: float | None = None
 ) -> Iterator[bytes]:
-    """The chunks of an answer. Raises `HubError` after `limit` bytes, or after `seconds`."""
+    """Pass on the chunks of an answer. Raises `HubError` after `limit` bytes, or after
+    `seconds`."""
     received, started = 0, time.monotonic()
     for chunk in chunks:
         received += len(chunk)
@@ -84,10 +86,10 @@ def limit_chunks(
 
 
 def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> None:
-    """Write a file of at most `size` bytes. The time allowed grows with the size.
+    """Write the chunks to a file of at most `size` bytes. The time limit grows with the size.
 
-    Raises `HubError` for a larger file or a slower line, and `RotationZooError` for an error of the
-    disk.
+    Raises `HubError` for a larger file or a slower connection, and `RotationZooError` for a disk
+    error.
     """
     seconds = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     limited = limit_chunks(chunks, size, what, seconds)
@@ -95,11 +97,12 @@ def save_chunks(chunks: Iterable[bytes], path: Path, size: int, what: str) -> No
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("wb")
     with file:
-        # The chunks are read outside `_disk_errors`: an `OSError` of the network is not the disk's.
+        # The chunks are read outside `_disk_errors`, which would blame the disk for an `OSError` of
+        # the network.
         for chunk in limited:
             with _disk_errors(path):
                 file.write(chunk)
-                file.flush()
+                file.flush()  # so that a full disk shows here, and not when the file is closed
 
 
 @contextmanager
@@ -115,7 +118,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
 def check_encoding(headers: Any, what: str) -> None:
     """Raise `HubError` for a compressed body.
 
-    None is asked for, because its size would not limit what it unpacks to.
+    Requests ask for none, because limiting a compressed body does not limit what it unpacks to.
     """
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         raise HubError(

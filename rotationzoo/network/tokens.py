@@ -1,4 +1,4 @@
-"""Access tokens of the hubs: checked before they are sent, and kept out of everything printed."""
+"""Access tokens of the hubs: checked before they are sent, and redacted from all output."""
 
 import contextlib
 import os
@@ -7,27 +7,27 @@ from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
 
-# Named here and not beside the hubs, because no output may hold a token, whether or not its hub
-# was asked. The token of any other hub is kept out of the output once `check` has seen it.
+# These names are here and not beside each hub, because a token must be redacted even if its hub was
+# never contacted. The token of any other hub is redacted once `check_token` has seen it.
 HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"
 _VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE)
-_MIN_TOKEN = 4  # characters of a token; anything shorter is part of many words
-_MIN_LINE = 12  # characters of a line of a token, which may be a plain word
-# For the whole process: a library may quote a token in an error that surfaces anywhere.
+_MIN_TOKEN = 4  # characters; anything shorter is part of many ordinary words
+_MIN_LINE = 12  # characters; a shorter line of a token may be an ordinary word
+# Shared by the whole process: a library may quote a token in an error that surfaces anywhere.
 _checked: set[str] = set()
 
 
 def check_token(token: str | None, place: str) -> str | None:
-    """The token without the white space around it; None for an empty one.
+    """Return the token without surrounding white space, or None for an empty one.
 
-    Raises `RotationZooError`, without the token, for what no header may carry (RFC 9110, section
-    5.5).
+    Raises `RotationZooError`, which does not quote the token, for characters that an HTTP header
+    cannot carry (RFC 9110, section 5.5).
     """
     token = (token or "").strip()
     if not token:
         return None
-    _checked.add(token)
+    _checked.add(token)  # before it is judged, so that a refused token is redacted, too
     if not re.fullmatch(r"[\x21-\x7e]+", token):
         raise RotationZooError(
             f"the token in {place} holds a character that no token has, such as a space or a line "
@@ -60,11 +60,11 @@ def _read_token_file(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """The text without the tokens that this process knows, and without any long line of one."""
+    """The text without the tokens that this process knows, and without any long line of a token."""
     tokens = {os.environ.get(name, "") for name in _VARIABLES} | _checked
     words = {token.strip() for token in tokens if len(token.strip()) >= _MIN_TOKEN}
     words |= {line for token in tokens for line in token.split() if len(line) >= _MIN_LINE}
-    # The longest first: a token may begin with another.
+    # Longest first, because one token may begin with another.
     for word in sorted(words, key=len, reverse=True):
         text = text.replace(word, "[token]")
     return text

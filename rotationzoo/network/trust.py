@@ -1,4 +1,4 @@
-"""Which addresses may see an access token: those of the endpoint that is asked, and no others."""
+"""Which URLs may receive an access token: those of the endpoint in use, and no others."""
 
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -14,17 +14,17 @@ def origin(url: str) -> tuple[str, str, int | None]:
 
 
 def is_at(url: str, endpoints: Iterable[str]) -> bool:
-    """Whether an address has the origin of one of these endpoints."""
+    """Whether a URL has the origin of one of these endpoints."""
     return origin(url) in {origin(endpoint) for endpoint in endpoints}
 
 
 def is_at_storage(url: str, endpoint: str, prefixes: Iterable[str]) -> bool:
-    """Whether an address is on the endpoint's own domain, or on a subdomain with one of these
-    prefixes, such as `lfs.`; over HTTPS only."""
+    """Whether a URL is on the endpoint's own domain, or on a subdomain with one of these prefixes,
+    such as `lfs.`. Both must use HTTPS."""
     home, parts = urlsplit(endpoint), urlsplit(url)
     if not home.scheme == parts.scheme == "https":
         return False
     domain = (home.hostname or "").lower().removeprefix("www.")
     hosts = {domain, *(f"{prefix}{domain}" for prefix in prefixes)}
-    # A name without a dot is a machine of the local network, which has no subdomains.
+    # A name without a dot is a host on the local network, which has no subdomains.
     return "." in domain and (parts.hostname or "").lower() in hosts

@@ -1,4 +1,4 @@
-"""The recipe: every choice that decides which rotation comes out. The public names are here."""
+"""Recipes: every choice that decides which rotation comes out. The public names are here."""
 
 from rotationzoo.recipe.loading import from_dict, load, override
 from rotationzoo.recipe.presets import PRESETS

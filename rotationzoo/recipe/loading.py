@@ -1,4 +1,4 @@
-"""A recipe from its name, from a YAML file or from the command line's flags."""
+"""Loading a recipe: from its name, from a YAML file, or with the command line's flags applied."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from rotationzoo.recipe.schema import Data, Recipe, Search, Section, nearest
 
 
 def load(recipe: str) -> Recipe:
-    """A preset by name, or a YAML file. A file may start from a preset with `extends: oscar` and
-    change some of it.
+    """Load a preset by name, or a YAML file. A file may start from a preset with `extends: oscar`
+    and change some of its keys.
 
-    Raises `RotationZooError` naming the file, the key and what is wrong with it.
+    Raises `RotationZooError`, which names the file, the key and what is wrong with it.
     """
     if recipe in PRESETS:
         return PRESETS[recipe]
@@ -38,8 +38,9 @@ def load(recipe: str) -> Recipe:
 
 
 def from_dict(content: dict[str, Any], origin: str) -> Recipe:
-    """A recipe from parsed YAML or JSON. Keys that are missing are those of the preset that it
-    `extends`, or of `oscar`. Raises `RotationZooError`, naming `origin`."""
+    """Build a recipe from parsed YAML or JSON. Missing keys come from the preset that it `extends`,
+    by default `oscar`. Raises `RotationZooError`, naming `origin`."""
+    # YAML allows numbers as keys. As text, they get the usual error for unknown keys.
     content = {str(key): value for key, value in content.items()}
     base = str(content.pop("extends", "oscar"))
     if base not in PRESETS:
@@ -51,6 +52,7 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
     try:
+        # `data` is merged key by key; every other key, `search` included, is replaced whole.
         return Recipe(**{**preset, **content, "data": {**preset["data"], **data}})
     except ValidationError as error:
         raise RotationZooError(
@@ -59,10 +61,12 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
 
 
 def override(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with those of these `data` settings that are not None: flags of the command line.
+    """The recipe with the given `data` settings, such as command-line flags. Settings that are None
+    change nothing.
 
-    A recipe that reads no text takes `seed` as its own. Raises `UsageError`.
+    Where a recipe has no eigenbasis, `seed` also becomes its own seed. Raises `UsageError`.
     """
+    # The recipe is built anew, because pydantic's `model_copy` does not validate.
     changes = {key: value for key, value in data.items() if value is not None}
     content = {**recipe.model_dump(), "data": {**recipe.data.model_dump(), **changes}}
     if "seed" in changes and not recipe.has_eigenbasis:
@@ -74,7 +78,7 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """What pydantic found first, in one line."""
+    """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]
     key = str(problem["loc"][-1])
     if problem["type"] == "extra_forbidden":

@@ -1,8 +1,8 @@
-"""The recipes that have a name. A new one is a row of the table."""
+"""The presets: recipes that have a name. To add one, add a row to the table."""
 
 from rotationzoo.recipe.schema import Data, Recipe, Search
 
-# Rows of two lengths: what is chosen on rows of one length is worse on others.
+# Rows of two lengths, because a search on rows of one length does worse on rows of others.
 _LONG_MIXED = Data(tokens=262144, length=4096, packing="mixed")
 _SEARCHED = Recipe(key_clip=0.9, search=Search(), data=_LONG_MIXED)
 
@@ -16,4 +16,4 @@ _RECIPES = (
     Recipe(name="random", composition="random"),
 )
 PRESETS = {recipe.name: recipe for recipe in _RECIPES}
-"""Name -> recipe: what `--recipe` and `extends` take."""
+"""Name -> recipe, as `--recipe` and `extends` take it."""

@@ -1,4 +1,4 @@
-"""Every key of a recipe: its type, its default, what it means and what is refused.
+"""The schema of a recipe: the type, default, meaning and checks of every key.
 
 A new key is a field here, with a default that keeps the results of existing recipes, and a row in
 docs/recipes.md.
@@ -16,11 +16,11 @@ from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistic
 from rotationzoo.recipe.published import digest, name_of, without_paths
 
 SELF = "self"
-"""The `Data.source` that means text which the model writes itself."""
+"""The `Data.source` that stands for text which the model writes itself."""
 
 
 class Section(BaseModel):
-    """A table of keys: frozen, and without keys that are not listed."""
+    """A table of recipe keys. It is immutable and refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -29,33 +29,36 @@ class Data(Section):
     """The calibration text and how it becomes token rows."""
 
     source: str = "bundled"
-    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, a data set id on the hub, or `self`: text
-    that the model writes itself, continuing `prompts`."""
+    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, a data set id on the hub, or `self` for
+    text that the model writes itself, continuing `prompts`."""
     prompts: str = "bundled"
-    """With `self`: where the prompts come from, as in `source`. A chat ends where it is the model's
-    turn."""
+    """With `self`: the source of the prompts, given like `source`. A chat is cut where the model's
+    last turn begins."""
     prompt_tokens: Annotated[int, Field(gt=0)] = 256
-    """With `self`: the first so many tokens of each `length` of a text are a prompt. A chat is one
-    prompt, whole; it is left out if it is longer than this and than half a row."""
+    """With `self`: tokens per prompt. Each stretch of `length` tokens of a text gives one prompt:
+    its first tokens. A chat is one whole prompt; it is left out if it is longer than this and also
+    longer than half a row."""
     subset: str | None = None
     """The data set's configuration."""
     split: str = "train"
     column: str | None = None
-    """Column of the text or of the chat messages; None takes `text`, or else `messages`."""
+    """Column that holds the text or the chat messages. None takes `text` if there is one, and
+    otherwise `messages`."""
     packing: Literal["packed", "mixed", "document"] = "packed"
-    """`packed`: rows of exactly `length` tokens, documents joined; `mixed`: the same with every
-    second row cut into halves; `document`: a row is one document's first tokens."""
+    """`packed`: documents are joined and cut into rows of exactly `length` tokens. `mixed`: the
+    same, with every second row cut into halves. `document`: each row holds the first tokens of one
+    document."""
     tokens: Annotated[int, Field(gt=0)] = 32768
     """Tokens of all rows together."""
     length: Annotated[int, Field(gt=1)] = 2048
-    """Tokens of a row."""
+    """Tokens per row."""
     seed: int = 0
-    """Decides the order of the documents; with `self` also the tokens that the model draws."""
+    """Sets the order of the documents and, with `self`, the tokens that the model samples."""
 
     @property
     def row_lengths(self) -> list[int]:
-        """Lengths of the rows that `packed` and `mixed` text is cut into where there is enough of
-        it."""
+        """Lengths of the rows that `packed` and `mixed` text is cut into, if there is enough
+        text."""
         half = self.length // 2
         lengths = []
         for number in range(self.tokens // self.length):
@@ -67,7 +70,7 @@ class Data(Section):
 
     @property
     def label(self) -> str:
-        """The name of the source that may be published."""
+        """The publishable name of the source."""
         return name_of(self.source)
 
     @field_validator("prompts")
@@ -75,6 +78,7 @@ class Data(Section):
     def _prompts_of_self(cls, value: str, others: ValidationInfo) -> str:
         if value == SELF:
             raise ValueError("a model needs something to go on from")
+        # Fields are validated in order, so `source` is known by now.
         if value != "bundled" and others.data.get("source") != SELF:
             raise ValueError(
                 "is for text that the model writes itself: --data self, or data.source = self"
@@ -83,20 +87,22 @@ class Data(Section):
 
 
 class Search(Section):
-    """Choosing rotations and clip ratios on calibration text that the statistics have not seen."""
+    """How rotations and clip ratios are chosen, on calibration text that the statistics have not
+    seen."""
 
     texts: Annotated[int, Field(gt=0)] = 16
-    """Rows of the calibration text that are held out for choosing; at most a third of them."""
+    """Rows of calibration text that are held out for choosing; never more than a third of all
+    rows."""
     queries: Annotated[int, Field(gt=0)] = 64
-    """Queries that are sampled from a row."""
+    """Queries sampled per row."""
     starts: Annotated[int, Field(gt=0)] = 3
-    """Closed forms of each head that learning starts from."""
+    """How many closed-form rotations per head serve as starting points for learning."""
     steps: Annotated[int, Field(ge=0)] = 300
-    """Steps of learning; 0 chooses among closed forms alone."""
+    """Gradient steps; 0 chooses among the closed forms alone."""
     rate: Annotated[float, Field(gt=0)] = 0.015
     """Adam's learning rate, on the entries of the skew-symmetric matrix that turns a rotation."""
     format: str = "sglang"
-    """The engine's 2-bit format that everything is tried in, of `codec.formats.FORMATS`."""
+    """The engine's 2-bit format in which candidates are scored, from `codec.formats.FORMATS`."""
 
     @field_validator("format")
     @classmethod
@@ -106,51 +112,55 @@ class Search(Section):
         return value
 
     def held_out(self, rows: int) -> int:
-        """How many of so many rows are held out for choosing."""
+        """How many of `rows` rows are held out for choosing."""
         return min(self.texts, rows // 3)
 
 
 class Recipe(Section):
-    """Every choice that decides which rotation comes out, in one object that is hashed and stored:
-    how statistics become rotations, and the cache that they are for."""
+    """Every choice that decides which rotation comes out, in one object that is hashed and stored.
+    It covers how statistics become rotations, and the cache that the rotations are for."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "oscar"
-    """Part of the default output folder."""
+    """The recipe's name, which is part of the default output folder."""
     model: str | None = None
-    """The model that a released configuration is meant for; `calibrate` says so when it is used
+    """The model that a released configuration is meant for. `calibrate` says so when it is used
     with another."""
     key_statistic: Literal["query", "key"] = "query"
-    """`query`: second moment of the queries that read the keys, `C_Q`; `key`: that of the keys
-    themselves."""
+    """`query`: second moment `C_Q` of the queries that read the keys. `key`: second moment of the
+    keys themselves."""
     value_statistic: Literal["output", "key_energy", "value"] = "output"
-    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`; `key_energy`: the
-    published code's stand-in, values weighted by `k C_Q k^T` (two passes); `value`: that of the
-    values themselves."""
+    """`output`: second moment of the attention outputs, `C_S = V^T S^T S V`. `key_energy`: the
+    published code's substitute, values weighted by `k C_Q k^T`, which takes two passes. `value`:
+    second moment of the values themselves."""
     pooling: Literal["head", "layer"] = "head"
-    """One rotation per KV head, or one per layer from the mean of its heads' moments."""
+    """One rotation per KV head, or one per layer, fitted to the mean of its heads' moments."""
     composition: str = "r_h_pbr"
-    """The factors of the rotation, left to right, of `linalg.compositions.COMPOSITIONS`."""
+    """The factors of the rotation, left to right: a name from
+    `linalg.compositions.COMPOSITIONS`."""
     center_keys: bool = False
-    """Subtract each KV head's mean key before it is rotated and stored: a softmax ignores what all
-    keys share."""
+    """Subtract each KV head's mean key before the key is rotated and stored. A softmax ignores what
+    all keys share."""
     center_values: bool = False
-    """Subtract each KV head's mean value too. Whoever reads them adds it to the output again, times
-    the attention that the tokens got."""
+    """Subtract each KV head's mean value, too. The reader adds it back to the output, times the
+    attention that the tokens received."""
     exclude_sink: bool = True
-    """Leave the first `sink` tokens of each row, never quantized, out of the key and value sums."""
+    """Leave the first `sink` tokens of each row out of the key and value sums, because they are
+    never quantized."""
     key_clip: Annotated[float, Field(gt=0, le=1)] = 0.96
     value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
-    """Clip ratios: the entry of the sorted magnitudes of a rotated row at which it is clamped; 1 is
-    off."""
+    """Clip ratios: the position in the sorted magnitudes of a rotated row at which it is clamped. A
+    ratio of 1 turns clipping off."""
     group_size: Annotated[int | None, Field(gt=0)] = None
     """Channels that share a scale; None means the whole head."""
     sink: Annotated[int, Field(ge=0)] = 64
     recent: Annotated[int, Field(ge=0)] = 256
-    """First and last tokens of a request that stay exact."""
+    """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
     seed: int = 0
-    """Decides the composition `random`, and the rows that each step of a search learns from."""
+    """Seeds the composition `random`, and the choice of rows that each step of a search learns
+    from."""
     search: Search | None = None
-    """None takes the composition and the clip ratios above for every head."""
+    """Settings of the search. None uses the composition and the clip ratios above for every
+    head."""
     data: Data = Data()
 
     @field_validator("composition")
@@ -172,27 +182,27 @@ class Recipe(Section):
 
     @property
     def hash(self) -> str:
-        """sha256 of what is published of the recipe, as JSON with sorted keys."""
+        """sha256 of the published recipe, as JSON with sorted keys."""
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
-        """The recipe as JSON, with the names of local files and folders in place of their paths.
-        The fingerprints beside it say what is in them."""
+        """The recipe as JSON, with the names of local files and folders instead of their paths. The
+        fingerprints stored beside it identify their content."""
         return without_paths(self.model_dump())
 
     @property
     def has_eigenbasis(self) -> bool:
-        """Whether the composition is built around the eigenbasis of a statistic."""
+        """Whether the composition contains the eigenbasis of a statistic."""
         return needs_statistics(self.composition)
 
     @property
     def needs_statistics(self) -> bool:
-        """False for the data-free recipes, which read no text and run no model."""
+        """False for data-free recipes, which read no text and run no model."""
         return self.has_eigenbasis or bool(self.centered) or self.search is not None
 
     @property
     def centered(self) -> tuple[str, ...]:
-        """The sides that are stored without their mean."""
+        """The sides that are stored with their mean subtracted."""
         centers = {"key": self.center_keys, "value": self.center_values}
         return tuple(side for side, centered in centers.items() if centered)
 
@@ -206,6 +216,7 @@ class Recipe(Section):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the known word that was probably meant, if there is one."""
+    """The end of an error message: a known word that was probably meant, or nothing if none is
+    close."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""

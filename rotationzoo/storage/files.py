@@ -1,9 +1,8 @@
-"""Files by name: where a name may lead, what may be opened, and how a file is written whole or not
-at all.
+"""Safe access to files: which names may become paths, what may be opened, and atomic writes.
 
 Folders come from hubs, archives and other people's repositories. rotationzoo never puts a link, a
-pipe or a name with `..` into one: such a thing is refused in one sentence, and never followed,
-waited for or written to.
+pipe or a name with `..` into one. An entry of this kind is refused with a one-sentence error; it is
+never followed, waited for or written to.
 """
 
 import hashlib
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 
 from rotationzoo.errors import RotationZooError
 
+# A part starts with a letter, a digit or `_`, which excludes `..` and hidden files.
 _PART = r"\w[\w.+-]{0,127}"
 _PLAIN = re.compile(rf"{_PART}(/{_PART}){{0,15}}")
 _KINDS = {
@@ -32,24 +32,25 @@ _KINDS = {
 
 
 def plain(name: str) -> str:
-    """The name itself. Raises `ValueError` for one that is absolute, hidden, leaves its folder or
-    is not made of letters, digits and `_.+-`."""
+    """Return the name itself if it is safe inside a folder. Raises `ValueError` for a name that is
+    absolute, is hidden, leaves its folder, or is not made of letters, digits and `_.+-`."""
     if not _PLAIN.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no path inside a folder")
     return name
 
 
 def child(folder: Path, name: str) -> Path:
-    """The path of a name that was read from a file or a hub. This is the only place where such a
-    name becomes a path.
+    """The path inside `folder` of a name that was read from a file or a hub. Such a name becomes a
+    path nowhere else.
 
-    Raises `RotationZooError` for a name that is not plain, and for one that leads out of the folder
-    by a symbolic link.
+    Raises `RotationZooError` for a name that is not plain, and for one that leaves the folder
+    through a symbolic link.
     """
     try:
         path = folder / plain(name)
     except ValueError as error:
         raise RotationZooError(str(error)) from error
+    # Both are resolved, because the folder itself may lie behind a link.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise RotationZooError(
             f"{path} leads out of its folder by a symbolic link", hint="remove the link"
@@ -58,10 +59,10 @@ def child(folder: Path, name: str) -> Path:
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a regular file, or None where there is nothing. Raises `RotationZooError` for what
-    is neither."""
+    """Size of a regular file in bytes, or None where nothing exists. Raises `RotationZooError` for
+    anything that is not a regular file."""
     try:
-        status = path.lstat()
+        status = path.lstat()  # a link counts as itself, not as what it leads to
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -77,9 +78,9 @@ def size_of(path: Path) -> int | None:
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The path of a regular file of this folder: what may be verified, read and published.
+    """The path of a regular file in this folder, which is safe to verify, read and publish.
 
-    Raises `RotationZooError` for a name that is not plain, for what is missing, and for links and
+    Raises `RotationZooError` for a name that is not plain, for a missing file, and for links and
     other special files.
     """
     path = child(folder, name)
@@ -89,36 +90,37 @@ def regular_file(folder: Path, name: str) -> Path:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """A regular file of at most `limit` bytes. Raises `RotationZooError` for anything else, before
-    it is read."""
+    """Read a regular file of at most `limit` bytes. Raises `RotationZooError` for anything else,
+    before reading it."""
     size = size_of(path)
     if size is not None and size > limit:
         raise RotationZooError(
             f"{path} has {size:,} bytes, and no such file has more than {limit:,}"
         )
     try:
-        # What was a file a moment ago may be a pipe now: without O_NONBLOCK that would be waited
-        # for.
+        # The file may have become a pipe since `size_of` looked. O_NONBLOCK keeps the call from
+        # waiting for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
-            return file.read(limit)
+            return file.read(limit)  # the file may have grown since `size_of` looked
     except OSError as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else "check who may read it"
         raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file under a name that this process alone uses. What is there is removed first, so
-    that no link is followed and no file of another name is changed. Raises `OSError`."""
+    """Write a file under a name that only this process uses. Whatever has the name is removed
+    first, so that no link is followed and no file of another name changes. Raises `OSError`."""
     path.unlink(missing_ok=True)
+    # O_EXCL refuses a file or a link that somebody put there in the meantime.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         file.write(data)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file that replaces `path` whole or not at all. Raises `RotationZooError` where the
-    disk refuses."""
+    """Replace `path` atomically: write a file beside it, then rename that. Raises
+    `RotationZooError` where the disk refuses."""
     partial = path.with_name(path.name + ".partial")
     try:
         with disk_errors(path):
@@ -131,7 +133,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not what it leads to), or as much of a folder as can be removed."""
+    """Remove a file, a link (but not its target), or as much of a folder as can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -140,8 +142,8 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into one sentence. safetensors reports such errors as an
-    exception of its own."""
+    """Turn a full or read-only disk into a one-sentence error. safetensors reports disk errors with
+    its own exception type."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -153,11 +155,11 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def digest(data: bytes) -> str:
-    """sha256 of bytes."""
+    """sha256 of bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256(path: Path) -> str:
-    """sha256 of a file."""
+    """sha256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

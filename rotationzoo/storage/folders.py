@@ -1,8 +1,9 @@
-"""A folder that is replaced whole: made beside the old one under a lock, and exchanged by rename.
+"""Atomic replacement of a folder: the new one is built beside the old one, under a lock, and
+renamed into its place.
 
-Whoever holds the lock `.NAME.lock` may replace NAME. The new folder is made as `.NAME.partial`, the
-old one set aside as `.NAME.old`; a process that is killed between the two renames leaves the
-latter, which the next one puts back.
+A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
+`.NAME.partial` and renames the old one to `.NAME.old`. If it is killed between the two renames,
+`.NAME.old` remains, and the next process renames it back.
 """
 
 import os
@@ -18,12 +19,12 @@ from rotationzoo.storage.locks import locked
 
 @contextmanager
 def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, on the same file system so that a rename is atomic. It is
-    removed at the end if it is still there.
+    """Yield a new folder beside `folder`. Both are on one file system, so that a rename is atomic.
+    The new folder is removed at the end if it is still there.
 
-    The folder's lock is held meanwhile, and what killed processes left is put back or removed
-    first. Raises `RotationZooError` where another process holds the lock, and for a `folder` that
-    is a symbolic link.
+    The folder's lock is held throughout. What killed processes left is first put back or removed.
+    Raises `RotationZooError` where another process holds the lock, and for a `folder` that is a
+    symbolic link.
     """
     check_name(folder)
     with locked(_beside(folder, "lock"), f"writing {folder}"):
@@ -39,22 +40,23 @@ def temporary_sibling(folder: Path) -> Iterator[Path]:
 
 
 def install(work: Path, folder: Path) -> None:
-    """Put `work` in the place of `folder`, by rename; the old folder is removed only afterwards.
-    The caller holds its lock."""
+    """Rename `work` into the place of `folder`. The old folder is removed only after that. The
+    caller holds its lock."""
     old = _beside(folder, "old")
-    if os.path.lexists(folder):
+    if os.path.lexists(folder):  # unlike `exists`, it also sees a broken link
         folder.rename(old)
     try:
         work.rename(folder)
-    except BaseException:
+    except BaseException:  # also when the user stops the program
         _put_back(folder)
         raise
     remove(old)
 
 
 def carry_over(folder: Path, work: Path, without: set[str]) -> None:
-    """Put everything in `folder` except the names in `without` into `work` too, as hard links, or
-    as copies where the disk has none. Symbolic links stay symbolic links. Raises `OSError`."""
+    """Put everything in `folder` except the names in `without` into `work` too. Files are
+    hard-linked, or copied where the disk has no hard links. Symbolic links stay symbolic links.
+    Raises `OSError`."""
     shutil.copymode(folder, work)
     for path in folder.iterdir():
         if path.name in without:
@@ -68,14 +70,14 @@ def carry_over(folder: Path, work: Path, without: set[str]) -> None:
 def _link(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:  # a disk without hard links, or a file of somebody else's
+    except OSError:  # a disk without hard links, or another user's file
         shutil.copy2(source, target, follow_symlinks=False)
 
 
 def check_name(folder: Path) -> None:
-    """Raise `UsageError` for a path that names no folder of its own, such as `.`, and for one that
-    holds the current folder; and `RotationZooError` for a symbolic link, since nobody asked for the
-    folder that it leads to to be replaced."""
+    """Check that `folder` may be replaced whole. Raises `UsageError` for a path without a name of
+    its own, such as `.`, and for a folder that contains the current one. Raises `RotationZooError`
+    for a symbolic link, because nobody asked to replace the folder that it leads to."""
     if folder.name in ("", ".."):
         raise UsageError(
             f"{folder} is no folder that can be replaced", hint="name a new folder with --output"
@@ -85,6 +87,7 @@ def check_name(folder: Path) -> None:
             f"{folder} is a symbolic link, which nothing is written through",
             hint=f"remove it, or name the folder that it leads to: {os.path.realpath(folder)}",
         )
+    # Replacing it would leave the user's shell in a removed folder.
     if folder.is_dir() and Path.cwd().is_relative_to(folder.resolve()):
         raise UsageError(
             f"{folder} holds the current folder, and is replaced whole",
@@ -93,8 +96,8 @@ def check_name(folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Put back the old folder that a process had set aside when it was killed. Raises
-    `RotationZooError` where the disk refuses, or another process holds the lock."""
+    """Put back the old folder if a killed process left it set aside. Raises `RotationZooError`
+    where the disk refuses, or where another process holds the lock."""
     named = folder.name not in ("", "..")
     if named and not os.path.lexists(folder) and _beside(folder, "old").is_dir():
         with disk_errors(folder), locked(_beside(folder, "lock"), f"writing {folder}"):
@@ -102,7 +105,7 @@ def recover(folder: Path) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Rename the old folder back where a killed process left none of that name."""
+    """Rename the old folder back if a killed process left none under its name."""
     old = _beside(folder, "old")
     if not os.path.lexists(folder) and old.is_dir() and not old.is_symlink():
         old.rename(folder)

@@ -1,4 +1,4 @@
-"""A lock file, held by one process at a time."""
+"""A lock file that one process at a time can hold."""
 
 import errno
 import fcntl
@@ -11,19 +11,20 @@ from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
 
-WAIT = 60.0  # seconds to wait for another process: putting files in place takes less
+WAIT = 60.0  # seconds to wait for another process, which needs less to put files in place
 _PAUSE = 0.05
-_SILENCE = 1.0  # seconds of waiting before it is mentioned
+_SILENCE = 1.0  # seconds of waiting before the log mentions it
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def locked(lock: Path, doing: str, kept: bool = False) -> Iterator[None]:
-    """Within the block, this process alone holds the lock file. It is removed at the end, unless it
-    is `kept` for others that know its name.
+    """Hold the lock file while the block runs. The file is removed at the end, unless it is `kept`
+    for other programs that know its name.
 
-    `doing` is what the other process would be at, in messages: if waiting takes a second, the log
-    says so. Raises `RotationZooError` after `WAIT` seconds, and for a link in the lock's place.
+    `doing` says in messages what the other process is doing. The log mentions it after a second of
+    waiting. Raises `RotationZooError` after `WAIT` seconds, and for a symbolic link in the lock's
+    place.
     """
     started, mentioned = time.monotonic(), False
     while (handle := _try(lock)) is None:
@@ -40,20 +41,22 @@ def locked(lock: Path, doing: str, kept: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed before it is let go: whoever waits sees that the file is gone and makes a new one.
+        # Remove the file before releasing it: a process that has opened it then sees that it is
+        # gone, and makes a new one.
         if not kept:
             lock.unlink(missing_ok=True)
         os.close(handle)
 
 
 def _try(lock: Path) -> int | None:
-    """The open lock file, or None while another process holds it. A handle counts only while it is
-    the file of that name: the process before may have removed the file that was opened."""
+    """Try once to take the lock. Returns the open lock file, or None while another process holds
+    it. The handle counts only if it is still the file of that name: the previous holder may have
+    removed the file after it was opened here."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(lock, flags, 0o666)
-    except FileNotFoundError:  # the folder above was removed by another process a moment ago
+    except FileNotFoundError:  # another process has just removed the parent folder
         return None
     except OSError as error:
         if error.errno != errno.ELOOP:

@@ -1,5 +1,5 @@
-"""JSON that others wrote: read within limits, and validated, so that the code behind meets only the
-types that it expects."""
+"""JSON that others wrote: read within limits and validated, so that later code meets only the types
+that it expects."""
 
 import json
 import math
@@ -11,15 +11,15 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
 
-LIMIT = 16 << 20  # bytes; an entry of an index has 400, an evaluation of the demo model 24,000
+LIMIT = 16 << 20  # bytes; an index entry has 400, an evaluation of the demo model 24,000
 DEPTH = 32
 _HINT = "fetch or make it again"
 T = TypeVar("T")
 
 
 class Strict(BaseModel):
-    """A table whose types are as JSON has them: no text for a number, and no number that is not
-    finite. Unknown keys are let through: a later version wrote them."""
+    """A table that accepts only JSON's own types: text does not pass for a number, and numbers are
+    finite. Unknown keys are accepted, because a later version may have written them."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -27,9 +27,9 @@ class Strict(BaseModel):
 
 
 def parse(text: str | bytes, origin: str, hint: str = _HINT) -> Any:
-    """The content of JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for text that is no
-    JSON, and for JSON that readers disagree about: a key twice, NaN, numbers beyond float64,
-    nesting beyond 32 levels, halves of surrogate pairs."""
+    """Parse JSON in UTF-8. Raises `RotationZooError`, naming `origin`, for text that is not JSON.
+    It also refuses JSON that parsers read differently: duplicate keys, NaN, numbers beyond float64,
+    nesting beyond 32 levels, lone surrogates."""
     try:
         content = json.loads(
             text,
@@ -55,8 +55,8 @@ def read(path: Path, hint: str = _HINT) -> Any:
 
 
 def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
-    """The content as a pydantic model. Raises `RotationZooError`, which says what is wrong where in
-    `origin`."""
+    """Validate content against a pydantic model. Raises `RotationZooError`, which says what is
+    wrong and where in `origin`."""
     try:
         return TypeAdapter(kind).validate_python(content, strict=True)
     except ValidationError as error:
@@ -67,7 +67,7 @@ def validate(kind: type[T], content: Any, origin: str, hint: str = _HINT) -> T:
 
 
 def text(content: Any) -> bytes:
-    """A table as the JSON that `parse` reads. Raises `RotationZooError` for a number that is not
+    """Write a table as JSON that `parse` reads. Raises `RotationZooError` for a number that is not
     finite."""
     try:
         return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
@@ -95,19 +95,21 @@ def _finite(digits: str) -> float:
 
 
 def _integer(digits: str) -> int:
+    # Digits are counted first, because a very long number is slow to convert.
     if len(digits) > 19:
         raise ValueError(f"{digits[:20]}... is beyond 64 bits")
     return int(digits)
 
 
 def _check(content: Any) -> None:
-    """Raise `ValueError` for nesting beyond `DEPTH` and for text that is no Unicode."""
-    level = [content]  # one after the other, so that no depth of nesting can exhaust the stack
+    """Raise `ValueError` for nesting beyond `DEPTH` and for text that is not valid Unicode."""
+    # Level by level and not recursively, so that deep nesting cannot exhaust the stack.
+    level = [content]
     for _ in range(DEPTH):
         inner: list[Any] = []
         for node in level:
             if isinstance(node, str):
-                node.encode()
+                node.encode()  # fails for half of a surrogate pair
             elif isinstance(node, dict):
                 inner += [*node.keys(), *node.values()]
             elif isinstance(node, list):

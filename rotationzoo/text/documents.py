@@ -1,5 +1,5 @@
-"""Documents of calibration text: read from the bundled text, from a file or from a data set on the
-hub, as texts or as chats."""
+"""Documents of calibration text: texts or chats from the bundled file, a local file or a data set
+on the hub."""
 
 import json
 import random
@@ -12,11 +12,11 @@ from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.recipe import FILES, Data
 
 BUNDLED = Path(__file__).parents[1] / "data" / "demo" / "calibration.jsonl"
-"""The source `bundled`: what calibration reads unless it is told otherwise."""
+"""The source `bundled`, which calibration reads by default."""
 HELD_OUT = BUNDLED.with_name("evaluation.jsonl")
-"""The bundled text that `evaluate` reads, of which nothing is in `BUNDLED`."""
+"""The bundled text that `evaluate` reads. None of it is in `BUNDLED`."""
 
-_CHARACTERS_A_TOKEN = 40  # documents are mixed among about ten times the text that is used
+_CHARACTERS_A_TOKEN = 40  # shuffles documents among about ten times the text that is used
 _PIECE = 1 << 16  # characters
 
 Document = str | list[dict[str, Any]]
@@ -25,7 +25,7 @@ _Record = dict[str, Any]  # column -> value
 
 
 def read_documents(data: Data) -> Iterator[Document]:
-    """The documents of `data.source`, in the order that its seed decides. Raises `RotationZooError`
+    """The documents of `data.source`, in an order that its seed fixes. Raises `RotationZooError`
     for a source that is missing, empty or not readable, and for a wrong column."""
     return _shuffled(_documents(data), data.seed, _CHARACTERS_A_TOKEN * data.tokens)
 
@@ -35,7 +35,7 @@ def _documents(data: Data) -> Iterator[Document]:
     empty = True
     for record in _records(data):
         document = record.get(_column(record, data))
-        if not document:
+        if not document:  # data sets have empty rows
             continue
         if not _is_document(document):
             raise RotationZooError(
@@ -54,6 +54,7 @@ def _documents(data: Data) -> Iterator[Document]:
 def _records(data: Data) -> Iterator[_Record]:
     path = BUNDLED if data.source == "bundled" else Path(data.source).expanduser()
     suffix = path.suffix.lower()
+    # Otherwise a mistyped file would be looked for as a data set on the hub.
     if suffix in FILES and not path.is_file():
         raise RotationZooError(
             f"there is no file {data.source}", hint="check the path given with --data"
@@ -92,20 +93,21 @@ def _column(record: _Record, data: Data) -> str:
 
 
 def _pieces(path: Path) -> Iterator[_Record]:
-    """A text file in pieces of some 64 KB, cut at line ends, so that no file is too large."""
+    """A text file in pieces of about 64 KB, cut at line ends, so that a file of any size can be
+    read."""
     with (
         reading_errors(f"{path} is not readable as UTF-8 text"),
         path.open(encoding="utf-8") as file,
     ):
         while lines := file.readlines(_PIECE):
             text = "".join(lines)
-            # One piece, unless a line is endless.
+            # This is one piece, unless a line is very long.
             for start in range(0, len(text), 2 * _PIECE):
                 yield {"text": text[start : start + 2 * _PIECE]}
 
 
 def _json_lines(path: Path) -> Iterator[_Record]:
-    """A line is a record, or just the text of one."""
+    """One document per line: a record, or just its text."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -120,7 +122,7 @@ def _json_lines(path: Path) -> Iterator[_Record]:
 
 
 def _data_set(data: Data, path: Path) -> Iterator[_Record]:
-    """A data set of the hub, or a parquet file. It is streamed, so that nothing is written to disk
+    """A data set on the hub, or a parquet file. It is streamed, so that nothing is written to disk
     and little more is fetched than is used."""
     import datasets  # takes a second to import, and most jobs do not need it
 
@@ -137,7 +139,7 @@ def _data_set(data: Data, path: Path) -> Iterator[_Record]:
 
 @contextmanager
 def reading_errors(what: str) -> Iterator[None]:
-    """Turn whatever a reader, a chat template or a hub client raises into one sentence that begins
+    """Turn any error of a reader, a chat template or a hub client into one sentence that begins
     with `what`."""
     try:
         yield
@@ -152,8 +154,8 @@ def reading_errors(what: str) -> Iterator[None]:
 
 
 def _shuffled(documents: Iterator[Document], seed: int, budget: int) -> Iterator[Document]:
-    """The documents in an order fixed by the seed, mixed within blocks of `budget` characters: more
-    than will be used, and never so much that a large data set is read to its end."""
+    """The documents in an order that the seed fixes. They are shuffled within blocks of `budget`
+    characters: more than will be used, but not so much that a large data set is read to its end."""
     generator = random.Random(seed)
     block: list[Document] = []
     size = 0

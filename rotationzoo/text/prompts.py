@@ -1,4 +1,4 @@
-"""Prompts for the text that a model writes itself: beginnings of texts, and chats up to the model's
+"""Prompts for text that the model writes itself: beginnings of texts, and chats up to the model's
 turn."""
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from rotationzoo.text.tokenizing import start_tokens, tokenize
 
 
 def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """One prompt per row: as many as would fill the rows of `data` by themselves, one from each
-    `length` tokens of a text. Raises as `rows.read_corpus`."""
+    """One prompt per row, taken from every `length` tokens of a text. There are enough prompts to
+    fill the rows of `data` by themselves. Raises as `rows.read_corpus`."""
     # As documents, texts get no end token: the model is to continue them.
     source = data.model_copy(update={"source": data.prompts, "packing": "document"})
     start = start_tokens(tokenizer)
@@ -47,7 +47,7 @@ def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 
 
 def _prompts(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[list[int]]:
-    """The first `tokens` of each `length` of a text, and whole chats."""
+    """The first `tokens` of every `length` tokens of a text, and whole chats."""
     for document in read_documents(data):
         if isinstance(document, str):
             ids = tokenize(document, tokenizer, data)
@@ -58,7 +58,7 @@ def _prompts(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Ite
 
 
 def _until_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat up to where it is the model's turn for the last time."""
+    """A chat up to the point where the model's last turn begins."""
     questions = [
         number for number, message in enumerate(messages, 1) if message["role"] != "assistant"
     ]

@@ -1,5 +1,7 @@
-"""Calibration text as token rows with a fingerprint, and as batches: documents packed into rows of
-equal length, or a row each."""
+"""Token rows of calibration text, with a fingerprint, and their batches.
+
+Documents are packed into rows of equal length, or each document gets its own row.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -17,12 +19,12 @@ from rotationzoo.text.tokenizing import start_tokens, tokenize
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token rows `[T]` int64, and the sha256 of the exact ids with their row boundaries."""
+    """Token rows `[T]` int64, and the sha256 of their exact ids and row boundaries."""
 
     rows: list[torch.Tensor]
     fingerprint: str
     note: str | None
-    """What the user should know, such as fewer tokens than asked for."""
+    """Something the user should know, such as that there are fewer tokens than asked for."""
 
     @property
     def tokens(self) -> int:
@@ -30,9 +32,10 @@ class Corpus:
         return sum(row.numel() for row in self.rows)
 
     def batches(self, size: int) -> list[torch.Tensor]:
-        """Batches `[B, T]` of up to `size` rows of equal length, short rows first and otherwise in
-        order."""
+        """Batches `[B, T]` of up to `size` rows of equal length. Shorter rows come first; rows of
+        one length keep their order."""
         batches: list[list[torch.Tensor]] = []
+        # Sorted, because a batch needs rows of one length.
         for row in sorted(self.rows, key=len):
             if not batches or len(batches[-1]) == size or batches[-1][0].shape != row.shape:
                 batches.append([])
@@ -55,14 +58,14 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 def pack_texts(
     texts: Iterable[torch.Tensor], data: Data, tokenizer: PreTrainedTokenizerBase
 ) -> Corpus:
-    """The rows of texts `[T]` that the model wrote, each of which begins with the tokenizer's start
-    tokens. Raises as `read_corpus`."""
+    """Rows made from texts `[T]` that the model wrote, each of which begins with the tokenizer's
+    start tokens. Raises as `read_corpus`."""
     start = len(start_tokens(tokenizer))
     return _cut((text[start:].tolist() for text in texts), data, tokenizer)
 
 
 def fingerprint(rows: list[torch.Tensor]) -> str:
-    """sha256 of the ids of rows `[T]`, each behind its length."""
+    """sha256 of the ids of rows `[T]`, each preceded by its length."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row).to_bytes(8, "little") + row.numpy().astype("<i8").tobytes())
@@ -70,7 +73,7 @@ def fingerprint(rows: list[torch.Tensor]) -> str:
 
 
 def _cut(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """Rows of the ids of documents, as `data.packing` has it."""
+    """Cut the ids of documents into rows, as `data.packing` says."""
     start = start_tokens(tokenizer)
     not_empty = filter(None, documents)
     if data.packing == "document":
@@ -86,7 +89,7 @@ def _cut(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokeni
 
 
 def _shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
-    """The note where there are fewer tokens than asked for, with the reason."""
+    """The note for the user, with the reason, where there are fewer tokens than asked for."""
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
@@ -102,8 +105,9 @@ def _source(data: Data) -> str:
 def _packed_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
 ) -> list[torch.Tensor]:
-    """Rows of the lengths that `data` asks for, documents one after the other. Where the tokenizer
-    starts every text with some tokens, each row starts with them too, as each request does."""
+    """Join the documents and cut them into rows of the lengths that `data` asks for. Where the
+    tokenizer starts every text with certain tokens, each row starts with them, too, as each request
+    does."""
     stream = (token for document in documents for token in document)
     rows: list[torch.Tensor] = []
     for length in data.row_lengths:
@@ -117,7 +121,7 @@ def _packed_rows(
 def _document_rows(
     documents: Iterable[list[int]], data: Data, start: list[int]
 ) -> list[torch.Tensor]:
-    """One row a document, its first `length` tokens, until `tokens` are reached."""
+    """One row per document, holding its first `length` tokens, until there are `tokens` in all."""
     left = data.tokens
     rows: list[torch.Tensor] = []
     for document in documents:

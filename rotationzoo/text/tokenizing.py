@@ -1,4 +1,4 @@
-"""One document -> token ids, as a model would meet it in training or in a request."""
+"""Tokenizing one document into the ids that a model would see in training or in a request."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from rotationzoo.text.documents import Document, reading_errors
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text."""
+    """The tokens that the tokenizer puts before every text."""
+    # With special tokens, a letter comes after the start tokens; without, it comes alone.
     plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     return full[: full.index(plain[0])] if plain and plain[0] in full else []
 
@@ -20,17 +21,17 @@ def tokenize(
 ) -> list[int]:
     """The ids of one document, without start tokens: rows get those when they are cut.
 
-    A text is closed by the end token, as in training, unless rows are single documents. A chat
-    template closes its own turns; with `answer` it also opens the model's. Raises
-    `RotationZooError` for a chat that the tokenizer has no template for, and for text that it
-    cannot read.
+    A text ends with the end token, as in training, unless each row is a single document. A chat
+    template closes its own turns; with `answer` it also opens the model's turn. Raises
+    `RotationZooError` for a chat where the tokenizer has no template, and for text that it cannot
+    read.
     """
     if isinstance(document, str):
         text, end = document, _end_tokens(tokenizer, data)
     else:
         text, end = _chat_text(document, tokenizer, data, answer), []
     with reading_errors(f"a text of {data.source} cannot be tokenized"):
-        # Not verbose: rows are cut to length later, so a warning about long texts would mislead.
+        # Rows are cut to length later, so the tokenizer's warning about long texts would mislead.
         return [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
 
 
@@ -42,7 +43,8 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
 def _chat_text(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, data: Data, answer: bool
 ) -> str:
-    """A chat as the template writes it, without the start tokens that many templates begin with."""
+    """A chat in the form of the template, without the start tokens that many templates begin
+    with."""
     if tokenizer.chat_template is None:
         raise RotationZooError(
             f"{data.source} holds chat messages and the model's tokenizer has no chat template",
