@@ -1,4 +1,4 @@
-"""The progress callback that jobs call; silent by default."""
+"""The progress callback that jobs call; silent by default. `cli.progress_bar` draws it."""
 
 from collections.abc import Callable
 

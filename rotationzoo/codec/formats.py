@@ -3,7 +3,7 @@
 This is the only list of their names. It imports nothing but the standard library, so that the
 command line can offer the names without waiting for torch. docs/codec.md has the formulas side by
 side. A format that rounds, packs or stores in a way of its own gets a field in `Format`, which
-`int2` and `int2.cu` then read.
+`int2` and `int2.cu` then read; `cuda.Variant` hands it to the kernel.
 """
 
 from dataclasses import dataclass, replace

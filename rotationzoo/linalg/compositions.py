@@ -19,8 +19,9 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 def strongest_first(directions: torch.Tensor) -> torch.Tensor:
     """Eigenvalues `[..., D]` or eigenvectors as columns `[..., D, D]`, largest eigenvalue first.
 
-    The input is ascending, as in `eigenbasis`, artifacts and the published files. Only this
-    function and `strongest` rely on that.
+    The input is ascending, as in `eigenbasis`, artifacts and the published files; imports are
+    brought into that order. Whoever wants the strongest directions asks here or `strongest`. Code
+    that pairs eigenvalues with their eigenvectors needs no more than that both have one order.
     """
     return directions.flip(-1)
 

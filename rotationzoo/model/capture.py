@@ -5,6 +5,9 @@ For each attention layer, transformers calls one function after RoPE, norms and 
 looks that function up by name in a registry. `intercept` swaps the entry under the name that the
 model already uses. A new name would lose the mask function registered beside it, and also the
 sparse masks that some models apply only under the names they know.
+
+Nothing is compared with the cache here: `geometry` does that, and refuses models whose cache does
+not hold what attention reads.
 """
 
 import sys
