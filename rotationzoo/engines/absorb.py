@@ -1,5 +1,4 @@
-"""The value rotation in a model's own weights, so that its cache holds rotated values at no
-cost."""
+"""Absorbing the value rotation into a model's weights, so that it costs nothing to serve."""
 
 import os
 import shutil
@@ -22,7 +21,8 @@ from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
 
 _INDEX = "model.safetensors.index.json"
-# Weights of other formats and of other checkpoints, which would stay without the rotation.
+# Endings of weight files. Only the model's own safetensors files are copied with the rotation; any
+# others would lack it, so they are left out.
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -38,12 +38,11 @@ _WEIGHTS = (
 
 
 def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = silent) -> Path:
-    """Write a copy of a model whose cache holds `v @ R` to a new folder, and return that. Memory is
-    that of one tensor.
+    """Write a copy of a model whose cache holds `v @ R` to a new folder, and return the folder.
 
-    Raises `RotationZooError` before anything is written: the artifact is damaged or of another
-    model, the output exists, the weights are quantized or rotated already, or
-    (`UnsupportedModel`) a layer cannot absorb a rotation.
+    Holds only one tensor in memory at a time. Raises `RotationZooError` before anything is written
+    if the artifact is damaged or made for another model, the output exists, the weights are
+    quantized or already rotated, or (`UnsupportedModel`) a layer cannot absorb a rotation.
     """
     if output.exists():
         raise RotationZooError(
@@ -67,7 +66,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     changes = _changes(artifact, loading.on_meta(config, model), model)
     progress("fetching the weights", 0, 0)
     fetch(source)
-    # Of a hub's model the fingerprint is known only now.
+    # For a model from the hub, `verify` had no weights yet to compare fingerprints with.
     if made_for.weights_fingerprint not in (None, weights_fingerprint(source)):
         raise RotationZooError(
             f"{artifact.folder} was made for other weights than those of {model}", hint=calibrate
@@ -86,7 +85,7 @@ def _check_not_quantized(config: PretrainedConfig, model: str) -> None:
 
 
 def _changes(artifact: Artifact, model: PreTrainedModel, name: str) -> dict[str, Change]:
-    """What to do to which parameter of the model on `meta`."""
+    """Parameter name -> its change, found on the model on `meta`."""
     with as_unavailable(f"{name} fails when it runs"):
         geometry = geometry_on_meta(model)
     if geometry is None or not same_shapes(geometry, artifact.geometry):
@@ -128,15 +127,18 @@ def _write_copy(
             for name, place in places.items():
                 if place.file == path:
                     apply_change(copy, place, changes[name])
-            copy.chmod(0o644)  # as every file that is given to an engine
+            copy.chmod(0o644)  # as for exports: the server may run as another user
         (work / RECORD).write_text(record_text(artifact), encoding="utf-8")
         install(work, output)
 
 
 def _files_beside_weights(folder: Path) -> list[Path]:
-    """What is copied as it is. Raises `RotationZooError` for a link that leads out of the folder,
-    but for the hub's cache, which is made of links: copies are published, and what links lead to
-    need not be."""
+    """The files that are copied unchanged.
+
+    Raises `RotationZooError` for a symbolic link that leads out of the folder: copies are
+    published, and the link's target may be private. Links into the blobs of the hub's cache, which
+    is made of links, are allowed.
+    """
     blobs = folder.parent.parent / "blobs"
     allowed = [os.path.realpath(folder)]
     if not blobs.is_symlink():
