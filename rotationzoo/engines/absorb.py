@@ -50,6 +50,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
         )
     progress("looking at the model", 0, 0)
     made_for, calibrate = artifact.manifest.model, f"make one with: rotationzoo calibrate {model}"
+    # The artifact's revision applies only to the hub id that it was made for.
     source = find(model, made_for.revision if made_for.id == model else None)
     fetch(source, weights=False)
     if (source.folder / RECORD).is_file():
@@ -76,6 +77,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
 
 
 def _check_not_quantized(config: PretrainedConfig, model: str) -> None:
+    # The config of a multimodal model may keep the entry in its text part.
     for part in (config, config.get_text_config(decoder=True)):
         if getattr(part, "quantization_config", None):
             raise UnsupportedModel(
@@ -97,10 +99,13 @@ def _changes(artifact: Artifact, model: PreTrainedModel, name: str) -> dict[str,
     projections = find_projections(model, geometry, name)
     for layer, (value, output) in zip(geometry, projections, strict=True):
         matrix = artifact.rotations[layer.index].value.matrix.double()
+        # A pooled rotation `[1, D, D]` serves all KV heads.
         rotation = matrix.expand(layer.kv_heads, -1, -1)
         for part, tensor in model.get_submodule(value).named_parameters():  # weight and bias
             changes[f"{value}.{part}"] = Change(tensor.shape, rotation, columns=False)
         shape = model.get_parameter(f"{output}.weight").shape
+        # The output projection has a block of columns per query head. With GQA, the query heads of
+        # a group all undo the rotation of the same KV head.
         of_query_heads = rotation.repeat_interleave(layer.group, 0)
         changes[f"{output}.weight"] = Change(shape, of_query_heads, columns=True)
     return changes
@@ -116,6 +121,7 @@ def _write_copy(
     places = find_places(source, changes)
     files = [*_files_beside_weights(source.folder), *weight_files(source.folder)]
     with disk_errors(output), temporary_sibling(output) as work:
+        # Check again under the lock: fetching the weights took time.
         if output.exists():
             raise RotationZooError(
                 f"{output} is there by now", hint="choose another place with --output"

@@ -62,6 +62,7 @@ class Payload:
     @property
     def clip(self) -> tuple[float, float]:
         """The clip ratios of keys and of values that all layers share."""
+        # Engines that read this take no ratios by layer, so an export to them has only one pair.
         (shared,) = set(self.clips.values())
         return shared
 

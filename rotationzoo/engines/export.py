@@ -58,6 +58,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
     engine.check_payload(payload)
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
+    # A killed export may have left the previous folder set aside.
     recover(target)
     check_target(target)
     with disk_errors(target), temporary_sibling(target) as work:

@@ -11,6 +11,7 @@ from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 
+# The default names of `.pt` and MLX files. A GGUF file is found only if the user names it.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.(pt|safetensors)")
 
 

@@ -172,6 +172,7 @@ def _finished_artifact(job: Import, identity: dict[str, str]) -> Artifact | None
 def _statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages, list[str]]:
     """The statistics recovered from the rotations, or none and a remark that says why."""
     error = rotations.orthogonality_error
+    # `not <=` instead of `>`, because NaN must not pass.
     if not error <= ORTHOGONAL:
         return {}, [
             f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered "

@@ -64,6 +64,7 @@ def _layer_of_files(index: int, pair: Pair) -> Layer:
     if len(counts) > 1:
         listed = " and ".join(map(str, sorted(counts)))
         raise RotationZooError(f"the files disagree on the KV heads of layer {index}: {listed}")
+    # Files with one matrix per layer and no mean do not say how many KV heads there are.
     heads = counts.pop() if counts else 1
     key_dim, value_dim = (matrix.shape[-1] for matrix in matrices)
     return Layer(index, index, heads, heads, key_dim, value_dim)

@@ -17,6 +17,7 @@ rotationzoo writes state the exact one under `calibration`.
 _WORDS = {statistic: word for word, statistic in STATISTICS.items()} | {"output": "sst"}
 # The composition that a name means in a file whose eigenvectors are in descending order.
 _DESCENDING = {"r_h_pbr": "rdesc_h_br", "r_h": "rdesc_h"}
+# These names state neither statistic nor composition, so `describe` assumes OSCAR's usual ones.
 _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
 
 
@@ -54,6 +55,7 @@ def describe(file: RotationFile) -> Described:
     if name in _VERSION_3:
         usual = "query" if file.side == "key" else "key_energy"
         return Described(statistic or usual, _known(file.calibration.get("composition", "r_h_pbr")))
+    # Data-free names may have a suffix for their grouping, a mean or a side.
     plain = re.sub(r"_perhead$|_center$|-[kv]$", "", name)
     return Described(None, plain if plain in DATA_FREE else compositions.GIVEN)
 

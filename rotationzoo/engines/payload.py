@@ -72,6 +72,7 @@ def assemble_payload(
         key, value = replace(key, mean={}), replace(value, mean={})
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     served = _served(clips, recipe.group_size, sink, recent)
+    # No engine takes clip ratios by head, so `agreed_reductions` has left one per layer and side.
     single_clips = {layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()}
     return Payload(
         model=absorbed or _model_to_serve(artifact),
@@ -158,6 +159,7 @@ def _model_to_serve(artifact: Artifact) -> str | None:
     if not artifact.bound:
         return None
     model = artifact.manifest.model
+    # Only models from the hub have a revision.
     if model.revision:
         return model.id
     demo = Source("demo", DEMO, None)

@@ -29,6 +29,7 @@ def provenance(
     imported = artifact.manifest.imported
     if imported is None:
         return _of_calibration(artifact, generation, pooling) | served
+    # If the imported files stated nothing, the exported ones state nothing either.
     if not imported.calibration:
         return {}
     stated = dict(imported.calibration)

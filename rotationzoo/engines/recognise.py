@@ -41,6 +41,7 @@ def recognise_composition(
         return composition, []
     unnamed = composition == GIVEN
     notes = ["the files name no composition that is known"] if unnamed else []
+    # The clearest mark under any composition, with the matrices as they are and transposed.
     clearest = _least_contrast(pair.key, _CALIBRATED, group_size)
     clearest_transposed = _least_contrast(pair.key.transposed, _CALIBRATED, group_size)
     if clearest is None or clearest_transposed is None:
@@ -64,6 +65,7 @@ def recognise_composition(
             f"keys and values are swapped: {values} bears the mark of RoPE and {keys} does not",
             hint="give the files their right names",
         )
+    # If the stated composition shows no mark at all, a weaker mark is enough to contradict it.
     contradiction = _STATED_MARK if unmarked else _MARK
     if clearest_transposed <= contradiction and clearest_transposed < clearest:
         raise RotationZooError(
@@ -117,4 +119,5 @@ def _contrast(
         moments.setdefault(dim, []).append(basis @ torch.diag_embed(ordered) @ basis.mT)
     contrasts = [pair_contrast(torch.cat(of_dim)) for of_dim in moments.values()]
     known = [contrast for contrast in contrasts if contrast is not None]
+    # The mark must show at every head dimension, so the least clear one counts.
     return max(known) if known else None

@@ -108,6 +108,7 @@ def _check_name(file: RotationFile, described: Described) -> None:
     """Raise `RotationZooError` for an identity, permutation or Hadamard matrix under the name of a
     calibrated rotation."""
     calibrated_name = re.search(r"_(qqt|ktk|sst|vtv)_", file.path.stem)
+    # A file may hold such a matrix if neither its content nor its name claims otherwise.
     if described.composition in DATA_FREE and not calibrated_name:
         return
     for layer, matrix in file.content.rotation.items():
@@ -144,5 +145,6 @@ def _data_free_kind(matrix: torch.Tensor) -> str | None:
         ones = torch.ones(matrix.shape[:-1])
         is_identity = torch.equal(matrix.diagonal(dim1=-2, dim2=-1), ones)
         return "the identity matrix" if is_identity else "a permutation"
+    # All entries of an orthogonal Hadamard matrix have the magnitude D^-0.5.
     is_hadamard = ((size - matrix.shape[-1] ** -0.5).abs() < _CLOSE).all()
     return "a Hadamard matrix" if is_hadamard else None

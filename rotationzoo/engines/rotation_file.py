@@ -81,6 +81,8 @@ def normalise(file: RotationFile, transposed: bool) -> RotationFile:
             raise RotationZooError(
                 f"the eigenvalues of layer {descending[0]} in {name} are in no order"
             )
+        # The matrices stay as they are: `descending` tells `objectives.describe` to name the
+        # composition that makes them from ascending eigenvalues.
         eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
         notes.append(f"{name} has its eigenvalues in descending order; they were reversed")
     content = replace(file.content, rotation=matrices, eigenvalues=eigenvalues)

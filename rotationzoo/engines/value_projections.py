@@ -35,6 +35,7 @@ def find_projections(
     Raises `UnsupportedModel` for a layer with anything but attention between the two.
     """
     run = _traced_run(model, name)
+    # Tied parameters are listed once per name, so that sharing shows as a count above 1.
     parameters = model.named_parameters(remove_duplicate=False)
     uses = Counter(id(parameter) for _, parameter in parameters)
     projections: dict[str, str] = {}
@@ -86,6 +87,7 @@ def _problem(
         )
     width = layer.kv_heads * layer.value_dim
     value_weight = _weight(model, path.maker)
+    # A fused projection has more rows than the values need, or its output is also queries or keys.
     if len(value_weight) != width or path.are_queries_or_keys:
         return f"a fused value projection, {path.maker}"
     # The projection's rows must be grouped by head: the channels of a head are adjacent in memory,

@@ -111,6 +111,7 @@ def _entry_of(parameter: str, entries: Mapping[str, _Entry]) -> _Entry | None:
     """
     if parameter in entries:
         return entries[parameter]
+    # Compare names from `layers.` on, since only what comes before it may differ.
     ending = "." + parameter[max(parameter.rfind("layers."), 0) :]
     names = [name for name in entries if f".{name}".endswith(ending)]
     words = sorted(parameter.split("."))

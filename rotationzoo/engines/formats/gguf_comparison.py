@@ -85,6 +85,7 @@ def _check_config(name: str, reader: Any, source: Source) -> None:
     config = read_json(source.folder / "config.json")
     if isinstance(text_config := config.get("text_config"), dict):  # a vision model's text part
         config = text_config
+    # Some configs keep `rope_theta` under `rope_parameters`.
     rope = config.get("rope_parameters")
     if isinstance(rope, dict):
         config = {**rope, **config}
@@ -133,6 +134,7 @@ def _check_weights(name: str, reader: Any, source: Source) -> list[str]:
                 hint=CONVERTED_BASE,
             )
         error = _relative_error(converted, original, is_norm=allowed == _SAME)
+        # `not <=` instead of `>`, because NaN must not pass.
         if not error <= allowed:
             raise RotationZooError(
                 f"{name} was not converted from {source.name}: its {tensor} differs "

@@ -80,6 +80,7 @@ class _Walk:
             self._tensor()
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"its alignment is {self.alignment}, and no power of two")
+        # Tensor data begins at the next multiple of the alignment.
         start = -(-self.file.tell() // self.alignment) * self.alignment
         end = start + max(self.ends, default=0)
         if self.ends and end > self.size:
@@ -114,6 +115,7 @@ class _Walk:
 
     def _skip_list(self) -> None:
         kind, count = self._number("I"), self._number("Q")
+        # A string takes at least the 8 bytes of its length.
         self.elements += self._fitting(count, _SCALARS.get(kind, 8))
         if self.elements > _MOST_ELEMENTS:
             raise ValueError(f"its lists have more than {_MOST_ELEMENTS:,} elements")

@@ -68,6 +68,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
             "llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf"
         )
     reader = open_gguf(base)
+    # `objective_name` reduces any untrusted field to short printable text.
     architecture = objective_name(read_field(reader, "general.architecture"))
     _check_architecture(architecture, base, payload)
     check_base(reader, base, payload)

@@ -115,6 +115,7 @@ def read_safetensors(path: Path) -> RotationFile:
     if not rotation:
         raise RotationZooError(f"{path.name} is no MLX rotation file: it holds no layers")
     metadata = _read_metadata(path.with_name(METADATA))
+    # Files may have been renamed, so only the prefix `k_` or `v_` decides.
     side = next((side for side, name in FILES.items() if path.name.startswith(name[:2])), None)
     objective = objective_name(as_mapping(metadata.get("objectives")).get(side or ""))
     content = SideMatrices(dict(sorted(rotation.items())), objective)

@@ -58,6 +58,7 @@ def check_payload(payload: Payload) -> None:
             "ONNX Runtime rejects rotations where no token is kept exact",
             hint="add: --windows 64/256",
         )
+    # The package is optional, so it is imported only here and where it is used.
     try:
         import onnx  # noqa: F401
     except ImportError as error:
@@ -158,7 +159,7 @@ def _attributes(layer: Layer, payload: Payload) -> dict[str, Any]:
     return {
         "num_heads": layer.query_heads,
         "kv_num_heads": layer.kv_heads,
-        "kv_quant_group_size": payload.group_size or 0,
+        "kv_quant_group_size": payload.group_size or 0,  # 0 means the whole head
         "k_quant_rho": key_clip,
         "v_quant_rho": value_clip,
         "metadata_type": "fp32",

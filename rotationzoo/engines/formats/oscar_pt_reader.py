@@ -169,6 +169,7 @@ def _check_sizes(path: Path, content: Any) -> None:
             continue
         expanded = tensor.numel() * tensor.itemsize
         total += expanded
+        # A view can be larger than its storage, by expanding, or smaller, as a slice.
         largest = max(expanded, tensor.untyped_storage().nbytes())
         if largest > size or total > size + _MOST_SHARED:
             raise RotationZooError(
@@ -192,6 +193,7 @@ def _entries(path: Path, content: Any) -> _Entries:
         if isinstance(entry, torch.Tensor):
             entry = {"rotation": entry}
         if layer is None or not isinstance(entry, Mapping):
+            # One entry that is no layer means that this is no table of layers.
             entries = {}
             break
         if layer in entries:
