@@ -1,4 +1,4 @@
-"""The record, in a model with an absorbed value rotation, of the artifact that it came from."""
+"""The record in a model's folder that says which artifact's value rotation it has absorbed."""
 
 import json
 import shlex

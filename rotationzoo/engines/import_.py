@@ -1,4 +1,4 @@
-"""Importing rotation files that others made as an artifact, with their matrices unchanged."""
+"""Importing other tools' rotation files as an artifact, with their matrices unchanged."""
 
 import time
 from collections.abc import Sequence

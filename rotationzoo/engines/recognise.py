@@ -65,7 +65,7 @@ def recognise_composition(
             f"keys and values are swapped: {values} bears the mark of RoPE and {keys} does not",
             hint="give the files their right names",
         )
-    # If the stated composition shows no mark at all, a weaker mark is enough to contradict it.
+    # If the stated composition shows no mark at all, a weaker one elsewhere contradicts it.
     contradiction = _STATED_MARK if unmarked else _MARK
     if clearest_transposed <= contradiction and clearest_transposed < clearest:
         raise RotationZooError(

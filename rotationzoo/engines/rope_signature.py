@@ -1,8 +1,8 @@
 """The mark that RoPE leaves in second moments of queries and keys: both channels of a RoPE pair
 have nearly the same energy.
 
-Values carry no such mark. It therefore tells keys from values, and a matrix from its transpose,
-even in a file that names no model.
+Values carry no such mark. The mark therefore tells keys from values, and a matrix from its
+transpose, even in a file that names no model.
 """
 
 import torch

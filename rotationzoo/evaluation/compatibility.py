@@ -50,8 +50,7 @@ def notes_for_reader(
     """Notes that qualify the figures.
 
     They report text that fell short, and artifacts that were made for other weights, were
-    calibrated on this very text, or centre keys where this model's attention is not invariant to
-    it.
+    calibrated on this very text, or centre keys although this model's attention does not allow it.
     """
     notes = []
     if text.note:

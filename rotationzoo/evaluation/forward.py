@@ -84,8 +84,8 @@ def run_models(
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
-            # One forward pass yields all three metrics: the losses of the model that reads this
-            # cache in all layers, and each layer's output error and attention KL.
+            # One forward pass yields all three metrics: the losses of the model as it runs on this
+            # cache, and each layer's output error and attention KL.
             with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
                 metrics.add_losses(token_losses(model, ids, trial.start))
             progress("evaluating", done := done + 1, total)

@@ -18,7 +18,7 @@ from rotationzoo.errors import RotationZooError
 # Scalar type of a field -> bytes per value.
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
-# The limit for all lists together. The largest vocabularies have 1.3 million elements, with merges.
+# The limit for all lists together. The largest vocabularies and their merges have 1.3 million.
 _MOST_ELEMENTS = 1 << 22
 _MOST_DIMENSIONS, _LONGEST_NAME = 4, 1 << 16  # ggml's limit, and the specification's for keys
 # The fewest bytes that a field can take (length of its name, type, one byte of value), and a tensor

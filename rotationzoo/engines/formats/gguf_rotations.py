@@ -27,8 +27,7 @@ _VALUE_BLOCK = 64  # channels per block of llama.cpp's own Hadamard transform of
 def rotation_tensors(payload: Payload, engine_hadamard: bool) -> dict[str, np.ndarray]:
     """Tensor name -> the matrix `[D, D]` that the file holds, keys before values.
 
-    With `engine_hadamard`, the matrices are such that they become R with the engine's own Hadamard
-    transform.
+    With `engine_hadamard`, it holds matrices that the engine's own Hadamard transform turns into R.
     """
     sides = {"key": payload.key}
     if payload.value is not None:

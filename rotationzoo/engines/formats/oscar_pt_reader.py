@@ -1,7 +1,7 @@
 """Reading the `.pt` files of OSCAR's servers, and the bare tables of tensors that vLLM reads.
 
 The files are untrusted. Only tensors and primitives are unpickled, and no tensor is read before its
-size was compared with that of the file.
+size is checked against that of the file.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Shared checks for reading untrusted rotation files, in which no entry is used unchecked."""
+"""Shared checks for reading untrusted rotation files: nothing in them is used unchecked."""
 
 import math
 from collections.abc import Mapping
