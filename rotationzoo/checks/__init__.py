@@ -1,2 +1,5 @@
-"""Is an artifact what it says it is (`verify`), of this model's weights (`membership`), and stored
-by the CUDA kernel as the codec defines (`kernel`)?"""
+"""Checks of an artifact: its soundness, its model, and the CUDA kernel that stores its rows.
+
+`verify` checks that it is intact and sound, `membership` that it belongs to a model's weights, and
+`kernel` that the CUDA kernel stores rows as the codec defines.
+"""

@@ -1,5 +1,8 @@
-"""The CUDA kernels beside the codec's definition, on the rows of one side of one layer after
-another: codes and values bit by bit, rotations within the error of float32."""
+"""Comparison of the CUDA kernels with the codec's definition.
+
+Codes, scales, offsets and dequantized values must agree bit by bit. Rotations must agree within the
+error of float32. Each call compares the rows of one side of one layer.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,29 +15,34 @@ from rotationzoo.errors import RotationZooError
 
 _HINT = "do not publish; report the GPU, the driver and this line as an issue"
 _FLOAT32_ROUNDING = 2.0**-24
-_SMALLEST_BOUND = 1e-37  # where a row is zero: products below it are subnormal in float32
+_SMALLEST_BOUND = 1e-37  # the bound for rows of zeros: products below it are subnormal in float32
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integers of as many bytes, to compare floats by their bits: -0 is not 0, and NaN equals NaN."""
+"""Bytes per element -> the integer type of that size.
+
+Floats are compared as integers, bit by bit: -0 differs from 0, and NaN equals NaN.
+"""
 
 
 @dataclass
 class KernelComparison:
-    """What was compared so far. Any difference raises `RotationZooError` at once."""
+    """A running comparison and its totals. Any difference raises `RotationZooError` at once."""
 
     group_size: int | None
     on_gpu: bool
-    """Without a GPU only the definition is checked, against itself."""
+    """Without a GPU, only the definition itself is checked for consistency."""
     rows: int = 0
     elements: int = 0
     rotation_error: float = 0.0
-    """The largest error of a rotation, relative to the bound for float32."""
+    """The largest error of a rotation, as a fraction of the bound for float32."""
     _name: str = field(default="", init=False)
 
     def compare(
         self, name: str, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
-        """Compare on rows `[H, N, D]` that are not rotated yet, with rotations `[H, D, D]` and clip
-        ratios `[H]`. `name` says in errors which layer and side it is."""
+        """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios `[H]`.
+
+        `name` is the layer and side, for error messages.
+        """
         self._name = name
         self.rows += rows.shape[0] * rows.shape[1]
         if self.on_gpu:
@@ -43,9 +51,9 @@ class KernelComparison:
             self._check_definition(rows, rotation, clip)
 
     def report(self) -> dict[str, Any]:
-        """The keys of `validate --json` that come from comparing; speeds are measured elsewhere."""
+        """The keys of `validate --json`. The speeds are None here; they are measured elsewhere."""
         device, equal, difference = "cpu", None, None
-        if self.on_gpu:  # and nothing differs: a difference has raised
+        if self.on_gpu:  # nothing differed, since any difference would have raised
             device, equal, difference = torch.cuda.get_device_name(), True, 0.0
         return {
             "device": device,
@@ -66,14 +74,14 @@ class KernelComparison:
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
         rotated = torch.empty(rows.shape, device="cuda")
-        # A model hands over keys and values in bfloat16; the rotation is applied to these.
+        # Models produce keys and values in bfloat16, so that is what the kernel rotates.
         narrow = rows.bfloat16()
         for format in int2.FORMATS.values():
             packed = cuda.quantize(
                 narrow.cuda(), clip, self.group_size, format, rotation.cuda(), rotated
             )
-            # The definition goes on from the rows that the kernel rotated: a sum in another order
-            # is allowed, and would now and then round to another code.
+            # The definition quantizes the rows that the kernel rotated. If it rotated them itself,
+            # sums in another order, which are allowed, would now and then round to another code.
             self._check_product("rotation", rotated.cpu(), narrow, rotation)
             expected = self._check_quantized(packed, rotated.cpu(), clip, format)
             restored = cuda.dequantize(packed, torch.float32, rotation.cuda()).cpu()
@@ -86,8 +94,8 @@ class KernelComparison:
     def _check_definition(
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
     ) -> None:
-        """Check what holds of the definition itself: rotations are within the error of float32,
-        and packing loses no code."""
+        """Check the definition itself: rotations are within the error of float32, and packing
+        preserves every code."""
         rotated = rows @ rotation
         self._check_product("rotation", rotated, rows, rotation)
         for format in int2.FORMATS.values():
@@ -99,7 +107,10 @@ class KernelComparison:
     def _check_quantized(
         self, packed: cuda.Packed, rows: torch.Tensor, clip: torch.Tensor, format: int2.Format
     ) -> int2.Quantized:
-        """Check that the kernel stores rotated rows as the definition does, which is returned."""
+        """Check that the kernel stores rotated rows as the definition does.
+
+        Returns what the definition stores.
+        """
         expected = int2.quantize(rows, clip[:, None], self.group_size, format)
         codes = int2.unpack(packed.codes.cpu(), format.packing)
         self._check_equal("code", codes, expected.codes)
@@ -113,7 +124,7 @@ class KernelComparison:
         return expected
 
     def _check_equal(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Bit by bit."""
+        """Raise `RotationZooError` unless the tensors are equal bit by bit."""
         bits = _SAME_SIZE[expected.element_size()]
         different = (actual.view(bits) != expected.view(bits)).nonzero()
         if len(different):
@@ -128,14 +139,16 @@ class KernelComparison:
     def _check_product(
         self, what: str, actual: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor
     ) -> None:
-        """Hold `rows @ matrix` as computed in float32 against float64. A product of D terms is off
-        by at most D 2^-24 |x| |R| (Higham 2002, section 3.1)."""
+        """Check `rows @ matrix` as computed in float32 against float64.
+
+        The error of a dot product of D terms is at most D 2^-24 |x| |R| (Higham 2002, section 3.1).
+        """
         rows, matrix = rows.double(), matrix.double()
         allowed = rows.shape[-1] * _FLOAT32_ROUNDING * (rows.abs() @ matrix.abs())
         error = (actual.double() - rows @ matrix).abs() / (allowed + _SMALLEST_BOUND)
         worst = error.max().item()
         self.rotation_error = max(self.rotation_error, worst)
-        if not worst <= 1:  # and not `worst > 1`, which a NaN would pass
+        if not worst <= 1:  # `worst > 1` would let NaN pass
             head, row, _ = torch.unravel_index(error.argmax(), error.shape)
             raise RotationZooError(
                 f"{self._name}, head {head}, row {row}: the kernel's {what} is off by {worst:.2g} "

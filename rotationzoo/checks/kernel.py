@@ -1,5 +1,7 @@
-"""Does the CUDA reference store what the codec defines? Every layer and head of an artifact, bit by
-bit, and how fast."""
+"""Validation of the CUDA reference kernel against the codec's definition.
+
+Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured.
+"""
 
 import json
 from dataclasses import dataclass
@@ -26,12 +28,12 @@ _SUMMARIZED = ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")
 
 @dataclass(frozen=True)
 class Validation:
-    """What a kernel is validated on."""
+    """How a kernel is validated."""
 
     rows: int = 1024
-    """Rows drawn for each layer, KV head and side."""
+    """How many rows are drawn per layer, KV head and side."""
     model: str | None = None
-    """The artifact's model, to validate also on as many rows captured from it."""
+    """The artifact's model. If given, as many rows are also captured from it."""
     revision: str | None = None
     device: str = "auto"
     speed: bool = True
@@ -41,14 +43,15 @@ class Validation:
 def validate_kernel(
     artifact: Artifact, settings: Validation = Validation(), progress: Progress = silent
 ) -> dict[str, Any]:
-    """Compare the kernel with its definition on every layer, KV head and side; add
-    `validation.json` and `int2.cu` to the artifact, and return the report.
+    """Compare the kernel with the codec's definition on every layer, KV head and side.
 
-    Raises `RotationZooError` with layer, head, row and both values where the two differ. Without a
-    GPU the definition alone is checked, which the report says, and the artifact stays as it is.
+    Adds `validation.json` and `int2.cu` to the artifact and returns the report. Raises
+    `RotationZooError` at the first difference, naming its layer, head, row and both values.
+    Without a GPU only the definition is checked: the report says so, and the artifact is not
+    changed.
     """
     on_gpu = loading.torch_device(settings.device) == "cuda"
-    # Whether the result can be saved is known before it is computed.
+    # Fail now if the result could not be saved, not after it was computed.
     if on_gpu:
         artifact.check_writable()
     comparison = _compare_layers(artifact, settings, on_gpu, progress)
@@ -72,8 +75,10 @@ def validate_kernel(
 
 
 def check_device(folder: Path, device: str) -> None:
-    """Raise `RotationZooError` where there is no GPU and the user did not ask for a CPU, which
-    checks less."""
+    """Raise `RotationZooError` if there is no GPU, unless the user asked for the CPU.
+
+    A CPU checks less, so it is never chosen silently.
+    """
     if device == "auto" and loading.torch_device(device) != "cuda":
         raise RotationZooError(
             f"{folder} is not validated: the CUDA reference needs an NVIDIA GPU, and there is none "
@@ -86,8 +91,7 @@ def check_device(folder: Path, device: str) -> None:
 def _compare_layers(
     artifact: Artifact, settings: Validation, on_gpu: bool, progress: Progress
 ) -> KernelComparison:
-    """Compare on drawn rows, and on captured ones behind them, each without the mean that the
-    artifact subtracts."""
+    """Compare on drawn rows followed by captured ones, after subtracting the artifact's mean."""
     captured: dict[tuple[int, str], torch.Tensor] = {}
     if settings.model:
         captured = capture_rows(
@@ -101,7 +105,7 @@ def _compare_layers(
         for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             rotation = rotations[layer.index][side]
             moments = None if statistics is None else statistics[layer.index][side]
-            # `done` is another number for each side of each layer, and the same in every run.
+            # `done` differs for each side of each layer and is the same in every run.
             rows = draw_rows(moments, layer.kv_heads, settings.rows, dim, seed=done)
             if (layer.index, side) in captured:
                 rows = torch.cat([rows, captured[layer.index, side]], dim=1)

@@ -1,5 +1,7 @@
-"""Does an artifact belong to a model's weights? The model runs on some text, and the rotations are
-compared with the statistics of what it computes."""
+"""Whether an artifact belongs to a model's weights.
+
+The model is run on a text, and the artifact's rotations are compared with the resulting statistics.
+"""
 
 from dataclasses import dataclass
 from itertools import product
@@ -24,31 +26,35 @@ from rotationzoo.text.rows import read_corpus
 
 TEXT = Data(tokens=4096, length=1024)
 _TRANSPARENCY_TOKENS = 32
-_FLOOR = 1e-6  # of the largest eigenvalue: below it a moment holds rounding alone
+_FLOOR = 1e-6  # relative to the largest eigenvalue: smaller ones are only rounding
 # scripts/check_membership.py measures 0.28 to 0.93 for a model's own rotations, whatever text they
-# were made with, and at most 0.06 for those of other weights; docs/measurements.md has the
-# distribution.
+# were calibrated on, and at most 0.06 for rotations of other weights. docs/measurements.md shows
+# the distribution.
 _LOWEST_OF_RELATIVES = 0.2
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well the directions that the rotations were made of match those of what the model
-    computes, mean over layers and heads: 1 for the same ones, 0 for arbitrary ones. See
-    `explained_share`."""
+    """How well the eigenbases inside the rotations match those of the model's statistics.
+
+    The figures are means over layers and heads: 1 for the same eigenbases, about 0 for unrelated
+    ones. See `explained_share`.
+    """
 
     key: float
     value: float
 
     @property
     def lowest(self) -> float:
-        """The side that decides. Keys agree a little between any two models, because RoPE leaves
-        the same structure in them."""
+        """The smaller of the two, which decides.
+
+        Keys of any two models agree a little, because RoPE leaves the same structure in them.
+        """
         return min(self.key, self.value)
 
     @property
     def foreign(self) -> bool:
-        """Whether the rotations were made of other weights."""
+        """Whether the rotations were made from other weights."""
         return self.lowest < _LOWEST_OF_RELATIVES
 
     @property
@@ -73,8 +79,11 @@ class Candidate:
 def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
 ) -> Agreement:
-    """Run a model on the bundled text and compare. Raises `RotationZooError` for rotations that
-    hold no eigenbasis, and for artifacts that are bound to no model."""
+    """Run a model on the bundled text and compare its statistics with an artifact's rotations.
+
+    Raises `RotationZooError` for rotations that contain no eigenbasis, and for artifacts that are
+    bound to no model.
+    """
     memory_limits(candidate.device_map, candidate.max_memory)
     bases = _recover_bases(artifact)
     if not artifact.bound:
@@ -94,8 +103,7 @@ def check_membership(
 def _collect_statistics(
     candidate: Candidate, recipe: Recipe, geometry: Geometry, progress: Progress
 ) -> Statistics:
-    """The statistics of what the model computes on `TEXT`, as a calibration with this recipe would
-    collect them."""
+    """The model's statistics on `TEXT`, as a calibration with this recipe would collect them."""
     source = find(candidate.model, candidate.revision)
     config = loading.load_config(source)
     fetch(source)
@@ -112,8 +120,11 @@ def _collect_statistics(
 
 
 def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
-    """The eigenbases `[H, D, D]` that the rotations were composed of, by layer and side. A search
-    learns rotations that no eigenbasis can be read from: there, those of its statistics."""
+    """The eigenbases `[H, D, D]` inside the rotations, by layer and side.
+
+    No eigenbasis can be read from rotations that a search has learned. For those, the eigenbases
+    come from the artifact's statistics.
+    """
     recipe = artifact.recipe
     statistics = None if recipe.search is None else artifact.statistics
     if not recipe.has_eigenbasis or (recipe.search is not None and statistics is None):
@@ -139,8 +150,10 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
 def measure_agreement(
     bases: dict[tuple[int, str], torch.Tensor], moments: dict[tuple[int, str], torch.Tensor]
 ) -> Agreement:
-    """Compare eigenbases `[H, D, D]` with second moments `[H, D, D]`, both by layer and side; H is
-    1 where the rotations are pooled."""
+    """Compare eigenbases `[H, D, D]` with second moments `[H, D, D]`, both by layer and side.
+
+    H is 1 if the rotations are pooled.
+    """
     shares: dict[str, list[torch.Tensor]] = {side: [] for side in SIDES}
     for (layer, side), moment in moments.items():
         shares[side].append(explained_share(bases[layer, side], moment))
@@ -149,12 +162,12 @@ def measure_agreement(
 
 
 def explained_share(basis: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """`[H]`: how much of the structure of second moments `[H, D, D]` a basis `[H, D, D]` explains,
-    whose columns are in ascending order of their eigenvalues.
+    """How much of the structure of second moments `[H, D, D]` a basis `[H, D, D]` explains: `[H]`.
 
-    It is the cosine between the logarithm of the moment and the matrix of the same eigenvalues with
-    this basis, both without their traces. Logarithms weigh all directions alike, and directions of
-    near-equal eigenvalues, which differ from text to text, cost nothing.
+    The basis has its columns in ascending order of their eigenvalues. The share is the cosine
+    between the logarithm of the moment and the matrix with the same eigenvalues in this basis, both
+    made traceless. Logarithms weight all directions equally. Directions with nearly equal
+    eigenvalues, which differ from text to text, do not lower the share.
     """
     eigenvalues, vectors = torch.linalg.eigh(moment.double())
     logarithms = eigenvalues.clamp(min=_FLOOR * eigenvalues.amax().item()).log()

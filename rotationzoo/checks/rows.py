@@ -1,5 +1,8 @@
-"""Rows to compare a kernel and its definition on: drawn from an artifact's statistics, at the
-borders of the codec's domain, and captured from the artifact's model."""
+"""Test rows for validating a kernel.
+
+Rows are drawn from an artifact's statistics, placed at the edges of the codec's domain, and
+captured from the artifact's model.
+"""
 
 from collections.abc import Iterator
 
@@ -16,15 +19,16 @@ from rotationzoo.recipe import Data
 from rotationzoo.text.rows import read_corpus
 
 EDGE_ROWS = 8
-_TAIL_DEGREES = 3  # of freedom of the Student t that scales drawn rows: few make heavy tails
-_CAPTURED_LENGTH = 1024  # tokens of a captured text, at most
+_TAIL_DEGREES = 3  # degrees of freedom of drawn rows' Student t: few of them make heavy tails
+_CAPTURED_LENGTH = 1024  # the most tokens per row of captured text
 
 
 def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: int) -> torch.Tensor:
-    """Rows `[heads, count, dim]` float32 with the given mean `[H, D]` and second moment
-    `[H, D, D]`, and with heavy tails: each row is scaled by a Student t of its own.
+    """Random rows `[heads, count, dim]`, float32, with heavy tails.
 
-    Without `moments` the rows are standard normal, scaled likewise.
+    They have the mean `[H, D]` of `moments`. Around it they are multivariate Student t: normal with
+    the covariance of `moments`, whose second moment is `[H, D, D]`, and each row scaled by a random
+    factor of its own. Without `moments` the rows are standard normal, scaled likewise.
     """
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(heads, count, dim, generator=generator, dtype=torch.float64)
@@ -36,16 +40,18 @@ def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: i
     mean, second = moments.mean, moments.second_moment
     assert mean is not None, "keys and values of a calibration have a mean"
     eigenvalues, vectors = torch.linalg.eigh(second - mean.unsqueeze(-1) * mean.unsqueeze(-2))
-    # Rounding leaves eigenvalues of a singular covariance a little below 0.
+    # Rounding can push eigenvalues of a singular covariance slightly below 0.
     root = vectors * eigenvalues.clamp(min=0).sqrt().unsqueeze(-2)
     rows: torch.Tensor = mean.unsqueeze(1) + tail * (normal @ root.mT)
     return rows.float()
 
 
 def edge_rows(dim: int, largest: float) -> torch.Tensor:
-    """Rows `[EDGE_ROWS, dim]` at the borders of the codec's domain, none above `largest`: zero,
-    constant, one spike, subnormal, as large as can be, a tiny range on a large offset, and the
-    codes' own grid."""
+    """Rows `[EDGE_ROWS, dim]` at the edges of the codec's domain, with magnitudes up to `largest`.
+
+    They are: zero, constant, one spike, subnormal, the full range, constant at `largest`, a tiny
+    range on a large offset, and the grid of the codes themselves.
+    """
     rows = torch.zeros(EDGE_ROWS, dim)
     rows[1] = 0.37
     rows[2, dim // 3] = -5.0
@@ -58,9 +64,9 @@ def edge_rows(dim: int, largest: float) -> torch.Tensor:
 
 
 def rows_of_each_type(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The rows `[H, N, D]`, behind edge rows, in every type that the kernel reads."""
+    """Edge rows followed by the rows `[H, N, D]`, in every dtype that the kernel reads."""
     for dtype in cuda.TYPES:
-        # Rounding to bfloat16 may add a part in 256, which must not lead out of the domain.
+        # Rounding to bfloat16 may add one part in 256, which must not leave the codec's domain.
         largest = min(int2.LARGEST, torch.finfo(dtype).max) * 0.99
         edges = edge_rows(rows.shape[-1], largest).expand(len(rows), -1, -1)
         yield torch.cat([edges, rows.clamp(-largest, largest)], dim=1).to(dtype)
@@ -69,8 +75,10 @@ def rows_of_each_type(rows: torch.Tensor) -> Iterator[torch.Tensor]:
 def capture_rows(
     artifact: Artifact, model: str, revision: str | None, count: int, device: str
 ) -> dict[tuple[int, str], torch.Tensor]:
-    """Post-RoPE keys and values `[H, count, D]` of the artifact's model on the bundled text, by
-    layer and side. Raises `RotationZooError` for another model than the artifact's."""
+    """Post-RoPE keys and values `[H, count, D]` of a model on the bundled text, by layer and side.
+
+    Raises `RotationZooError` if the model is not the artifact's.
+    """
     source = find(model, revision)
     if config_hash(source) != artifact.manifest.model.config_sha256:
         raise RotationZooError(

@@ -1,5 +1,5 @@
-"""Is an artifact what it says it is: the bytes that were written, orthogonal, of this geometry,
-from these statistics?"""
+"""Verification that an artifact is intact and sound: its checksums, geometry, orthogonality and
+statistics."""
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
@@ -13,11 +13,11 @@ from rotationzoo.recipe import digest
 def verify(
     artifact: Artifact, model: str | None = None, revision: str | None = None
 ) -> Verification:
-    """Recompute everything that can be recomputed; with `model`, also check whether the artifact
-    was made for it.
+    """Recompute everything that can be recomputed. With `model`, also check that the artifact was
+    made for it.
 
-    Raises `RotationZooError` only where the check itself cannot be made, such as a model that
-    cannot be found.
+    Raises `RotationZooError` only if the check itself cannot be made, for example because the model
+    cannot be found. Problems of the artifact are returned.
     """
     problems = artifact.damaged_files()
     checked = [] if problems else ["checksums"]
@@ -32,7 +32,8 @@ def verify(
         error = tensors.orthogonality_error
         checked += tensors.checked
     except RotationZooError as damage:
-        # What cannot be read is a problem of the artifact; its checksum may have said so already.
+        # Unreadable content is a problem of the artifact; its checksum may have reported it
+        # already.
         if str(damage) not in problems:
             problems.append(str(damage))
     if model is not None:
@@ -44,8 +45,10 @@ def verify(
 
 
 def _check_tensors(artifact: Artifact) -> Verification:
-    """Check names, types and shapes of all tensors first: where they are not those of recipe and
-    geometry, no tensor is read."""
+    """Check the names, dtypes and shapes of all tensors, then their content.
+
+    If the first do not match the recipe and the geometry, no tensor is read.
+    """
     rotations, problems = artifact.examine(ROTATIONS)
     statistics = None
     if STATISTICS in artifact.manifest.files:
@@ -58,9 +61,9 @@ def _check_tensors(artifact: Artifact) -> Verification:
 
 
 def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[list[str], str]:
-    """Compare the config and, where the model's weights are on this machine, their fingerprint.
+    """Compare the config and, if the model's weights are on this machine, their fingerprint.
 
-    Returns the problems, and in words what was compared.
+    Returns the problems and a phrase that says what was compared.
     """
     expected = artifact.manifest.model
     source = find(model, revision)
@@ -79,7 +82,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
         return [], compared
     if fingerprint:
         compared += ", whose weights are not on this machine"
-    # Without weights to compare, a revision at least tells which ones they are.
+    # Without weights to compare, the revision still identifies them.
     if expected.revision and source.revision and source.revision != expected.revision:
         problem = f"made for revision {expected.revision}, and {model} is at {source.revision}"
         return [problem], compared

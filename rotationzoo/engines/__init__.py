@@ -1,1 +1,1 @@
-"""Serving engines: exporting an artifact for one, and importing the rotation files of another."""
+"""Serving engines: export an artifact for an engine, and import rotation files made elsewhere."""

@@ -1,5 +1,4 @@
-"""The value rotation in a model's own weights, so that its cache holds rotated values at no
-cost."""
+"""Absorbing the value rotation into a model's weights, so that it costs nothing to serve."""
 
 import os
 import shutil
@@ -22,7 +21,8 @@ from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
 
 _INDEX = "model.safetensors.index.json"
-# Weights of other formats and of other checkpoints, which would stay without the rotation.
+# Endings of weight files. Only the model's own safetensors files are copied with the rotation; any
+# others would lack it, so they are left out.
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -38,12 +38,11 @@ _WEIGHTS = (
 
 
 def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = silent) -> Path:
-    """Write a copy of a model whose cache holds `v @ R` to a new folder, and return that. Memory is
-    that of one tensor.
+    """Write a copy of a model whose cache holds `v @ R` to a new folder, and return the folder.
 
-    Raises `RotationZooError` before anything is written: the artifact is damaged or of another
-    model, the output exists, the weights are quantized or rotated already, or
-    (`UnsupportedModel`) a layer cannot absorb a rotation.
+    Holds only one tensor in memory at a time. Raises `RotationZooError` before anything is written
+    if the artifact is damaged or made for another model, the output exists, the weights are
+    quantized or already rotated, or (`UnsupportedModel`) a layer cannot absorb a rotation.
     """
     if output.exists():
         raise RotationZooError(
@@ -51,6 +50,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
         )
     progress("looking at the model", 0, 0)
     made_for, calibrate = artifact.manifest.model, f"make one with: rotationzoo calibrate {model}"
+    # The artifact's revision applies only to the hub id that it was made for.
     source = find(model, made_for.revision if made_for.id == model else None)
     fetch(source, weights=False)
     if (source.folder / RECORD).is_file():
@@ -67,7 +67,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     changes = _changes(artifact, loading.on_meta(config, model), model)
     progress("fetching the weights", 0, 0)
     fetch(source)
-    # Of a hub's model the fingerprint is known only now.
+    # For a model from the hub, `verify` had no weights yet to compare fingerprints with.
     if made_for.weights_fingerprint not in (None, weights_fingerprint(source)):
         raise RotationZooError(
             f"{artifact.folder} was made for other weights than those of {model}", hint=calibrate
@@ -77,6 +77,7 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
 
 
 def _check_not_quantized(config: PretrainedConfig, model: str) -> None:
+    # The config of a multimodal model may keep the entry in its text part.
     for part in (config, config.get_text_config(decoder=True)):
         if getattr(part, "quantization_config", None):
             raise UnsupportedModel(
@@ -86,7 +87,7 @@ def _check_not_quantized(config: PretrainedConfig, model: str) -> None:
 
 
 def _changes(artifact: Artifact, model: PreTrainedModel, name: str) -> dict[str, Change]:
-    """What to do to which parameter of the model on `meta`."""
+    """Parameter name -> its change, found on the model on `meta`."""
     with as_unavailable(f"{name} fails when it runs"):
         geometry = geometry_on_meta(model)
     if geometry is None or not same_shapes(geometry, artifact.geometry):
@@ -98,10 +99,13 @@ def _changes(artifact: Artifact, model: PreTrainedModel, name: str) -> dict[str,
     projections = find_projections(model, geometry, name)
     for layer, (value, output) in zip(geometry, projections, strict=True):
         matrix = artifact.rotations[layer.index].value.matrix.double()
+        # A pooled rotation `[1, D, D]` serves all KV heads.
         rotation = matrix.expand(layer.kv_heads, -1, -1)
         for part, tensor in model.get_submodule(value).named_parameters():  # weight and bias
             changes[f"{value}.{part}"] = Change(tensor.shape, rotation, columns=False)
         shape = model.get_parameter(f"{output}.weight").shape
+        # The output projection has a block of columns per query head. With GQA, the query heads of
+        # a group all undo the rotation of the same KV head.
         of_query_heads = rotation.repeat_interleave(layer.group, 0)
         changes[f"{output}.weight"] = Change(shape, of_query_heads, columns=True)
     return changes
@@ -117,6 +121,7 @@ def _write_copy(
     places = find_places(source, changes)
     files = [*_files_beside_weights(source.folder), *weight_files(source.folder)]
     with disk_errors(output), temporary_sibling(output) as work:
+        # Check again under the lock: fetching the weights took time.
         if output.exists():
             raise RotationZooError(
                 f"{output} is there by now", hint="choose another place with --output"
@@ -128,15 +133,18 @@ def _write_copy(
             for name, place in places.items():
                 if place.file == path:
                     apply_change(copy, place, changes[name])
-            copy.chmod(0o644)  # as every file that is given to an engine
+            copy.chmod(0o644)  # as for exports: the server may run as another user
         (work / RECORD).write_text(record_text(artifact), encoding="utf-8")
         install(work, output)
 
 
 def _files_beside_weights(folder: Path) -> list[Path]:
-    """What is copied as it is. Raises `RotationZooError` for a link that leads out of the folder,
-    but for the hub's cache, which is made of links: copies are published, and what links lead to
-    need not be."""
+    """The files that are copied unchanged.
+
+    Raises `RotationZooError` for a symbolic link that leads out of the folder: copies are
+    published, and the link's target may be private. Links into the blobs of the hub's cache, which
+    is made of links, are allowed.
+    """
     blobs = folder.parent.parent / "blobs"
     allowed = [os.path.realpath(folder)]
     if not blobs.is_symlink():

@@ -1,4 +1,4 @@
-"""The record in a model whose weights carry a value rotation: which artifact's."""
+"""The record in a model's folder that says which artifact's value rotation it has absorbed."""
 
 import json
 import shlex
@@ -14,8 +14,7 @@ RECORD = "rotationzoo.json"
 
 
 def record_text(artifact: Artifact) -> str:
-    """The content of the record, with the artifact's identity and the model that it was made
-    for."""
+    """The content of the record: the artifact's identity and the model that it was made for."""
     record = {
         "rotationzoo": __version__,
         "absorbed": "value rotation",
@@ -26,8 +25,10 @@ def record_text(artifact: Artifact) -> str:
 
 
 def check_absorbed_model(artifact: Artifact, folder: Path) -> str:
-    """The path of a model. Raises `RotationZooError` unless its weights carry the value rotation of
-    this very artifact."""
+    """The absolute path of a model with an absorbed value rotation.
+
+    Raises `RotationZooError` unless its record names this very artifact.
+    """
     if size_of(folder / RECORD) is None:
         export = f"rotationzoo export {shlex.quote(str(artifact.folder))}"
         raise RotationZooError(

@@ -1,7 +1,8 @@
-"""What an engine is: what it can serve, what it is given of an artifact, and how it is launched.
+"""The interface of a serving engine: its capabilities, the payload that it receives, and its
+launch command.
 
-Everywhere outside `formats/` a matrix is meant as in `x @ R`; each module there knows whether its
-engine wants it transposed.
+Outside `formats/`, a rotation R is always applied as `x @ R`. Each module in `formats/` knows
+whether its engine wants R transposed.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,65 +18,71 @@ from rotationzoo.model.geometry import Geometry, cached_layers
 
 @dataclass(frozen=True)
 class SideMatrices:
-    """The keys or the values of every layer, as an engine's file has them."""
+    """The key or value rotations of every layer, as an engine's file holds them."""
 
     rotation: Mapping[int, torch.Tensor]
-    """Layer, counted over all layers of the model -> float32 `[D, D]`, shared by its KV heads, or
-    `[H, D, D]`."""
+    """Layer -> float32 `[D, D]`, shared by the layer's KV heads, or `[H, D, D]`.
+
+    Layer numbers count all layers of the model, also those without a KV cache.
+    """
     objective: str
-    """Statistic and composition in the words of OSCAR's files, as `qqt_r_h_pbr`, or a data-free
-    name, as `identity`."""
+    """The statistic and the composition in the vocabulary of OSCAR's files, such as `qqt_r_h_pbr`,
+    or a data-free name, such as `identity`."""
     eigenvalues: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """`[D]` or `[H, D]`; empty where a file has none."""
+    """Layer -> `[D]` or `[H, D]`; empty if a file has none."""
     mean: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """What is subtracted before the rotation, `[H, D]` or `[D]`; empty where nothing is."""
+    """Layer -> the mean that is subtracted before the rotation, `[H, D]` or `[D]`; empty if there
+    is none."""
 
     @property
     def per_head(self) -> bool:
-        """Whether the KV heads of any layer have a matrix each."""
+        """Whether any layer has one matrix per KV head."""
         return any(matrix.ndim == 3 for matrix in self.rotation.values())
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What an engine is given: an artifact, reduced to what the engine can serve and the user
-    agreed to."""
+    """What an engine receives: an artifact, reduced as far as the engine needs and the user
+    agreed."""
 
     model: str | None
-    """None where nobody has said which model it is for, and the numbers of heads are not known."""
+    """None if nobody has named the artifact's model. The numbers of heads are then unknown."""
     geometry: Geometry
     key: SideMatrices
     value: SideMatrices | None
-    """None: the weights carry the value rotation already."""
+    """None if the model's weights already carry the value rotation."""
     clips: Mapping[int, tuple[float, float]]
-    """Layer -> clip ratio of keys and of values; 1 is off."""
+    """Layer -> clip ratio of keys and of values; 1 means no clipping."""
     group_size: int | None
-    """Channels that share a scale; None is the whole head."""
+    """Channels that share a scale; None means the whole head."""
     sink: int
     recent: int
     provenance: Mapping[str, Any]
 
     @property
     def clip(self) -> tuple[float, float]:
-        """The clip ratios of keys and of values, where all layers share them."""
+        """The clip ratios of keys and of values that all layers share."""
+        # Engines that read this take no ratios by layer, so an export to them has only one pair.
         (shared,) = set(self.clips.values())
         return shared
 
     @property
     def largest_group(self) -> int:
-        """Channels that share a scale in the layer with the most of them."""
+        """The largest number of channels that share a scale, over all layers."""
         return self.group_size or max(layer.key_dim for layer in cached_layers(self.geometry))
 
     @property
     def head_dims(self) -> set[int]:
-        """The head dimensions of keys and of values, of all layers."""
+        """All head dimensions, of keys and of values, that occur in any layer."""
         layers = cached_layers(self.geometry)
         return {dim for layer in layers for dim in (layer.key_dim, layer.value_dim)}
 
     @property
     def value_or_identity(self) -> SideMatrices:
-        """For engines that insist on a value rotation where the weights carry it: one that does
-        nothing."""
+        """The value rotations, or identities if the weights carry them.
+
+        Some engines insist on a value rotation, and the identity does nothing.
+        """
         if self.value is not None:
             return self.value
         dims = {layer.index: layer.value_dim for layer in cached_layers(self.geometry)}
@@ -85,71 +92,72 @@ class Payload:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can serve. The rest stops an export, or is left out when the user asks."""
+    """What an engine can serve. Anything else stops an export, unless the user leaves it out."""
 
     heads: bool
-    """A matrix for each KV head."""
+    """Whether it takes one matrix per KV head."""
     mean: bool
-    """A key mean."""
+    """Whether it subtracts a key mean."""
     clip: Literal["one", "side", "layer"]
-    """One clip ratio, one for keys and one for values, or two for each layer."""
+    """`one` clip ratio for everything, one per `side` (keys and values), or both per `layer`."""
     windows: bool
-    """Exact windows: sink and recent tokens that are not quantized."""
+    """Whether it keeps sink and recent tokens exact."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What docs/engines.md says of an engine beside its `Capabilities`, in Markdown."""
+    """What docs/engines.md says about an engine besides its `Capabilities`, in Markdown."""
 
     cache: str
-    """The fork or pull request that has its 2-bit cache."""
+    """The fork or pull request that implements its 2-bit cache."""
     reads: str
     """The files that it reads."""
     limits: str
-    """What else it cannot serve, or does in its own way."""
+    """What else it cannot serve or does differently."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the engine is started with the files."""
+    """How to start the engine with the exported files."""
 
     command: list[str]
-    """May have more than one line."""
+    """One or more lines."""
     environment: dict[str, str]
     notes: list[str]
     while_replaced: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while the folder of the files is put in place: a lock that running servers know."""
+    """A context manager, entered while the export's folder is put in place: a lock that running
+    servers honour."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What only some engines need."""
+    """Options that only some engines need."""
 
     base: Path | None = None
-    """The GGUF file that a copy is made of."""
+    """The GGUF file to copy."""
     engine_hadamard: bool = False
-    """Leave the last Hadamard transform to the engine, which applies its own."""
+    """Leave the last Hadamard transform to the engine, which applies one of its own."""
     model: str | None = None
-    """The model that the base was converted from, to compare them; else the artifact's own model,
-    where it is in the cache."""
+    """The model that the base was converted from, to compare the two. By default it is the
+    artifact's own model, if that is in the hub's cache."""
 
 
 class Engine(Protocol):
-    """What each module of an engine defines. Adding one takes such a module in `formats/` and a row
-    in `registry.py`."""
+    """What each engine's module defines. To add an engine, write such a module in `formats/` and
+    add a row to `registry.py`."""
 
     CAPABILITIES: Capabilities
     DESCRIPTION: Description
 
     def check_payload(self, payload: Payload) -> None:
-        """Raise `RotationZooError` for what the engine cannot run and nothing can be left out of,
-        such as a head dimension."""
+        """Raise `RotationZooError` for what the engine cannot run and no reduction can fix, such as
+        a head dimension."""
 
     def write_files(self, work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-        """Write the engine's files to the folder `work`, which is moved to `final` afterwards."""
+        """Write the engine's files to the folder `work`, which is later moved to `final`."""
 
 
 def clip_text(ratio: float, off: float) -> str:
-    """A clip ratio as text, with the engine's own number for no clipping, which is 1 here."""
+    """A clip ratio as text. No clipping, 1 in this package, becomes the engine's number `off`."""
     number = off if ratio == 1 else ratio
     return f"{number:g}"

@@ -1,4 +1,4 @@
-"""An artifact -> a folder of files that one serving engine reads, with the command that starts
+"""Exporting an artifact: the files that one serving engine reads, and the command that starts
 it."""
 
 import shlex
@@ -27,7 +27,7 @@ _UNTRIED = (
 
 @dataclass(frozen=True)
 class Exported:
-    """An export that was written."""
+    """A finished export."""
 
     engine: str
     path: Path
@@ -35,12 +35,14 @@ class Exported:
     """Name -> sha256."""
     launch: Launch
     reduced: list[str]
-    """What the engine does not get, in words."""
+    """What was left out of the artifact, in words."""
 
 
 def export(artifact: Artifact, request: Request) -> Exported:
-    """Write the files of one engine. Raises `RotationZooError` for what it cannot serve and the
-    request does not leave out."""
+    """Write the files of one engine.
+
+    Raises `RotationZooError` for what the engine cannot serve and the request does not leave out.
+    """
     engine = load_engine(request.engine)
     if problems := verify(artifact).problems:
         raise RotationZooError(
@@ -56,6 +58,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
     engine.check_payload(payload)
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
+    # A killed export may have left the previous folder set aside.
     recover(target)
     check_target(target)
     with disk_errors(target), temporary_sibling(target) as work:
@@ -67,16 +70,16 @@ def export(artifact: Artifact, request: Request) -> Exported:
         record = as_json(exported) | {"artifact": artifact.identity}
         write_new(work / RECORD, strict_json.text(record))
         for path in work.iterdir():
-            # safetensors makes files for their owner alone, and servers have users of their own.
+            # safetensors makes files private to their owner; a server may run as another user.
             path.chmod(0o644)
-        check_target(target)  # writing took time
+        check_target(target)  # again: writing took time, in which something may have appeared
         with launch.while_replaced():
             install_export(work, target)
     return exported
 
 
 def as_json(exported: Exported) -> dict[str, Any]:
-    """What `export --json` prints, and `export.json` holds."""
+    """What `export --json` prints and `export.json` stores."""
     return {
         "engine": exported.engine,
         "path": str(exported.path),
@@ -89,7 +92,7 @@ def as_json(exported: Exported) -> dict[str, Any]:
 
 
 def launch_line(launch: Launch) -> str:
-    """The command with its environment, to paste into a shell."""
+    """The command and its environment variables, ready to paste into a shell."""
     variables = "".join(
         f"{name}={shlex.quote(value)} \\\n" for name, value in launch.environment.items()
     )
@@ -97,7 +100,7 @@ def launch_line(launch: Launch) -> str:
 
 
 def _notes_of_artifact(artifact: Artifact, payload: Payload, launch: Launch) -> list[str]:
-    """What is to be known of these rotations, whatever the engine."""
+    """Notes about these rotations that apply to every engine."""
     notes = []
     untried = any(layer.shift_invariant is None for layer in payload.geometry)
     if payload.key.mean and untried:

@@ -1,4 +1,4 @@
-"""The folder of an export: put in place whole, beside what else is in an earlier one."""
+"""The folder of an export, which replaces an earlier one as a whole and keeps the user's files."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +13,14 @@ RECORD = "export.json"
 
 
 class _Record(strict_json.Strict):
-    """`export.json`, as far as a later export asks it."""
+    """The part of `export.json` that a later export reads."""
 
     files: dict[str, str]
     """Name -> sha256."""
 
 
 def check_target(target: Path) -> None:
-    """Raise `RotationZooError` where something is that no export wrote: it is not replaced."""
+    """Raise `RotationZooError` if the target exists and no export wrote it."""
     check_name(target)
     if not target.exists():
         return
@@ -32,8 +32,11 @@ def check_target(target: Path) -> None:
 
 
 def install_export(work: Path, target: Path) -> None:
-    """Put the folder in place. What the user put into an earlier one is kept; what that export
-    wrote is not: engines find the files of one export, never of two."""
+    """Put the folder `work` in the place of `target`.
+
+    Files that the user added to an earlier export are kept. Files that the earlier export wrote are
+    dropped, so that an engine never finds the files of two exports.
+    """
     if target.is_dir():
         written = {path.name for path in work.iterdir()}
         replaced = {*written, *_earlier_files(target), *earlier_markers(target)}
@@ -42,8 +45,10 @@ def install_export(work: Path, target: Path) -> None:
 
 
 def _earlier_files(target: Path) -> list[str]:
-    """Names of the files that the earlier export wrote and nobody has changed since. Who wrote the
-    record is not known: a name counts only with the hash of its file."""
+    """The names of files that the earlier export wrote and nobody has changed since.
+
+    Anybody may have written the record, so a name counts only if the file's hash matches.
+    """
     try:
         content = strict_json.read(target / RECORD)
         record = strict_json.validate(_Record, content, str(target / RECORD))

@@ -1,4 +1,4 @@
-"""The two rotation files that a user means: named, or in a folder that holds one pair."""
+"""Finding the rotation files to import: files that the user names, or the one pair in a folder."""
 
 import re
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import SIDES
 
+# The default names of `.pt` and MLX files. A GGUF file is found only if the user names it.
 _NAME = re.compile(r"[kv]_(rotation|perhead)\w*\.(pt|safetensors)")
 
 
 def gather_pair(files: Sequence[Path]) -> Pair:
-    """Read the key and the value side from the given files, or from a folder that holds one pair.
+    """Read the key side and the value side from the given files, or from a folder with one pair.
 
-    Raises `RotationZooError` where a side is missing, twice there, not named, damaged, or being
-    written by somebody else.
+    Raises `RotationZooError` if a side is missing, present twice, unidentified, damaged, or being
+    written by another process.
     """
     paths = [path.expanduser() for path in files]
     if len(paths) == 1 and paths[0].is_dir():
@@ -36,7 +37,7 @@ def gather_pair(files: Sequence[Path]) -> Pair:
 
 
 def _read_file(path: Path) -> list[RotationFile]:
-    """The sides in one file: both in a GGUF file."""
+    """The sides in one file. A GGUF file holds both, any other file one."""
     if path.suffix == ".safetensors":
         return [mlx.read_safetensors(path)]
     if path.suffix == ".gguf":
@@ -66,7 +67,10 @@ def _pair_of(files: list[RotationFile]) -> Pair:
 
 
 def _check_whole(pair: Pair) -> None:
-    """SGLang's own calibration marks a pair while it replaces it file by file."""
+    """Raise `RotationZooError` for a half-written pair.
+
+    SGLang's own calibration replaces a pair file by file, and marks it meanwhile.
+    """
     _, pending, _ = markers(pair.key.path, pair.value.path)
     if pending.exists():
         raise RotationZooError(
@@ -77,7 +81,7 @@ def _check_whole(pair: Pair) -> None:
 
 
 def _pair_in(folder: Path) -> list[Path]:
-    """The one file of keys and the one of values in a folder."""
+    """The only key file and the only value file in a folder."""
     names = sorted(path.name for path in folder.iterdir() if _NAME.fullmatch(path.name))
     keys = [name for name in names if name.startswith("k")]
     values = [name for name in names if name.startswith("v")]

@@ -1,4 +1,4 @@
-"""Rotation files that others made -> an artifact, which keeps their matrices as they are."""
+"""Importing other tools' rotation files as an artifact, with their matrices unchanged."""
 
 import time
 from collections.abc import Sequence
@@ -32,8 +32,11 @@ from rotationzoo.storage.files import sha256
 
 @dataclass(frozen=True)
 class Import:
-    """One import as the user asked for it. What neither the files nor the user say, such as clip
-    ratios, is the recipe `oscar-v1`'s."""
+    """The settings of one import, as the user gave them.
+
+    What neither the files nor the user state, such as clip ratios, is taken from the recipe
+    `oscar-v1`.
+    """
 
     files: Sequence[Path]
     output: Path
@@ -45,12 +48,12 @@ class Import:
     """Sink and recent tokens."""
     group_size: int | None = None
     transposed: bool = False
-    """The files hold R transposed, although their format does not."""
+    """Whether the files hold R transposed, against the convention of their format."""
     restart: bool = False
 
     @property
     def served(self) -> dict[str, float]:
-        """The fields of the recipe that the user names."""
+        """The recipe fields that the user sets."""
         fields: dict[str, float] = {}
         if self.clip:
             fields["key_clip"], fields["value_clip"] = self.clip
@@ -60,10 +63,10 @@ class Import:
 
 
 def import_(job: Import) -> Artifact:
-    """Read, check and write. An artifact of this very import that exists already is returned as it
-    is.
+    """Read the files, check them, and write an artifact.
 
-    Raises `RotationZooError` for what is ambiguous or broken, naming it.
+    If the output already holds the artifact of this very import, it is returned unchanged. Raises
+    `RotationZooError` that names whatever is ambiguous or broken.
     """
     started = time.monotonic()
     check_replaceable(job.output)
@@ -112,7 +115,10 @@ def import_(job: Import) -> Artifact:
 
 
 def _check_centering(job: Import, key: RotationFile, geometry: Geometry) -> None:
-    """A key mean that is subtracted and never added back changes what some models compute."""
+    """Raise `RotationZooError` if the model cannot take the file's key mean.
+
+    Engines subtract it and never add it back, which changes what some models compute.
+    """
     if key.content.mean and (moved := shifted_layers(geometry)):
         raise RotationZooError(
             f"{key.path.name} centres keys, which {job.model} does not bear: "
@@ -136,7 +142,7 @@ def _check_group_size(group_size: int | None, geometry: Geometry) -> None:
 
 
 def _identity(job: Import, source: Source | None, pair: Pair, recipe: Recipe) -> dict[str, str]:
-    """What decides the result."""
+    """Everything that determines the result of an import."""
     identity = {side: sha256(file.path) for side, file in pair.items()}
     identity["recipe"] = recipe.hash
     if source:
@@ -145,13 +151,15 @@ def _identity(job: Import, source: Source | None, pair: Pair, recipe: Recipe) ->
 
 
 def _finished_artifact(job: Import, identity: dict[str, str]) -> Artifact | None:
-    """What an earlier import of the same files wrote. Raises `RotationZooError` for other work in
-    its place."""
+    """The artifact of an earlier, identical import, or None if there is none or it is damaged.
+
+    Raises `RotationZooError` if the output holds other work.
+    """
     if job.restart or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
     earlier: dict[str, Any] = dict(artifact.manifest.identity)
-    if "model" in earlier:  # as a path, where an earlier version imported for a folder
+    if "model" in earlier:  # earlier versions stored the whole path of a local folder
         earlier["model"] = name_of(earlier["model"])
     if differences(earlier, identity):
         raise RotationZooError(
@@ -162,8 +170,9 @@ def _finished_artifact(job: Import, identity: dict[str, str]) -> Artifact | None
 
 
 def _statistics(rotations: Rotations, recipe: Recipe) -> tuple[Averages, list[str]]:
-    """The statistics inside the rotations, or none and a remark on why."""
+    """The statistics recovered from the rotations, or none and a remark that says why."""
     error = rotations.orthogonality_error
+    # `not <=` instead of `>`, because NaN must not pass.
     if not error <= ORTHOGONAL:
         return {}, [
             f"the matrices are off orthogonality by {error:.0e}, so no statistics are recovered "
@@ -182,13 +191,13 @@ def _model_content(source: Source | None) -> dict[str, Any]:
     if source is None:
         unknown = ("revision", "license", "config_sha256", "weights_fingerprint")
         return {"id": "unknown", "architecture": "unknown", **dict.fromkeys(unknown)}
-    # Of the weights that the user says the files are for; nothing in the files vouches for it.
+    # The fingerprint is of the weights that the user names; nothing in the files confirms them.
     fingerprint = weights_fingerprint(source) if has_weights(source) else None
     return loading.describe(source, loading.load_config(source), fingerprint)
 
 
 def _imported_content(pair: Pair, identity: dict[str, str], notes: list[str]) -> dict[str, Any]:
-    """A manifest's `imported`: which files, and what they said."""
+    """The manifest's `imported` entry: which files were read, and what they stated."""
     files = {
         side: {"name": file.path.name, "size": file.path.stat().st_size, "sha256": identity[side]}
         for side, file in pair.items()
@@ -203,7 +212,7 @@ def _imported_content(pair: Pair, identity: dict[str, str], notes: list[str]) ->
 
 
 def _publishable(file: RotationFile) -> dict[str, Any]:
-    """What a file says of its making, without the paths of the machine that it was made on."""
+    """What a file states about its calibration, without the paths of the machine that made it."""
     stated: dict[str, Any] = {}
     for key, value in file.calibration.items():
         if isinstance(value, str):

@@ -1,5 +1,8 @@
-"""The layers, heads and dimensions of imported rotations: those of the model that the user names,
-which the files must fit, or what the files alone say."""
+"""The layers, heads and dimensions of imported rotations.
+
+They are those of the model that the user names, which the files must fit. Without a model they are
+inferred from the files.
+"""
 
 from itertools import pairwise
 
@@ -14,8 +17,10 @@ from rotationzoo.model.source import Source, config_hash, find, has_weights, wei
 def find_geometry(
     pair: Pair, model: str | None, revision: str | None
 ) -> tuple[Source | None, Geometry]:
-    """The model, where one is named, and its geometry. Raises `RotationZooError` for files that do
-    not fit it, or contradict each other."""
+    """The named model, or None, and the geometry.
+
+    Raises `RotationZooError` for files that do not fit the model or contradict each other.
+    """
     if model is None:
         return None, _geometry_of_files(pair)
     source = find(model, revision)
@@ -33,8 +38,11 @@ def find_geometry(
 
 
 def _geometry_of_files(pair: Pair) -> Geometry:
-    """Raises `RotationZooError` where layers may be missing: their numbers should have one
-    distance, of 1 or of a hybrid's attention layers."""
+    """The geometry that the files imply.
+
+    Raises `RotationZooError` if layers may be missing. Layer numbers should be evenly spaced: by 1,
+    or by the distance between a hybrid model's attention layers.
+    """
     layers = sorted(pair.key.content.rotation)
     steps = {after - before for before, after in pairwise(layers)}
     if len(steps) > 1:
@@ -56,18 +64,19 @@ def _layer_of_files(index: int, pair: Pair) -> Layer:
     if len(counts) > 1:
         listed = " and ".join(map(str, sorted(counts)))
         raise RotationZooError(f"the files disagree on the KV heads of layer {index}: {listed}")
+    # Files with one matrix per layer and no mean do not say how many KV heads there are.
     heads = counts.pop() if counts else 1
     key_dim, value_dim = (matrix.shape[-1] for matrix in matrices)
     return Layer(index, index, heads, heads, key_dim, value_dim)
 
 
 def _check_model(model: str, source: Source, key: RotationFile) -> None:
-    """What a file says of its model must not contradict the name that the user gives."""
+    """Raise `RotationZooError` if the file states another model than the user's."""
     config = key.calibration.get("config_sha256")
     named = str(key.calibration.get("model") or key.calibration.get("model_path") or "")
     if config:
         contradicts = config != config_hash(source)
-    else:  # a name alone says little of a folder, whose name anybody may choose
+    else:  # names are compared only for hub models: a local folder may have any name
         contradicts = source.revision is not None and _last(named) not in ("", _last(model))
     if contradicts:
         raise RotationZooError(
@@ -106,7 +115,7 @@ def _check_heads(model: str, side: str, content: SideMatrices, layer: Layer) -> 
     dim = layer.key_dim if side == "key" else layer.value_dim
     wrong = matrix.shape[-1] != dim or (matrix.ndim == 3 and len(matrix) != layer.kv_heads)
     if mean is not None and mean.ndim == 2:
-        wrong |= len(mean) not in (1, layer.kv_heads)  # one stands for all heads
+        wrong |= len(mean) not in (1, layer.kv_heads)  # one mean may serve all heads
     if wrong:
         raise RotationZooError(
             f"these files are not for {model}: layer {layer.index} has {layer.kv_heads} KV heads "

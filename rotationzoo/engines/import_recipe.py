@@ -1,5 +1,7 @@
-"""The recipe of imported rotations: what the files and the user say, and for the rest what the
-published fitter did."""
+"""The recipe of imported rotations, from what the files and the user state.
+
+What neither states is taken from the published fitter's recipe, `oscar-v1`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +23,11 @@ def recipe_of_files(
     group_size: int | None,
     served: Mapping[str, float],
 ) -> tuple[Recipe, list[str]]:
-    """The recipe, and remarks on what neither the files nor the user say.
+    """The recipe, and remarks on what neither the files nor the user state.
 
-    `described` is side -> what its file says; `composition` is the one that was recognised;
-    `served` holds the clip ratios and windows that the user names, which go before the files'.
-    Raises `RotationZooError` for files that say what no recipe can.
+    `described` maps each side to what its file states. `composition` is the recognised one.
+    `served` holds the user's clip ratios and windows, which override those of the files. Raises
+    `RotationZooError` if the files state something that no recipe allows.
     """
     defaults = PRESETS[_PUBLISHED]
     calibration = pair.key.calibration
@@ -63,7 +65,10 @@ def recipe_of_files(
 
 
 def _named(recipe: Recipe, published: Recipe) -> Recipe:
-    """Under the published recipe's name if its matrices are made alike, however they are served."""
+    """The recipe, under the published recipe's name if it makes its matrices in the same way.
+
+    How the matrices are served (group size, clip ratios, windows) does not matter for the name.
+    """
     served = {"name", "group_size", *_SERVED}
     if recipe.model_dump(exclude=served) != published.model_dump(exclude=served):
         return recipe

@@ -1,4 +1,4 @@
-"""The rotations of imported files, and the statistics that are recovered from them."""
+"""Rotations of imported files, and the statistics recovered from them."""
 
 import torch
 
@@ -22,8 +22,10 @@ def rotations_of_files(pair: Pair, recipe: Recipe, geometry: Geometry) -> Rotati
 
 
 def recover_statistics(rotations: Rotations, recipe: Recipe) -> Averages:
-    """`Sigma = U diag(lambda) U^T`, float64 `[H or 1, D, D]`, for every side that has eigenvalues
-    and a known composition."""
+    """The second moments `Sigma = U diag(lambda) U^T`, float64 `[H or 1, D, D]`.
+
+    They are recovered for every side that has eigenvalues and a known composition.
+    """
     averages: Averages = {}
     if not recipe.has_eigenbasis:
         return averages
@@ -40,8 +42,11 @@ def recover_statistics(rotations: Rotations, recipe: Recipe) -> Averages:
 
 
 def _rotation(side: SideMatrices, layer: Layer, clip: float, recipe: Recipe) -> Rotation:
-    """One side of one layer, in copies: files of one matrix for all layers hold it once, and
-    safetensors refuses tensors that share memory."""
+    """One side of one layer, copied.
+
+    A file with one matrix for all layers may store it only once, and safetensors refuses tensors
+    that share memory.
+    """
     matrix = side.rotation[layer.index]
     eigenvalues, mean = side.eigenvalues.get(layer.index), side.mean.get(layer.index)
     dim = matrix.shape[-1]

@@ -1,4 +1,4 @@
-"""The payload of an engine: the matrices, the provenance and the serving parameters of an artifact,
+"""Assembling an engine's payload: an artifact's matrices, provenance and serving parameters,
 reduced as the user asked."""
 
 from collections.abc import Mapping
@@ -18,33 +18,33 @@ from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 
 PLACEHOLDER = "MODEL"
-"""What a launch line has for a model whose place is not known."""
+"""What a launch command contains in place of a model whose location is unknown."""
 
 Clips = Mapping[int, tuple[list[float], list[float]]]
-"""Layer -> the different clip ratios of its heads, of keys and of values, ascending."""
+"""Layer -> the distinct clip ratios of its heads, ascending, of keys and of values."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One export as the user asked for it, with what may be left out."""
+    """The settings of one export, as the user gave them, including what may be left out."""
 
     engine: str
     output: Path | None = None
     pooled: bool = False
     """One rotation per layer instead of one per KV head."""
     uncentered: bool = False
-    """Keys and values keep their mean."""
+    """Leave out the means: keys and values are rotated as they are."""
     clip: tuple[float, float] | None = None
     """Clip ratios of keys and of values, instead of the artifact's own."""
     windows: tuple[int, int] | None = None
     """Sink and recent tokens, instead of the artifact's own."""
     values_absorbed: Path | None = None
-    """The model that carries the value rotation already, as `absorb` wrote it."""
+    """The model, written by `absorb`, whose weights already carry the value rotation."""
     options: Options = field(default_factory=Options)
 
 
 def requested_clips(rotations: Rotations, request: Request) -> Clips:
-    """The clip ratios to serve with: the user's, or the artifact's own."""
+    """The clip ratios to serve with: the user's, or else the artifact's own."""
     if request.clip is not None:
         key_clip, value_clip = request.clip
         return {layer: ([key_clip], [value_clip]) for layer in rotations}
@@ -57,9 +57,9 @@ def requested_clips(rotations: Rotations, request: Request) -> Clips:
 def assemble_payload(
     artifact: Artifact, request: Request, clips: Clips, absorbed: str | None
 ) -> Payload:
-    """What the engine is given; `absorbed` is the model that carries the value rotation already.
+    """The engine's payload. `absorbed` is the model whose weights already carry the value rotation.
 
-    Raises `RotationZooError` for an artifact that cannot be pooled.
+    Raises `RotationZooError` if the rotations should be pooled and cannot be.
     """
     recipe, rotations = artifact.recipe, artifact.rotations
     pools = request.pooled and rotations.per_head
@@ -72,6 +72,7 @@ def assemble_payload(
         key, value = replace(key, mean={}), replace(value, mean={})
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     served = _served(clips, recipe.group_size, sink, recent)
+    # No engine takes clip ratios by head, so `agreed_reductions` has left one per layer and side.
     single_clips = {layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()}
     return Payload(
         model=absorbed or _model_to_serve(artifact),
@@ -93,8 +94,11 @@ def assemble_payload(
 
 
 def pooled_rotations(artifact: Artifact) -> Rotations:
-    """Rotations fitted from the statistics pooled over heads; the mean of rotations would be no
-    rotation."""
+    """One rotation per layer, fitted from the statistics pooled over heads.
+
+    The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises
+    `RotationZooError` for an artifact without the statistics to fit from.
+    """
     recipe, statistics = artifact.recipe, artifact.statistics
     if recipe.composition == GIVEN or (recipe.needs_statistics and statistics is None):
         raise RotationZooError(
@@ -102,14 +106,15 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
             "layer from",
             hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
         )
-    # The key mean is the artifact's own: what was recovered from imported files has none.
+    # Means are not fitted again but copied from the artifact, since statistics recovered from
+    # imported files have none.
     changes: dict[str, Any] = {
         "pooling": "layer",
         "center_keys": False,
         "center_values": False,
         "search": None,
     }
-    # What a search chose for single heads is left behind, but for the clip.
+    # A search's choices for single heads are dropped, except for the clip ratios.
     changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
     pooled_recipe = recipe.model_copy(update=changes)
     moments = None if statistics is None else sums(statistics)
@@ -124,7 +129,7 @@ def _different(rotation: Rotation) -> list[float]:
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:
-    """Of imported files what they said themselves, unless the rotations were fitted again."""
+    """The objective name: what imported files stated, unless pooling has fitted new rotations."""
     imported = artifact.manifest.imported
     if imported and not pools:
         return imported.objectives[side]
@@ -132,7 +137,7 @@ def _objective(artifact: Artifact, side: str, pools: bool) -> str:
 
 
 def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatrices:
-    """One side, without a dimension of heads where the heads of all layers share theirs."""
+    """One side's matrices, without the head dimension if the heads of every layer share one."""
     layers = {layer: sides[side] for layer, sides in rotations.items()}
     per_head = any(rotation.per_head for rotation in layers.values())
     matrices, eigenvalues, means = {}, {}, {}
@@ -146,11 +151,15 @@ def _side_matrices(rotations: Rotations, side: str, objective: str) -> SideMatri
 
 
 def _model_to_serve(artifact: Artifact) -> str | None:
-    """The hub id of the model, or the demo's folder, or a placeholder for another folder, whose
-    place is not known here; None for one that nobody has named."""
+    """The model to put into the launch command.
+
+    It is the hub id, the demo's folder, or a placeholder for another local folder, whose path an
+    artifact does not store. None if nobody has named the model.
+    """
     if not artifact.bound:
         return None
     model = artifact.manifest.model
+    # Only models from the hub have a revision.
     if model.revision:
         return model.id
     demo = Source("demo", DEMO, None)
@@ -159,8 +168,10 @@ def _model_to_serve(artifact: Artifact) -> str | None:
 
 
 def _served(clips: Clips, group_size: int | None, sink: int, recent: int) -> dict[str, int | float]:
-    """What to serve with, for those who import the files again; clip ratios only where all layers
-    share them."""
+    """The serving parameters, for whoever imports the files again.
+
+    Clip ratios are included only if all layers share them.
+    """
     served: dict[str, int | float] = {"sink": sink, "recent": recent}
     if group_size is not None:
         served["group_size"] = group_size

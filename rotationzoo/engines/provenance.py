@@ -1,10 +1,10 @@
-"""What an engine's files say of where their rotations come from."""
+"""Provenance: what an engine's files state about the origin of their rotations."""
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.storage.files import digest
 
 Provenance = dict[str, str | int | float | bool]
-"""Primitives alone, so that a `.pt` file loads without running anything."""
+"""Only primitives, so that a `.pt` file loads without running code."""
 
 
 def provenance(
@@ -14,18 +14,22 @@ def provenance(
     absorbed: bool,
     served: dict[str, int | float],
 ) -> Provenance:
-    """Of imported files what they said themselves; of others model, recipe and text.
+    """The provenance of an export.
 
-    `pools`, `uncentered` and `absorbed` say how the artifact was reduced: rotations pooled over
-    heads, means left out, the value rotation in the weights. `served` is what to serve with.
+    For a calibrated artifact it names model, recipe and text. For an imported one it repeats what
+    the imported files stated. `pools`, `uncentered` and `absorbed` say how the artifact was
+    reduced: rotations pooled over heads, means left out, the value rotation in the weights.
+    `served` holds the serving parameters.
     """
-    # Both sides of one export have it, and those of no other.
+    # The generation id is the same for both sides of an export and differs between artifacts and
+    # reductions. An import refuses two files whose ids differ.
     reduction = f"{artifact.identity} {pools} {uncentered} {absorbed}"
     generation = digest(reduction.encode())[:32]
     pooling = "layer" if pools else artifact.recipe.pooling
     imported = artifact.manifest.imported
     if imported is None:
         return _of_calibration(artifact, generation, pooling) | served
+    # If the imported files stated nothing, the exported ones state nothing either.
     if not imported.calibration:
         return {}
     stated = dict(imported.calibration)

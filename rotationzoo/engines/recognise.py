@@ -1,7 +1,8 @@
-"""The orientation and the composition of rotation files, recognised from the matrices.
+"""Recognising the orientation and the composition of rotation files from their matrices.
 
-RoPE leaves a mark in the statistic that is inside a key rotation (`rope_signature.py`). It shows
-only where the composition is undone as it was made, from matrices the right way round.
+RoPE leaves a mark in the statistic inside a key rotation (see `rope_signature.py`). The mark
+becomes visible only if the composition is undone in the way it was made, from matrices that are
+not transposed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,9 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.compositions import COMPOSITIONS, DATA_FREE, GIVEN
 
-# Contrast of RoPE pairs: below the first there is a mark, above the last there is none. What a file
-# says of itself is believed up to the second: published keys have .01 to .54 in their own
-# composition, and .56 and more in others.
+# Thresholds on the contrast of RoPE pairs. Up to _MARK the mark is there; from _NO_MARK on it is
+# not. A composition that the file itself states is believed up to _STATED_MARK: published keys have
+# .01 to .54 in their own composition, and .56 and more in others.
 _MARK, _STATED_MARK, _NO_MARK = 0.35, 0.6, 0.75
 _CALIBRATED = [name for name in COMPOSITIONS if compositions.needs_statistics(name)]
 
@@ -26,11 +27,10 @@ _CALIBRATED = [name for name in COMPOSITIONS if compositions.needs_statistics(na
 def recognise_composition(
     pair: Pair, described: Mapping[str, Described], group_size: int | None
 ) -> tuple[str, list[str]]:
-    """The composition, and remarks: what the files say, compared with the mark of RoPE on the
-    statistic inside the keys.
+    """The composition, and remarks on it.
 
-    Raises `RotationZooError` for keys and values swapped and for matrices that are stored
-    transposed.
+    What the files state is compared with the mark of RoPE on the statistic inside the keys. Raises
+    `RotationZooError` if keys and values are swapped or the matrices are stored transposed.
     """
     stated = {side.composition for side in described.values()}
     if len(stated) > 1:
@@ -41,6 +41,7 @@ def recognise_composition(
         return composition, []
     unnamed = composition == GIVEN
     notes = ["the files name no composition that is known"] if unnamed else []
+    # The clearest mark under any composition, with the matrices as they are and transposed.
     clearest = _least_contrast(pair.key, _CALIBRATED, group_size)
     clearest_transposed = _least_contrast(pair.key.transposed, _CALIBRATED, group_size)
     if clearest is None or clearest_transposed is None:
@@ -48,9 +49,9 @@ def recognise_composition(
         return composition, [*notes, too_small]
 
     candidates, limit = (_CALIBRATED, _MARK) if unnamed else ([composition], _STATED_MARK)
-    # Which end of the eigenvectors has the largest eigenvalue the contrast does not tell: the
-    # strongest directions turn slowly and bear the mark least, so that it is often clearer with
-    # eigenvalues in reverse. A composition that is stated is therefore tried both ways.
+    # The contrast cannot tell which end of the eigenvectors has the largest eigenvalue. RoPE turns
+    # the strongest directions slowly, so they carry the mark least, and it is often clearer with
+    # the eigenvalues reversed. A stated composition is therefore tried in both orders.
     contrast, value_contrast = (
         _least_contrast(file, candidates, group_size, both_orders=not unnamed) for file in pair
     )
@@ -64,6 +65,7 @@ def recognise_composition(
             f"keys and values are swapped: {values} bears the mark of RoPE and {keys} does not",
             hint="give the files their right names",
         )
+    # If the stated composition shows no mark at all, a weaker one elsewhere contradicts it.
     contradiction = _STATED_MARK if unmarked else _MARK
     if clearest_transposed <= contradiction and clearest_transposed < clearest:
         raise RotationZooError(
@@ -82,9 +84,10 @@ def _least_contrast(
     group_size: int | None,
     both_orders: bool = False,
 ) -> float | None:
-    """The least contrast of RoPE pairs, were the rotations of one of these compositions; with
-    `both_orders` also of one with the eigenvalues in reverse. None where there are too few
-    pairs."""
+    """The smallest contrast of RoPE pairs when undoing each of the candidate compositions.
+
+    With `both_orders`, the eigenvalues are also tried in reverse. None if there are too few pairs.
+    """
     orders = (False, True) if both_orders else (False,)
     contrasts = [
         _contrast(file.content, composition, group_size, reverse)
@@ -98,9 +101,13 @@ def _least_contrast(
 def _contrast(
     side: SideMatrices, composition: str, group_size: int | None, reverse: bool
 ) -> float | None:
-    """The contrast of RoPE pairs in `U diag(lambda) U^T`, with U as this composition has it. Where
-    a file has no eigenvalues, their order alone stands for them."""
-    moments: dict[int, list[torch.Tensor]] = {}  # by head dimension, which layers may differ in
+    """The contrast of RoPE pairs in `U diag(lambda) U^T`, where U is recovered by undoing this
+    composition.
+
+    If a file has no eigenvalues, their ranks 0, 1, ... stand in for them. None if the groups do not
+    divide the head dimension, or there are too few pairs.
+    """
+    moments: dict[int, list[torch.Tensor]] = {}  # by head dimension, which may vary by layer
     for layer, matrix in side.rotation.items():
         dim = matrix.shape[-1]
         group = group_size or dim
@@ -112,4 +119,5 @@ def _contrast(
         moments.setdefault(dim, []).append(basis @ torch.diag_embed(ordered) @ basis.mT)
     contrasts = [pair_contrast(torch.cat(of_dim)) for of_dim in moments.values()]
     known = [contrast for contrast in contrasts if contrast is not None]
+    # The mark must show at every head dimension, so the least clear one counts.
     return max(known) if known else None

@@ -1,5 +1,7 @@
-"""What an export leaves out of an artifact: a row for everything that an engine may not serve, with
-the flag by which the user agrees."""
+"""Reductions: what an export leaves out of an artifact because an engine cannot serve it.
+
+Each reduction has a flag by which the user agrees to it.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -23,21 +25,24 @@ _CLIP_WORDS = {
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Something that the engine does not get."""
+    """One thing that may be left out of what the engine receives."""
 
     needed: bool
     """Whether the engine cannot serve it, or the user does not want it."""
     agreed: bool
     words: str
     flag: str = ""
-    """What to add where it is needed and nobody has agreed."""
+    """The flag to suggest if the reduction is needed and the user has not agreed."""
 
 
 def agreed_reductions(
     artifact: Artifact, request: Request, capabilities: Capabilities, clips: Clips
 ) -> list[str]:
-    """What is left out, in words. Raises `RotationZooError`, with the flags, for what the request
-    does not leave out and the engine cannot serve."""
+    """The reductions of this export, in words.
+
+    Raises `RotationZooError`, with the flags to add, for what the engine cannot serve and the
+    request does not leave out.
+    """
     searched = artifact.manifest.search is not None
     rows = itertools.chain(
         _pooling(artifact, request, capabilities),
@@ -73,7 +78,7 @@ def _pooling(
 def _means(
     artifact: Artifact, request: Request, capabilities: Capabilities
 ) -> Iterator[_Reduction]:
-    """No engine subtracts a mean from values."""
+    """The means to leave out. Those of values always are: no engine subtracts them."""
     dropped = [
         side
         for side in artifact.recipe.centered
@@ -103,7 +108,8 @@ def _clip_ratios(
             words += _CHOSEN
         unchanged = clips == requested_clips(artifact.rotations, replace(request, clip=None))
         yield _Reduction(needed=fits and not unchanged, agreed=True, words=words)
-    # The highest ratio clips least: lower ones were chosen for the heads that bear them.
+    # Suggest the highest ratio, which clips least. Lower ones were chosen for heads that tolerate
+    # them, and other heads may not.
     highest = max(keys), max(values)
     ratios = f"{highest[0]:g}" if capabilities.clip == "one" else _pair(highest)
     yield _Reduction(
@@ -115,7 +121,7 @@ def _clip_ratios(
 
 
 def _ratios(clips: Clips, side: int) -> set[float]:
-    """The different ratios of all keys (0) or all values (1)."""
+    """The distinct ratios of all keys (`side` 0) or all values (1)."""
     return set(itertools.chain.from_iterable(sides[side] for sides in clips.values()))
 
 

@@ -1,7 +1,7 @@
-"""The serving engines, one row each: the command line, `export`, docs/engines.md and the tests
-take them from here.
+"""The registry of serving engines, one row each.
 
-A new engine is a module in `formats/` (`base.Engine` says what it defines) and a row here.
+The command line, `export`, docs/engines.md and the tests take the engines from here. To add one,
+write a module in `formats/` (`base.Engine` says what it defines) and add a row here.
 """
 
 import importlib
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an engine is defined. Modules are imported when they are used: `--help` must not wait
-    for torch."""
+    """Where an engine is defined.
+
+    Its module is imported only when it is used, so that `--help` does not wait for torch.
+    """
 
     module: str
     """A module of `engines/formats`."""
     needs_base: bool = False
-    """Whether the export is a copy of a model file that the user gives, which `pull` cannot ask
-    for."""
+    """Whether the export copies a model file that the user must give. `pull` cannot ask for one."""
 
 
 ENGINES = {
@@ -34,7 +35,7 @@ ENGINES = {
 ENGINE_NAMES = tuple(ENGINES)
 PULL_ENGINE_NAMES = tuple(name for name, entry in ENGINES.items() if not entry.needs_base)
 
-# Typer makes the choices of an option from a Literal; mypy takes no computed one.
+# Typer takes an option's choices from a Literal, but mypy does not accept a computed Literal.
 if TYPE_CHECKING:
     EngineName = str
     PullEngineName = str
@@ -44,6 +45,6 @@ else:
 
 
 def load_engine(name: str) -> "Engine":
-    """The module of an engine. Raises `KeyError` for a name that has no row."""
+    """The module of an engine. Raises `KeyError` for an unknown name."""
     module = importlib.import_module(f"rotationzoo.engines.formats.{ENGINES[name].module}")
     return cast("Engine", module)

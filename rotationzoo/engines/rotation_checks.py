@@ -1,5 +1,5 @@
-"""Rotation files that others made, held against what every pair must be: orthogonal matrices of the
-same layers, which are what their names say."""
+"""Checks of imported rotation files: orthogonal matrices for the same layers, which are what their
+names say."""
 
 import re
 from collections.abc import Mapping
@@ -13,18 +13,21 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.compositions import DATA_FREE
 
-# What both files of one run say alike.
+# Entries of `calibration` that agree in both files of one run.
 _SHARED = ("generation_id", "config_sha256", "model")
-_CLOSE = 1e-4  # to an entry of the identity or of a Hadamard matrix
-# How far below zero an eigenvalue may be rounded, relative to the largest.
+_CLOSE = 1e-4  # the tolerance for an entry of a permutation or a Hadamard matrix
+# How far rounding may push an eigenvalue below zero, relative to the largest.
 _NEGATIVE = 1e-4
 _DO_NOT_USE = "do not use it"
 _FETCH_AGAIN = "fetch both again"
 
 
 def check_pair(pair: Pair, described: Mapping[str, Described]) -> None:
-    """Raise `RotationZooError` unless both sides are orthogonal matrices of the same layers, and
-    what their names say; `described` is side -> what its file says."""
+    """Raise `RotationZooError` unless both sides hold orthogonal matrices for the same layers, and
+    are what their names say.
+
+    `described` maps each side to what its file states.
+    """
     for file in pair:
         check_matrices(file)
     _check_same_layers(pair)
@@ -35,8 +38,8 @@ def check_pair(pair: Pair, described: Mapping[str, Described]) -> None:
 
 
 def check_matrices(file: RotationFile) -> None:
-    """Raise `RotationZooError` unless every matrix is square, finite and orthogonal, with
-    eigenvalues and means to match."""
+    """Raise `RotationZooError` unless every matrix is square, finite and orthogonal, and its
+    eigenvalues and mean are finite and of matching shape."""
     for layer, matrix in file.content.rotation.items():
         label = f"layer {layer} of {file.path.name}"
         _check_matrix(label, matrix)
@@ -73,7 +76,7 @@ def _check_eigenvalues(label: str, eigenvalues: torch.Tensor, matrix: torch.Tens
 
 
 def _check_mean(label: str, mean: torch.Tensor, matrix: torch.Tensor) -> None:
-    # Heads that share a rotation still have a mean each.
+    # Heads that share a rotation may still have one mean each.
     shared = matrix.ndim == 2 and mean.ndim <= 2 and mean.shape[-1] == matrix.shape[-1]
     fits = mean.shape == matrix.shape[:-1] or shared
     if not fits or not torch.isfinite(mean).all():
@@ -102,8 +105,10 @@ def _check_same_run(pair: Pair) -> None:
 
 
 def _check_name(file: RotationFile, described: Described) -> None:
-    """No identity or Hadamard matrix under the name of a calibrated one."""
+    """Raise `RotationZooError` for an identity, permutation or Hadamard matrix under the name of a
+    calibrated rotation."""
     calibrated_name = re.search(r"_(qqt|ktk|sst|vtv)_", file.path.stem)
+    # A file may hold such a matrix if neither its content nor its name claims otherwise.
     if described.composition in DATA_FREE and not calibrated_name:
         return
     for layer, matrix in file.content.rotation.items():
@@ -117,7 +122,10 @@ def _check_name(file: RotationFile, described: Described) -> None:
 
 
 def _check_different(pair: Pair, described: Mapping[str, Described]) -> None:
-    """A pair of copies is one file that was fetched twice."""
+    """Raise `RotationZooError` if both files hold the same matrices: one was fetched twice.
+
+    Only data-free rotations may be the same for keys and values.
+    """
     if described["key"].composition in DATA_FREE:
         return
     keys, values = (file.content.rotation for file in pair)
@@ -129,13 +137,14 @@ def _check_different(pair: Pair, described: Mapping[str, Described]) -> None:
 
 
 def _data_free_kind(matrix: torch.Tensor) -> str | None:
-    """What `[.., D, D]` is, in words, if all of it is a permutation or a Hadamard matrix, up to
-    signs and order."""
+    """What `[.., D, D]` is, in words, if all of it is data-free: the identity, a permutation up to
+    signs, or a Hadamard matrix in any order and with any signs. None otherwise."""
     size = matrix.abs()
     is_permutation = ((size < _CLOSE) | ((size - 1).abs() < _CLOSE)).all()
     if is_permutation:
         ones = torch.ones(matrix.shape[:-1])
         is_identity = torch.equal(matrix.diagonal(dim1=-2, dim2=-1), ones)
         return "the identity matrix" if is_identity else "a permutation"
+    # All entries of an orthogonal Hadamard matrix have the magnitude D^-0.5.
     is_hadamard = ((size - matrix.shape[-1] ** -0.5).abs() < _CLOSE).all()
     return "a Hadamard matrix" if is_hadamard else None

@@ -1,4 +1,4 @@
-"""Rotation files that others made: one side as a file has it, and the pair of both sides."""
+"""The content of imported rotation files: one side as a file holds it, and the pair of sides."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,23 +13,23 @@ from rotationzoo.errors import RotationZooError
 
 @dataclass(frozen=True)
 class RotationFile:
-    """One side as a file has it."""
+    """One side as a file holds it."""
 
     path: Path
     format: str
     """`V1`, `V2`, `V3`, `tensors`, `MLX` or `GGUF`."""
     side: str | None
-    """`key` or `value`; None where neither the file nor its name says it."""
+    """`key` or `value`; None if neither the file nor its name says which."""
     content: SideMatrices
     calibration: Mapping[str, Any] = field(default_factory=dict)
-    """What the file says of how it was made."""
+    """What the file states about how it was made."""
     notes: tuple[str, ...] = ()
     descending: bool = False
-    """Whether the file has its largest eigenvalue first."""
+    """Whether the file lists its largest eigenvalue first."""
 
     @property
     def transposed(self) -> "RotationFile":
-        """The same file, were its matrices stored transposed."""
+        """The same file with every matrix transposed."""
         matrices = {layer: matrix.mT for layer, matrix in self.content.rotation.items()}
         return replace(self, content=replace(self.content, rotation=matrices))
 
@@ -45,25 +45,25 @@ class Pair:
         return iter((self.key, self.value))
 
     def items(self) -> Iterator[tuple[str, RotationFile]]:
-        """`key` and `value` with their files."""
+        """Each side, `key` and `value`, with its file."""
         return iter((("key", self.key), ("value", self.value)))
 
     @property
     def per_head(self) -> bool:
-        """Whether any KV heads have a matrix each."""
+        """Whether either side has one matrix per KV head in any layer."""
         return any(file.content.per_head for file in self)
 
     @property
     def notes(self) -> list[str]:
-        """Remarks of both files, on what was converted when they were read."""
+        """Remarks on what was converted when the two files were read."""
         return [note for file in self for note in file.notes]
 
 
 def normalise(file: RotationFile, transposed: bool) -> RotationFile:
-    """The file with matrices meant as in `x @ R`, float32, and ascending eigenvalues; `transposed`
-    where they are stored as `R^T` although the format says otherwise.
+    """The file with float32 matrices, applied as `x @ R`, and ascending eigenvalues.
 
-    Raises `RotationZooError` for eigenvalues in no order.
+    `transposed` says that the file stores `R^T` against the convention of its format. Raises
+    `RotationZooError` for unsorted eigenvalues.
     """
     name = file.path.name
     notes = list(file.notes)
@@ -81,6 +81,8 @@ def normalise(file: RotationFile, transposed: bool) -> RotationFile:
             raise RotationZooError(
                 f"the eigenvalues of layer {descending[0]} in {name} are in no order"
             )
+        # The matrices stay as they are: `descending` tells `objectives.describe` to name the
+        # composition that makes them from ascending eigenvalues.
         eigenvalues = {layer: values.flip(-1) for layer, values in eigenvalues.items()}
         notes.append(f"{name} has its eigenvalues in descending order; they were reversed")
     content = replace(file.content, rotation=matrices, eigenvalues=eigenvalues)

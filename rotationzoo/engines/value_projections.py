@@ -1,9 +1,8 @@
-"""The modules around a model's attention that can carry a value rotation: each layer's value and
-output projection.
+"""Finding each layer's value and output projection, which can absorb a value rotation.
 
-Attention is linear in its values: of `v @ R` it makes `o @ R`, which the output projection can
-undo. That holds only where nothing else reads either, so the model runs on `meta` and every
-operation between the two projections is looked at.
+Attention is linear in its values: it turns `v @ R` into `o @ R`, which the output projection can
+undo. That holds only if nothing else reads the values or the output. The model is therefore run on
+`meta`, and every operation between the two projections is traced.
 """
 
 from collections import Counter, defaultdict
@@ -24,16 +23,19 @@ SERVE_UNABSORBED = (
     "serve the model as it is and rotate its values on the way to the cache, with the artifact"
 )
 _SHARED = "a value or output projection that it shares with another module"
-_TOKENS = 8  # of the run: any number does
+_TOKENS = 8  # in the traced run: any number works
 
 
 @torch.no_grad()
 def find_projections(
     model: PreTrainedModel, geometry: Geometry, name: str
 ) -> list[tuple[str, str]]:
-    """The paths of each layer's value and output projection in a model on `meta`. Raises
-    `UnsupportedModel` where anything but attention is between them."""
+    """The module paths of each layer's value and output projection, in a model on `meta`.
+
+    Raises `UnsupportedModel` for a layer with anything but attention between the two.
+    """
     run = _traced_run(model, name)
+    # Tied parameters are listed once per name, so that sharing shows as a count above 1.
     parameters = model.named_parameters(remove_duplicate=False)
     uses = Counter(id(parameter) for _, parameter in parameters)
     projections: dict[str, str] = {}
@@ -53,24 +55,29 @@ def find_projections(
 
 @dataclass(frozen=True)
 class _ValuePath:
-    """Where the values of one layer come from and go to. Readers are modules by path, or operations
-    by name."""
+    """Where the values of one layer come from and where they go.
+
+    A reader is the path of a module, or the name of an operation.
+    """
 
     values: torch.Tensor
     maker: str | None
-    """The path of the linear module that computed them; None for anything else."""
+    """The path of the linear module that computed the values; None if it was anything else."""
     other_readers: list[str]
-    """What reads them beside the layer's attention."""
+    """What reads the values besides the layer's attention."""
     output_readers: list[str]
-    """What reads what attention made of them."""
+    """What reads the output of the layer's attention."""
     are_queries_or_keys: bool
 
 
 def _problem(
     model: PreTrainedModel, layer: Layer, path: _ValuePath, modules: set[str], uses: Counter[int]
 ) -> str | None:
-    """Why a layer cannot absorb a rotation, in words, or None. `modules` are the paths of all
-    modules, `uses` says how often each parameter occurs in the model."""
+    """Why a layer cannot absorb a rotation, in words, or None if it can.
+
+    `modules` holds the paths of all modules. `uses` counts how often each parameter occurs in the
+    model.
+    """
     if layer.owner != layer.index:
         return f"no value projection of its own: it reads the cache of layer {layer.owner}"
     if path.maker is None:
@@ -80,9 +87,11 @@ def _problem(
         )
     width = layer.kv_heads * layer.value_dim
     value_weight = _weight(model, path.maker)
+    # A fused projection has more rows than the values need, or its output is also queries or keys.
     if len(value_weight) != width or path.are_queries_or_keys:
         return f"a fused value projection, {path.maker}"
-    # The channels of a head lie side by side, and the heads one after the other.
+    # The projection's rows must be grouped by head: the channels of a head are adjacent in memory,
+    # and the heads follow one another.
     in_order = path.values.stride()[1:] == (layer.value_dim, width, 1)
     if path.other_readers or not in_order:
         readers = ", ".join(path.other_readers) or "their order"
@@ -104,15 +113,17 @@ def _weight(model: PreTrainedModel, module: str) -> torch.nn.Parameter:
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Who reads each tensor: the module in `inside`, or an operation by name. Its views and
-    multiples count as the tensor."""
+    """Records what reads each tensor: the module in `inside`, or else the operation's name.
+
+    Views of a tensor, and its products with a number, count as the tensor itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.inside: str | None = None
         self.readers: dict[int, set[str]] = defaultdict(set)
         self._multiple_of: dict[int, int] = {}
-        self._alive: list[Any] = []  # the address of what is gone would be given away again
+        self._alive: list[Any] = []  # a freed tensor's address could be reused for another one
 
     def identity(self, tensor: torch.Tensor) -> int:
         address: int = tensor.untyped_storage()._cdata
@@ -125,9 +136,9 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         self._alive += outputs
         if function is torch.ops.aten.mul.Tensor and not isinstance(args[1], torch.Tensor):
-            # Times a number: rotations commute with it.
+            # Scaling by a number commutes with a rotation.
             self._multiple_of[outputs[0].untyped_storage()._cdata] = self.identity(args[0])
-        # A view reads nothing; what changes a tensor in place does.
+        # Making a view does not count as reading; changing a tensor in place does.
         views = set() if function._schema.is_mutable else set(map(self.identity, outputs))
         for identity in set(map(self.identity, inputs)) - views:
             self.readers[identity].add(self.inside or str(function))
@@ -140,7 +151,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @dataclass
 class _Run:
-    """One forward pass, as the trace saw it."""
+    """One traced forward pass."""
 
     modules: set[str]
     """The paths of all modules."""
@@ -148,7 +159,7 @@ class _Run:
     calls: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Layer -> query, key, value and output of its attention."""
     makers: dict[int, str] = field(default_factory=dict)
-    """Identity of a tensor -> the linear module that computed it."""
+    """Identity of a tensor -> the path of the linear module that computed it."""
 
     def path_of(self, layer: int) -> _ValuePath:
         query, key, value, output = self.calls[layer]
@@ -183,7 +194,8 @@ def _traced_run(model: PreTrainedModel, name: str) -> _Run:
         trace.inside, run.makers[trace.identity(output)] = None, paths[id(module)]
         return output
 
-    # A cache copies what it stores; handed back as it is, it can be told by its address.
+    # A cache returns copies of what it stores. This patch returns the tensors themselves, so that
+    # they can still be identified by address.
     uncopied = patch.object(Cache, "update", lambda self, key, value, *args, **kwargs: (key, value))
     named_linear = patch.object(torch.nn.Linear, "forward", linear)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")

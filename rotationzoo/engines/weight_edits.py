@@ -1,5 +1,4 @@
-"""Parameters that are changed in place in a copy of a model's safetensors files, in the memory of
-one tensor."""
+"""In-place edits of parameters in copied safetensors files, with only one tensor in memory."""
 
 import json
 import struct
@@ -19,28 +18,28 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 @dataclass(frozen=True)
 class Change:
-    """What to do to one parameter."""
+    """The rotation to apply to one parameter."""
 
     shape: torch.Size
     rotation: torch.Tensor
-    """`R` `[H, D, D]` of its heads, float64."""
+    """R of each of its heads: `[H, D, D]`, float64."""
     columns: bool
-    """Whether the heads are its columns and not its rows."""
+    """Whether the heads are its columns (output projection) rather than its rows (value)."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the numbers of a parameter are."""
+    """Where a parameter's data is."""
 
     file: Path
     begin: int
-    """In bytes, from the beginning of the file."""
+    """The offset in bytes from the beginning of the file."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor in the header of a safetensors file."""
+    """A tensor's entry in the header of a safetensors file."""
 
     file: Path
     data_begin: int
@@ -48,8 +47,11 @@ class _Entry:
 
 
 def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Place]:
-    """The place of each parameter. Raises `RotationZooError` where there is not one floating-point
-    tensor of its shape."""
+    """The place of each parameter.
+
+    Raises `RotationZooError` if a parameter does not have exactly one tensor, in floating point and
+    of its shape.
+    """
     entries: dict[str, _Entry] = {}
     for path in weight_files(source.folder):
         entries |= _read_entries(path)
@@ -73,8 +75,11 @@ def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Plac
 
 
 def apply_change(path: Path, place: Place, change: Change) -> None:
-    """Change one tensor of a copy of its file: per head `R^T` times its rows, or its columns times
-    `R`; in float64, rounded once."""
+    """Rotate one tensor in a copy of its file.
+
+    Each head's rows are multiplied by `R^T` from the left, or its columns by `R` from the right.
+    The product is computed in float64 and rounded once.
+    """
     heads, dim, _ = change.rotation.shape
     with path.open("r+b") as file:
         file.seek(place.begin)
@@ -91,7 +96,7 @@ def apply_change(path: Path, place: Place, change: Change) -> None:
 
 
 def _read_entries(path: Path) -> dict[str, _Entry]:
-    """Name -> entry; a file is the length of its header in 8 bytes, the header, the numbers."""
+    """Name -> entry. A safetensors file is an 8-byte header length, the JSON header, the data."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -99,12 +104,14 @@ def _read_entries(path: Path) -> dict[str, _Entry]:
 
 
 def _entry_of(parameter: str, entries: Mapping[str, _Entry]) -> _Entry | None:
-    """The one tensor that is this parameter; None where there is none, or more than one.
+    """The one tensor in the checkpoint that is this parameter; None if none or several match.
 
-    Vision models may have another prefix in the checkpoint, often the same words in another order.
+    In the checkpoints of vision models, names may have another prefix, often made of the same words
+    in another order.
     """
     if parameter in entries:
         return entries[parameter]
+    # Compare names from `layers.` on, since only what comes before it may differ.
     ending = "." + parameter[max(parameter.rfind("layers."), 0) :]
     names = [name for name in entries if f".{name}".endswith(ending)]
     words = sorted(parameter.split("."))

@@ -1,2 +1,5 @@
-"""What rotations cost a model: `metrics` computes every figure of an evaluation, `report` puts them
-together window by window, and `cli.evaluate_view` prints them."""
+"""Evaluation: what each rotation costs a model whose KV cache is stored in 2 bits.
+
+`metrics` computes every figure, `report` assembles the figures for each pair of windows, and
+`cli.evaluate_view` prints them.
+"""

@@ -1,5 +1,4 @@
-"""The arms of an evaluation: the artifacts that it was given, and baselines that need no
-calibration."""
+"""The arms of an evaluation: the user's artifacts, and baselines that need no calibration."""
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
@@ -11,8 +10,11 @@ BASELINES = ("identity", "hadamard", "random")
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
-    """The recipe whose clip ratios, group size and windows the baselines share: that of the first
-    artifact, so that arms differ in their rotations alone, or the default without artifacts."""
+    """The recipe whose clip ratios, group size and windows the baselines use.
+
+    It is the first artifact's recipe, so that the baselines differ from that artifact only in their
+    rotations. Without artifacts it is the default recipe.
+    """
     if not artifacts:
         return Recipe()
     clips = {f"{side}_clip": ratio for side, ratio in artifacts[0].clip_ratios.items()}
@@ -20,8 +22,7 @@ def shared_recipe(artifacts: list[Artifact]) -> Recipe:
 
 
 def build_arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
-    """An arm for each artifact, in their order, then one for each baseline; no two have the same
-    name."""
+    """One arm per artifact, in the given order, followed by one per baseline. All names differ."""
     arms: list[Arm] = []
     for artifact in artifacts:
         name = _unique_name(artifact, arms)
@@ -29,16 +30,19 @@ def build_arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
     shared = shared_recipe(artifacts)
     codec = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
     for name in BASELINES:
-        # These recipes make rotations of shapes alone, without statistics.
+        # The baselines' rotations depend only on shapes, so they are fitted without statistics.
         rotations = fit(None, PRESETS[name].model_copy(update=codec), geometry)
         arms.append(Arm(name, rotations, shared.group_size))
     return arms
 
 
 def _unique_name(artifact: Artifact, arms: list[Arm]) -> str:
-    """The name of the artifact's folder; where it is in use, with the artifact's hash, since a
-    report may be published and whole paths are private; and with a number behind that for the same
-    artifact given twice."""
+    """The name of the artifact's folder, made unique among the arms.
+
+    If the name is taken, the start of the artifact's hash is appended. If the same artifact is
+    given twice, a number follows. Full paths are never used: they are private, and a report may be
+    published.
+    """
     used = {*BASELINES, *(arm.name for arm in arms)}
     name = artifact.folder.resolve().name
     if name in used:

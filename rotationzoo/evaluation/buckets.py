@@ -1,4 +1,4 @@
-"""Buckets of context lengths: a report shows in them how an arm's cost grows with the context."""
+"""Buckets of context lengths, by which a report shows how an arm's cost grows with context."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,14 +8,14 @@ import torch
 
 @dataclass(frozen=True)
 class Buckets:
-    """Ranges of positions, one after another."""
+    """Consecutive ranges of positions."""
 
     edges: tuple[int, ...]
-    """Ascending positions; a bucket begins at its edge and ends before the next."""
+    """Ascending positions. Each bucket begins at one edge and ends just before the next."""
 
     @classmethod
     def between(cls, start: int, length: int) -> "Buckets":
-        """Buckets from `start` to `length`; the edges between them are powers of two."""
+        """Buckets that cover `start` to `length`, with the powers of two in between as edges."""
         edges = [start]
         # The first power of two above the start.
         power = 1 << start.bit_length()
@@ -31,11 +31,11 @@ class Buckets:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """First position, and the one after the last, of each bucket."""
+        """For each bucket, its first position and the position after its last."""
         return list(pairwise(self.edges))
 
     def one_hot(self, positions: torch.Tensor) -> torch.Tensor:
-        """`[P, buckets]` float64: 1 where one of the positions `[P]` lies in a bucket."""
+        """Membership `[P, buckets]`, float64: 1 where a position of `[P]` lies in the bucket."""
         edges = torch.tensor(self.edges)
         inside = (positions[:, None] >= edges[:-1]) & (positions[:, None] < edges[1:])
         return inside.double()

@@ -1,5 +1,7 @@
-"""Whether layers and artifacts fit the model that is evaluated: what is refused, and what the
-reader of the report is told."""
+"""Checks that the chosen layers and artifacts fit the evaluated model.
+
+What does not fit is refused. What fits with reservations becomes a note in the report.
+"""
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError, UsageError
@@ -10,13 +12,12 @@ from rotationzoo.text.rows import Corpus
 
 
 def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
-    """Raise `UsageError` for layers without attention, and for those that read the cache of another
-    layer."""
+    """Raise `UsageError` for a layer that has no attention or reads another layer's cache."""
     owners = {layer.index: layer.owner for layer in geometry}
     if unknown := layers - owners.keys():
         known = _describe_layers(set(owners))
         raise UsageError(f"{model} has no attention in layer {min(unknown)}: it has layers {known}")
-    # What several layers read is stored once, with the rotations of the layer that owns it.
+    # A shared cache is stored once, with its owner's rotations, so only the owner can be chosen.
     sharing = sorted(layer for layer in layers if owners[layer] != layer)
     if sharing:
         owner = owners[sharing[0]]
@@ -27,8 +28,8 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for artifacts that are bound to no model, or made for one of other
-    shapes."""
+    """Raise `RotationZooError` for an artifact that is bound to no model, or that was made for a
+    model with other shapes."""
     for artifact in artifacts:
         if not artifact.bound:
             raise RotationZooError(
@@ -46,8 +47,11 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
 def notes_for_reader(
     text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
 ) -> list[str]:
-    """What the reader of the figures should know: text that fell short, and artifacts that are not
-    at home in this model or were calibrated on this text."""
+    """Notes that qualify the figures.
+
+    They report text that fell short, and artifacts that were made for other weights, were
+    calibrated on this very text, or centre keys although this model's attention does not allow it.
+    """
     notes = []
     if text.note:
         notes.append(text.note)
@@ -65,17 +69,17 @@ def notes_for_reader(
 
 
 def _of_other_weights(artifact: Artifact, source: Source) -> bool:
-    """Whether an artifact was made for another config or other weights, as far as that is known."""
+    """Whether an artifact is known to have been made for another config or other weights."""
     model = artifact.manifest.model
     if model.config_sha256 != config_hash(source):
         return True
     fingerprint = model.weights_fingerprint
-    # Imported files do not always say which weights they are of.
+    # Imported files do not always state which weights they were made for.
     return bool(fingerprint) and fingerprint != weights_fingerprint(source)
 
 
 def _describe_layers(layers: set[int]) -> str:
-    """`0 to 27`, or a list where some are missing in between."""
+    """A range such as `0 to 27`, or a list if the numbers have gaps."""
     first, last = min(layers), max(layers)
     if layers == set(range(first, last + 1)):
         return f"{first} to {last}"

@@ -1,5 +1,5 @@
-"""Running the models of an evaluation: every text through the exact model, and through each arm
-read through each cache."""
+"""The forward passes of an evaluation: every text through the exact model, and through every
+combination of arm and cache."""
 
 import random
 from dataclasses import dataclass
@@ -19,44 +19,45 @@ from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress
 
-_LOCATING_TOKENS = 8  # any number would do: each layer calls attention once
+_LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What every text is run through."""
+    """The settings that every text is run with."""
 
     geometry: Geometry
     arms: list[Arm]
     caches: list[Cache]
     layers: list[int]
-    """Layers that read a cache stored in 2 bits."""
+    """The layers that read a 2-bit cache."""
     sides: tuple[str, ...]
     """Which of keys and values are stored in 2 bits."""
     queries: int
-    """Queries a row whose attention is compared; 0 for none."""
+    """How many queries per row have their attention compared; 0 for none."""
     start: int
-    """The first position that is measured."""
+    """The first measured position."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the models did on all texts."""
+    """The metrics of the exact model and of every arm, over all texts."""
 
     exact: Metrics
     arms: dict[tuple[Cache, str], Metrics]
-    """By cache and name of the arm."""
+    """Keyed by cache and name of the arm."""
 
 
 @torch.no_grad()
 def run_models(
     model: PreTrainedModel, batches: list[torch.Tensor], trial: Trial, progress: Progress
 ) -> Measurements:
-    """Run every batch `[B, T]` of token ids, alone and through all arms and caches.
+    """Run every batch `[B, T]` of token ids through the exact model and through every combination
+    of cache and arm.
 
-    Raises `RotationZooError` where no row is long enough to read anything from a 2-bit cache.
+    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache.
     """
-    # A position is measured by the token after it, so a row needs one more.
+    # A position is measured by how well it predicts the next token, so a row needs one more token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
     if not batches:
         raise RotationZooError(
@@ -83,8 +84,8 @@ def run_models(
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
-            # One forward pass gives all three: losses of the model that reads this cache to its
-            # end, and of each layer its output and attention beside the exact ones.
+            # One forward pass yields all three metrics: the losses of the model as it runs on this
+            # cache, and each layer's output error and attention KL.
             with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
                 metrics.add_losses(token_losses(model, ids, trial.start))
             progress("evaluating", done := done + 1, total)
@@ -92,7 +93,7 @@ def run_models(
 
 
 def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, torch.nn.Module]:
-    """The module that calls attention in each layer, by running a few tokens `[B, T]`."""
+    """Layer -> the module that calls attention there, found by running a few tokens `[B, T]`."""
     modules: dict[int, torch.nn.Module] = {}
 
     def note(
@@ -107,13 +108,13 @@ def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, to
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Negative log likelihood `[B, T - start - 1]`, in float32, of the token after each position
-    from `start` on."""
+    """The negative log likelihood of each next token, for positions from `start` on: float32
+    `[B, T - start - 1]`."""
     kept = ids.shape[1] - start
-    # Logits of the other positions are not computed: a vocabulary is far wider than the model.
+    # Skip the logits of earlier positions: the vocabulary is far wider than the hidden state.
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[:, -kept:-1]
     losses = []
-    # A row at a time: the float32 copy of a whole batch's logits may not fit.
+    # One row at a time, because a float32 copy of the whole batch's logits may not fit in memory.
     for row, targets in zip(logits, ids[:, start + 1 :], strict=True):
         targets = targets.to(row.device)
         losses.append(torch.nn.functional.cross_entropy(row.float(), targets, reduction="none"))
@@ -121,11 +122,15 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch
 
 
 def _draw_queries(trial: Trial, length: int, seed: int) -> torch.Tensor | None:
-    """Positions `[Q]`, ascending, of the queries whose attention is compared: the same for every
-    arm, and all past the windows."""
+    """The positions of the queries whose attention is compared: ascending, `[Q]`, or None.
+
+    They are the same for every arm. All lie at `trial.start` or later, where queries read quantized
+    positions.
+    """
     if not trial.queries:
         return None
     positions = range(trial.start, length)
-    # Attention weights take memory by queries times keys: a sample shows the mean as well.
+    # Attention weights need memory for queries times keys; a sample estimates the mean well
+    # enough.
     count = min(trial.queries, len(positions))
     return torch.tensor(sorted(random.Random(seed).sample(positions, count)))

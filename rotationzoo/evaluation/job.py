@@ -1,5 +1,5 @@
-"""What a rotation costs a model whose cache is stored in 2 bits: attention KL, output error and
-perplexity, arm by arm."""
+"""The evaluation job: attention KL, output error and perplexity of every arm with a 2-bit KV
+cache."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,25 +28,25 @@ from rotationzoo.text.rows import Corpus, read_corpus
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation as the user asked for it."""
+    """The settings of one evaluation, as the user gave them."""
 
     model: str
     artifacts: list[Path]
     data: Data
     windows: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of sink and recent tokens; empty for those of the recipe."""
+    """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
     format: str = "sglang"
-    """A name in `int2.SIMULATED`."""
+    """The cache format: a name in `int2.SIMULATED`."""
     layers: set[int] | None = None
-    """Layers whose cache is stored in 2 bits; None for all."""
+    """The layers whose cache is stored in 2 bits; None for all."""
     sides: tuple[str, ...] = ("key", "value")
     """Which of keys and values are stored in 2 bits."""
     prefill_chunk: int | None = None
-    """Tokens of a chunk of the prompt; None reads every position as decoding does."""
+    """Tokens per prefill chunk. None simulates decoding at every position."""
     prefill_layout: Literal["server", "window"] | None = None
-    """What is exact between chunks, as in `Cache`; None is the server's."""
+    """What earlier chunks keep exact, as in `Cache`. None means `server`."""
     queries: int = 32
-    """Sampled queries a row for the attention KL; 0 leaves it out."""
+    """How many queries per row are sampled for the attention KL; 0 skips it."""
     revision: str | None = None
     batch: int = 1
     device: str = "auto"
@@ -54,19 +54,19 @@ class Evaluation:
     device_map: str | None = None
     max_memory: str | None = None
     save_to: list[Path] = field(default_factory=list)
-    """Those of the artifacts that the report is added to."""
+    """The artifacts, among those evaluated, to which the report is added."""
 
 
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
-    """Evaluate artifacts and baselines; returns the report that `evaluate --json` prints.
+    """Evaluate artifacts and baselines, and return the report that `evaluate --json` prints.
 
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
-    layers or texts that do not fit the model: before any weight is fetched, wherever the config
-    can tell.
+    layers or texts that do not fit the model. Where the config is enough to tell, the error comes
+    before any weights are fetched.
     """
     _check_settings(job)
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
-    # Whether the report can be saved is known before hours are spent on it.
+    # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
         if artifact.folder in job.save_to:
             artifact.check_writable()
@@ -77,10 +77,12 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     if geometry is not None:
         _check_model(job, artifacts, geometry)
     caches = _build_caches(job, artifacts)
-    # The same tokens are measured with all windows: those that read quantized ones with each.
+    # Every pair of windows is measured on the same tokens: those that read quantized positions
+    # with all of them.
     start = max(cache.first_quantized for cache in caches)
     _check_text_length(job, start)
-    # Text needs the tokenizer alone, and may be refused: weights are fetched after it was read.
+    # The text needs only the tokenizer and may be refused, so it is read before the weights are
+    # fetched.
     fetch(source, weights=False)
     text = _read_text(job, source)
     progress("fetching the weights", 0, 0)
@@ -88,7 +90,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = _load_model(job, source, config, placement)
-        if geometry is None:  # a model that does not run on `meta`
+        if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
         arms = build_arms(artifacts, geometry)
@@ -98,7 +100,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             measured = run_models(model, text.batches(job.batch), trial, progress)
     notes = notes_for_reader(text, source, artifacts, geometry)
     report = _assemble_report(job, source, text, notes, trial, measured)
-    # The arms of the artifacts come first; the baselines behind them are saved with each.
+    # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
+    # with each of them.
     for artifact, arm in zip(artifacts, arms, strict=False):
         if artifact.folder in job.save_to:
             save_evaluation(report, artifact, arm.name, BASELINES)
@@ -129,7 +132,8 @@ def _check_text_length(job: Evaluation, start: int) -> None:
             f"the first that reads a quantized one is at position {start}",
             hint="give longer rows with --length, or smaller ones with --windows",
         )
-    # Fewer tokens than a row has make no row at all, except that a document is a row as it is.
+    # With fewer tokens than one row there is no row at all. Only with `document` packing is every
+    # document a row, whatever its length.
     if job.data.packing != "document" and not job.data.row_lengths:
         raise UsageError(
             f"{job.data.tokens} tokens are less than one text of {job.data.length}",
@@ -138,7 +142,7 @@ def _check_text_length(job: Evaluation, start: int) -> None:
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
-    """A cache for each pair of windows."""
+    """One cache per pair of windows."""
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     format = int2.SIMULATED[job.format]
@@ -147,15 +151,18 @@ def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
 
 
 def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
-    """The chosen layers, which own a cache, and those that read the cache of one of them."""
+    """The chosen layers, which own a cache, and all layers that read one of these caches."""
     if job.layers is None:
         return sorted(layer.index for layer in geometry)
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
 def _read_text(job: Evaluation, source: Source) -> Corpus:
-    """Rows of the job's text. The bundled text is not the one that artifacts are calibrated on by
-    default."""
+    """The rows of the job's text.
+
+    For `bundled` this is the held-out text, not the one that artifacts are calibrated on by
+    default.
+    """
     data = job.data
     if data.source == "bundled":
         data = data.model_copy(update={"source": str(HELD_OUT)})
@@ -180,7 +187,8 @@ def _assemble_report(
     trial: Trial,
     measured: Measurements,
 ) -> dict[str, Any]:
-    """The report of the whole evaluation. `arms` and `verdict` are those of the first window."""
+    """The report of the whole evaluation. Its `arms` and `verdict` repeat those of the first pair
+    of windows."""
     windows = report_windows(trial, measured, len(job.artifacts))
     layout = trial.caches[0].prefill_layout if job.prefill_chunk else None
     return {

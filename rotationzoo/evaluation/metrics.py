@@ -1,8 +1,8 @@
-"""Every figure that `evaluate` reports of a model or an arm: sums over texts and context lengths,
-and the means and standard errors that they give.
+"""The figures that `evaluate` reports: perplexity, attention KL and output error, each with its
+standard error.
 
-A new column of `evaluate` is computed here, in `Metrics`, from what `forward` observes, and printed
-in `cli.evaluate_view`.
+To add a column to `evaluate`, compute it in `Metrics` from what `forward` observes, and print it in
+`cli.evaluate_view`.
 """
 
 import math
@@ -13,13 +13,13 @@ import torch
 from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.linalg.paired import weighted_mean
 
-# These are the JSON of `evaluate`: their keys, in this order, are a contract with its readers.
+# These types are the JSON of `evaluate`. Other programs rely on their keys and on the order.
 Range = TypedDict("Range", {"from": int, "to": int})
-"""The positions of a bucket: first, and one after the last."""
+"""The positions of a bucket: the first, and the one after the last."""
 
 
 class StandardErrors(TypedDict):
-    """Over texts; None where there is a single text."""
+    """Standard errors over texts; None if there is only one text."""
 
     perplexity_increase: float | None
     attention_kl: float | None
@@ -31,20 +31,20 @@ class Measures(TypedDict):
 
     perplexity: float
     perplexity_increase: float
-    """Relative to the exact model on the same tokens."""
+    """The relative increase over the exact model on the same tokens."""
     attention_kl: float | None
-    """Nats, mean over layers, heads and sampled queries; None where none were sampled."""
+    """In nats, averaged over layers, heads and sampled queries; None if none were sampled."""
     output_error: float
-    """Of the attention block's output, relative in RMS, mean over layers."""
+    """Relative RMS error of the attention block's output, averaged over layers."""
     standard_error: StandardErrors
 
 
 class BucketMeasures(Range, Measures):
-    """The same at the context lengths of one bucket."""
+    """The same measures, restricted to the context lengths of one bucket."""
 
 
 class LayerMeasures(TypedDict):
-    """One layer, over all texts."""
+    """The measures of one layer over all texts."""
 
     layer: int
     output_error: float
@@ -52,7 +52,7 @@ class LayerMeasures(TypedDict):
 
 
 class ArmMeasures(Measures):
-    """All that is measured of an arm read through one cache."""
+    """Everything that is measured of one arm with one cache."""
 
     by_length: list[BucketMeasures]
     by_layer: list[LayerMeasures]
@@ -60,13 +60,13 @@ class ArmMeasures(Measures):
 
 
 class RangePerplexity(Range):
-    """The exact model at the context lengths of one bucket."""
+    """The exact model's perplexity at the context lengths of one bucket."""
 
     perplexity: float
 
 
 class ExactMeasures(TypedDict):
-    """All that is measured of the model without a 2-bit cache."""
+    """Everything that is measured of the model without a 2-bit cache."""
 
     text_tokens: list[int]
     perplexity: float
@@ -75,11 +75,11 @@ class ExactMeasures(TypedDict):
 
 
 class Metrics:
-    """Sums over every text of what one arm, or the exact model, did on it.
+    """Sums of what one arm, or the exact model, did on every text.
 
-    Sums are kept as `[texts, buckets]`, and by layer for what is measured by layer. Each text's
-    mean is compared with the exact model's on the same text, so standard errors are those of paired
-    differences over texts. Texts count by their tokens.
+    Sums have shape `[texts, buckets]`, once per layer for whatever is measured by layer. Each
+    text's mean loss is compared with the exact model's on the same text, so the standard error is
+    that of paired differences over texts. Texts are weighted by their numbers of tokens.
     """
 
     def __init__(self, buckets: Buckets, layers: list[int]):
@@ -92,14 +92,14 @@ class Metrics:
         self._sampled: list[torch.Tensor] = []
 
     def add_losses(self, losses: torch.Tensor) -> None:
-        """Add negative log likelihoods `[B, P]` for the positions from the first bucket on."""
+        """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""
         member = self._member_from_start(losses.shape[1])
-        # Summed in float64: arms may differ by less than float32 rounds away over a long text.
+        # Sum in float64: over a long text, arms may differ by less than float32 rounding.
         self._losses.append(losses.double().cpu() @ member)
         self._counts.append(torch.ones(losses.shape, dtype=torch.float64) @ member)
 
     def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
-        """Add the outputs `[B, T, hidden]` of one attention block: the arm's, and the exact."""
+        """Add one attention block's outputs `[B, T, hidden]`: the arm's and the exact ones."""
         start = self.buckets.start
         output, exact = output[:, start:].float(), exact[:, start:].float()
         member = self._member_from_start(output.shape[1])
@@ -107,20 +107,20 @@ class Metrics:
         self._norms[layer].append(exact.square().sum(-1).double().cpu() @ member)
 
     def add_kl(self, layer: int, divergence: torch.Tensor, positions: torch.Tensor) -> None:
-        """Add the KL `[B, Q]` of the attention of queries at `positions` `[Q]`."""
+        """Add the attention KL `[B, Q]` of the queries at `positions` `[Q]`."""
         member = self.buckets.one_hot(positions)
         self._divergences[layer].append(divergence.double().cpu() @ member)
-        # Every layer samples the same queries: the first counts them for all.
+        # All layers sample the same queries, so counting them in the first layer is enough.
         if layer == self.layers[0]:
             self._sampled.append(member.sum(0).expand(len(divergence), -1))
 
     @property
     def tokens(self) -> int:
-        """Tokens that the losses are of."""
+        """The number of tokens that have a loss."""
         return int(torch.cat(self._counts).sum())
 
     def measure_exact(self) -> ExactMeasures:
-        """What is reported of the exact model: its losses."""
+        """The report on the exact model, which has only losses."""
         loss, count = torch.cat(self._losses), torch.cat(self._counts)
         by_length: list[RangePerplexity] = []
         for i, (low, high) in enumerate(self.buckets.ranges):
@@ -134,7 +134,7 @@ class Metrics:
         }
 
     def measure_arm(self, exact: "Metrics") -> ArmMeasures:
-        """What is reported of an arm, beside the exact model on the same texts."""
+        """The report on an arm, compared with the exact model on the same texts."""
         by_length: list[BucketMeasures] = []
         for i, (low, high) in enumerate(self.buckets.ranges):
             measures = self._measure(exact, slice(i, i + 1))
@@ -147,13 +147,14 @@ class Metrics:
         }
 
     def _measure(self, exact: "Metrics", buckets: slice) -> Measures:
-        """Over all texts, in some of the buckets."""
+        """The measures over all texts, restricted to some of the buckets."""
         loss, exact_loss = _sum(self._losses, buckets), _sum(exact._losses, buckets)
         count = _sum(self._counts, buckets)
-        # A text that ends before these buckets divides by 0 here; its weight is 0 as well.
+        # A text that ends before these buckets yields 0 / 0 here. Its weight is 0, so
+        # `weighted_mean` leaves it out.
         extra, extra_error = weighted_mean((loss - exact_loss) / count, count)
         increase = math.expm1(extra)
-        # The error of exp(x) - 1 is that of x times exp(x), to first order.
+        # To first order, the standard error of exp(x) - 1 is exp(x) times that of x.
         increase_error = None if extra_error is None else (1 + increase) * extra_error
         output_error, output_error_error = weighted_mean(self._relative_errors(buckets), count)
         kl, kl_error = self._attention_kl(buckets)
@@ -170,13 +171,13 @@ class Metrics:
         }
 
     def _relative_errors(self, buckets: slice) -> torch.Tensor:
-        """Of each text's block outputs, relative in RMS, mean over layers: `[texts]`."""
+        """Each text's relative RMS error of the block outputs, averaged over layers: `[texts]`."""
         errors = torch.stack([_sum(self._errors[layer], buckets) for layer in self.layers])
         norms = torch.stack([_sum(self._norms[layer], buckets) for layer in self.layers])
         return (errors / norms).sqrt().mean(0)
 
     def _attention_kl(self, buckets: slice) -> tuple[float | None, float | None]:
-        """Mean over layers and sampled queries, and its standard error."""
+        """The mean over layers and sampled queries, and its standard error."""
         if not self._sampled:
             return None, None
         sampled = _sum(self._sampled, buckets)
@@ -186,7 +187,7 @@ class Metrics:
         return weighted_mean(torch.stack(divergences).mean(0) / sampled, sampled)
 
     def _measure_layer(self, layer: int) -> LayerMeasures:
-        # One root of all texts' sums: a layer has no standard error that would need text by text.
+        # No standard error is reported by layer, so all texts are summed before the root is taken.
         error = torch.cat(self._errors[layer]).sum().item()
         norm = torch.cat(self._norms[layer]).sum().item()
         kl = None
@@ -196,17 +197,17 @@ class Metrics:
         return {"layer": layer, "output_error": (error / norm) ** 0.5, "attention_kl": kl}
 
     def _text_losses(self) -> list[float]:
-        """Mean negative log likelihood of each text's tokens, nats."""
+        """The mean negative log likelihood of each text's tokens, in nats."""
         return (torch.cat(self._losses).sum(1) / torch.cat(self._counts).sum(1)).tolist()
 
     def _member_from_start(self, count: int) -> torch.Tensor:
-        """`[count, buckets]`: the bucket of each of the first positions from the start on."""
+        """Membership `[count, buckets]` of the first `count` positions from the start on."""
         start = self.buckets.start
         return self.buckets.one_hot(torch.arange(start, start + count))
 
 
 def _sum(parts: list[torch.Tensor], buckets: slice) -> torch.Tensor:
-    """Sums `[texts]` over some buckets of parts `[B, buckets]`, a part a batch of texts."""
+    """Sums `[texts]` over some buckets, from one part `[B, buckets]` per batch of texts."""
     return torch.cat(parts)[:, buckets].sum(1)
 
 

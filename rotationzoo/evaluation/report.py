@@ -1,5 +1,5 @@
-"""What an evaluation reports of its windows: each arm's measures with the size of its cache, and
-which arms differ clearly."""
+"""The report of an evaluation for each pair of windows: every arm's measures and cache size, and
+which arms clearly differ."""
 
 from typing import TypedDict
 
@@ -11,13 +11,13 @@ from rotationzoo.evaluation.verdict import Verdict, judge
 
 
 class ArmReport(ArmMeasures):
-    """An arm's measures, and what an element of its cache takes."""
+    """An arm's measures and the bits that its cache takes per element."""
 
     bits_per_element: float
 
 
 class WindowReport(TypedDict):
-    """All arms with the same windows of exact tokens."""
+    """All arms with one pair of exact windows."""
 
     sink: int
     recent: int
@@ -26,8 +26,11 @@ class WindowReport(TypedDict):
 
 
 def report_windows(trial: Trial, measured: Measurements, artifacts: int) -> list[WindowReport]:
-    """A report for each cache of the trial. The first `artifacts` of its arms are those that the
-    verdict is about; the others are baselines."""
+    """One report per cache of the trial.
+
+    `artifacts` is how many of the trial's arms are artifacts. They come first, and the verdict is
+    about them. The other arms are baselines.
+    """
     judged = [arm.name for arm in trial.arms[:artifacts]]
     tokens = measured.exact.measure_exact()["text_tokens"]
     windows: list[WindowReport] = []

@@ -1,5 +1,5 @@
-"""What `evaluate --save` adds to an artifact: the whole report as `evaluation.json`, and a summary
-in its manifest."""
+"""Saving an evaluation with `evaluate --save`: `evaluation.json` in the artifact, and a summary in
+its manifest."""
 
 import json
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from rotationzoo.artifact.writer import add_files
 from rotationzoo.evaluation.verdict import judge
 
 _SUMMARIZED = ("perplexity_increase", "attention_kl", "output_error", "standard_error")
-_OF_ARMS = ("arms", "verdict", "windows")  # the keys of a report that are not the same for all arms
+_OF_ARMS = ("arms", "verdict", "windows")  # the keys of a report that depend on its set of arms
 
 
 def save_evaluation(
     report: dict[str, Any], artifact: Artifact, arm: str, baselines: Sequence[str]
 ) -> None:
-    """Add `evaluation.json` to an artifact: of all arms only its own and the baselines."""
+    """Add `evaluation.json` to an artifact, with only its own arm and the baselines."""
     shared = {key: value for key, value in report.items() if key not in _OF_ARMS}
     windows = []
     for window in report["windows"]:
         arms = {name: window["arms"][name] for name in (arm, *baselines)}
         losses = {name: measures["text_losses"] for name, measures in arms.items()}
-        # Judged again: with fewer arms there are fewer comparisons to correct for.
+        # Judge again: with fewer arms there are fewer comparisons to correct for.
         verdict = judge(losses, [arm], report["exact"]["text_tokens"])
         windows.append({**window, "arms": arms, "verdict": verdict})
     evaluation = {**shared, "own_arm": arm, "windows": windows}
@@ -32,7 +32,7 @@ def save_evaluation(
 
 
 def _summarize(report: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest keeps of an evaluation, and the card shows: one window's figures."""
+    """The figures of one pair of windows, which the manifest keeps and the card shows."""
     arms = {}
     for name, measures in window["arms"].items():
         arms[name] = {key: measures[key] for key in _SUMMARIZED}

@@ -1,4 +1,4 @@
-"""Which arms of an evaluation differ clearly from an artifact, and which do not: paired differences
+"""The verdict of an evaluation: which arms clearly differ from an artifact, by paired differences
 over texts."""
 
 import math
@@ -10,10 +10,10 @@ from scipy.special import stdtr
 
 from rotationzoo.linalg.paired import paired_difference
 
-# The chance of calling any difference clear where there is none, over all comparisons of a window.
+# The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
-_LARGEST = 700.0  # nats whose exponential is still a number
-# How the verdict on an artifact is worded, by the sign of the difference to the other arm.
+_LARGEST = 700.0  # nats: beyond about 709 the exponential overflows float64
+# The wording of the verdict, by the sign of the artifact's difference from the other arm.
 _PHRASES = {
     -1: "clearly better than",
     1: "clearly worse than",
@@ -22,7 +22,7 @@ _PHRASES = {
 
 
 class Comparison(TypedDict):
-    """An artifact's arm beside another arm. Negative differences are in favour of the artifact."""
+    """An artifact's arm compared with another arm. Negative differences favour the artifact."""
 
     arm: str
     other: str
@@ -33,7 +33,7 @@ class Comparison(TypedDict):
 
 
 class Verdict(TypedDict):
-    """All comparisons of a window, and the lines that say what they show."""
+    """All comparisons of a window, and the lines of text that state the result."""
 
     texts: int
     level: float
@@ -46,10 +46,11 @@ def judge(
 ) -> Verdict:
     """Compare each of the `artifacts` with every other arm.
 
-    `losses` are the mean losses of each text by arm; `tokens` is how many each text has. A
-    difference is one of log perplexities on the same texts. It is clear where Student's t over
-    texts gives less than `LEVEL` after Holm's correction for the number of comparisons (Holm 1979).
-    A single text gives no error, and no verdict.
+    `losses` maps each arm to the mean losses of the texts; `tokens` has the number of tokens of
+    each text. Each comparison takes the difference of log perplexities on the same texts. The
+    difference is clear if the p value of Student's t test over texts, after Holm's correction for
+    the number of comparisons (Holm 1979), is below `LEVEL`. A single text yields no standard error
+    and thus no verdict.
     """
     baselines = [name for name in losses if name not in artifacts]
     pairs = [*combinations(artifacts, 2), *product(artifacts, baselines)]
@@ -76,29 +77,34 @@ def judge(
 
 
 def p_value(difference: float, error: float | None, texts: int) -> float | None:
-    """Two-sided, of Student's t with `texts - 1` degrees of freedom; None without an error."""
+    """The two-sided p value of Student's t with `texts - 1` degrees of freedom.
+
+    None if there is no standard error.
+    """
     if error is None:
         return None
-    if error == 0:  # the very same losses, or a difference that is the same on every text
+    if error == 0:  # every text has the same difference, possibly 0
         return 1.0 if difference == 0 else 0.0
     return float(2 * stdtr(texts - 1, -abs(difference) / error))
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """P values corrected for their number, so that the chance of any false one stays that of a
-    single test."""
+    """P values corrected for multiple comparisons, in the order given; None stays None.
+
+    With the correction, the chance of any false positive is at most that of a single test.
+    """
     ranked = sorted((value, index) for index, value in enumerate(values) if value is not None)
     corrected: list[float | None] = [None] * len(values)
     largest = 0.0
     for rank, (value, index) in enumerate(ranked):
-        # No value is corrected to less than one that ranks before it.
+        # A corrected value is never less than that of a smaller p value.
         largest = max(largest, min(1.0, (len(ranked) - rank) * value))
         corrected[index] = largest
     return corrected
 
 
 def _words(comparisons: list[Comparison], texts: int) -> list[str]:
-    """A line for every artifact, and one that says what clear means."""
+    """One line per artifact, and one that explains what clear means."""
     if not comparisons:
         return []
     if texts < 2:
@@ -134,15 +140,15 @@ def _line(name: str, comparisons: list[Comparison]) -> str:
 
 
 def _sign(comparison: Comparison) -> int:
-    """-1 where the artifact is clearly better, 1 where it is clearly worse, 0 where neither is
-    clear."""
+    """-1 if the artifact is clearly better, 1 if it is clearly worse, and 0 otherwise."""
     if not comparison["clear"]:
         return 0
     return -1 if comparison["log_perplexity_difference"] < 0 else 1
 
 
 def _with_difference(comparison: Comparison) -> str:
-    """The other arm's name, with the ratio of perplexities and its standard error in brackets."""
+    """The other arm's name, followed in brackets by the relative difference in perplexity and its
+    standard error."""
     ratio = math.exp(min(comparison["log_perplexity_difference"], _LARGEST))
     error = comparison["standard_error"]
     assert error is not None, "two texts and more give an error"

@@ -1,1 +1,1 @@
-"""One module an engine, and the file formats that engines share."""
+"""Engine modules, one per engine, and the file formats that they share."""

@@ -1,5 +1,7 @@
-"""Does a GGUF file have the layers, heads and dimensions of an artifact? Every file that does not
-is refused: rotations of other shapes would not load, or load for the wrong layers."""
+"""Checks that a base GGUF file has the layers, heads and dimensions of an artifact.
+
+Any other file is refused: the rotations would fail to load, or load for the wrong layers.
+"""
 
 import re
 from pathlib import Path
@@ -14,12 +16,15 @@ from rotationzoo.model.geometry import Layer, cached_layers
 CONVERTED_BASE = "give the base that was converted from the model of the artifact"
 _KEYS = "blk.{}.attn_k.weight"
 _VALUES = "blk.{}.attn_v.weight"
-_LISTED = 8  # layers that a message names
+_LISTED = 8  # the most layers that an error message lists
 
 
 def check_base(reader: Any, base: Path, payload: Payload) -> None:
-    """Raise `RotationZooError` unless the file is whole, has no rotations yet, and caches keys in
-    the artifact's layers alone, with its heads and dimensions."""
+    """Raise `RotationZooError` unless the file fits the artifact.
+
+    The file must be in one part and have no rotations yet. It must cache keys in exactly the
+    artifact's layers, with its heads and dimensions.
+    """
     parts = read_field(reader, "split.count")
     if isinstance(parts, int) and parts > 1:
         raise RotationZooError(
@@ -38,7 +43,8 @@ def check_base(reader: Any, base: Path, payload: Payload) -> None:
 
 
 def _check_no_other_layers(name: str, tensors: dict[str, Any], payload: Payload) -> None:
-    """Layers that read the cache of another may have projections of their own, unused."""
+    """Raise `RotationZooError` for a layer that caches keys and has no rotation."""
+    # Layers that read another layer's cache may still have key projections, which are unused.
     if any(layer.owner != layer.index for layer in payload.geometry):
         return
     matches = (re.fullmatch(r"blk\.(\d+)\.attn_k\.weight", tensor) for tensor in tensors)
@@ -68,15 +74,15 @@ def _check_layers(name: str, tensors: dict[str, Any], payload: Payload) -> None:
     for layer in layers:
         for pattern in (_KEYS, _VALUES):
             tensor = pattern.format(layer.index)
-            if tensor in tensors:  # some layers of Gemma 4 have keys for values
+            if tensor in tensors:  # some layers of Gemma 4 use their keys as values
                 _check_rows(name, tensors[tensor], layer, payload)
 
 
 def _check_rows(name: str, tensor: Any, layer: Layer, payload: Payload) -> None:
-    """A projection has a row for every channel of every KV head."""
-    rows = int(tensor.shape[1]) if len(tensor.shape) == 2 else 0  # ggml's order: inputs first
+    """Raise `RotationZooError` unless a projection has one row per channel of every KV head."""
+    rows = int(tensor.shape[1]) if len(tensor.shape) == 2 else 0  # ggml lists input channels first
     fits = rows == layer.kv_heads * layer.key_dim
-    if payload.model is None:  # nobody knows how many heads
+    if payload.model is None:  # the number of heads is unknown
         fits = rows > 0 and rows % layer.key_dim == 0
     if not fits:
         projection = tensor.name.split(".", 2)[2]

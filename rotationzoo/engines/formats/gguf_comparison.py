@@ -1,7 +1,7 @@
-"""Was a GGUF file converted from the model that an artifact was made for? Its config and some of
-its weights are compared, as far as the model is on this machine.
+"""Checks that a base GGUF file was converted from the artifact's model.
 
-A base of other weights serves rotations of another model: nothing fails, and answers are worse.
+Its config and some of its weights are compared with the model's, as far as the model is on this
+machine. A base of other weights would not fail with the rotations; it would only answer worse.
 """
 
 import math
@@ -21,14 +21,14 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import read_json, weight_files
 from rotationzoo.model.source import Source, config_hash, find
 
-_ROWS = 256  # of the embedding, from its beginning
-# Relative error of an embedding: about .1 where it was quantized to 4 bits, 1.4 against other
-# weights.
+_ROWS = 256  # how many leading rows of the embedding are compared
+# The largest relative error allowed for an embedding. It is about .1 for one quantized to 4 bits,
+# and 1.4 for other weights.
 _CONVERTED = 0.5
-# Relative error of norms, which converters keep in float32: 0, and 1e-3 where they went through
-# float16.
+# The largest relative error allowed for norms, which converters keep in float32. It is 0, or 1e-3
+# for norms that went through float16.
 _SAME = 2e-3
-# Field of the file -> key of config.json.
+# GGUF field -> key of config.json.
 _FIELDS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -38,8 +38,10 @@ _FIELDS = {
 
 
 def compare_base(options: Options, reader: Any, payload: Payload) -> str:
-    """What could be compared, as a note. Raises `RotationZooError` for a file that was converted
-    from another model."""
+    """Compare the base with its model, and return a note that says what could be compared.
+
+    Raises `RotationZooError` for a file that was converted from another model.
+    """
     name = options.base.name if options.base else ""
     source = find(options.model) if options.model else _model_here(payload)
     if source is None:
@@ -65,7 +67,7 @@ def compare_base(options: Options, reader: Any, payload: Payload) -> str:
 
 
 def _model_here(payload: Payload) -> Source | None:
-    """The model of an artifact where its files are on this machine already; nothing is fetched."""
+    """The artifact's model if it is already on this machine, else None. Nothing is fetched."""
     model = payload.model
     if model is None:
         return None
@@ -74,15 +76,16 @@ def _model_here(payload: Payload) -> Source | None:
     revision = payload.provenance.get("model_revision")
     try:
         path = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
-    except ValueError:  # a name that no hub has
+    except ValueError:  # not a valid hub id
         return None
     return Source(model, Path(path).parent, revision) if isinstance(path, str) else None
 
 
 def _check_config(name: str, reader: Any, source: Source) -> None:
     config = read_json(source.folder / "config.json")
-    if isinstance(text_config := config.get("text_config"), dict):  # of a vision model
+    if isinstance(text_config := config.get("text_config"), dict):  # a vision model's text part
         config = text_config
+    # Some configs keep `rope_theta` under `rope_parameters`.
     rope = config.get("rope_parameters")
     if isinstance(rope, dict):
         config = {**rope, **config}
@@ -102,8 +105,11 @@ def _check_config(name: str, reader: Any, source: Source) -> None:
 
 
 def _check_weights(name: str, reader: Any, source: Source) -> list[str]:
-    """Which tensors were compared: norms at both ends of the stack, and the first rows of the
-    embedding."""
+    """Compare the norms at both ends of the stack and the first rows of the embedding.
+
+    Returns the names of the tensors that could be compared. Raises `RotationZooError` for one that
+    differs.
+    """
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     matches = (re.fullmatch(r"blk\.(\d{1,4})\.attn_norm\.weight", tensor) for tensor in tensors)
     last = max((int(match[1]) for match in matches if match), default=0)
@@ -128,6 +134,7 @@ def _check_weights(name: str, reader: Any, source: Source) -> list[str]:
                 hint=CONVERTED_BASE,
             )
         error = _relative_error(converted, original, is_norm=allowed == _SAME)
+        # `not <=` instead of `>`, because NaN must not pass.
         if not error <= allowed:
             raise RotationZooError(
                 f"{name} was not converted from {source.name}: its {tensor} differs "
@@ -140,14 +147,13 @@ def _check_weights(name: str, reader: Any, source: Source) -> list[str]:
 
 def _relative_error(converted: np.ndarray, original: np.ndarray, is_norm: bool) -> float:
     difference = converted - original
-    if is_norm:  # norms of 1 + w are stored as such
+    if is_norm:  # converters store 1 + w for norms that multiply by 1 + w
         difference = difference - np.round(np.median(difference))
     return float(np.linalg.norm(difference) / max(float(np.linalg.norm(original)), 1e-30))
 
 
 def _converted_rows(tensor: Any) -> np.ndarray | None:
-    """The first rows of the file's tensor, float32; None for a type that the package cannot
-    read."""
+    """The first rows of the GGUF tensor, float32; None for a type that the package cannot read."""
     try:
         rows: np.ndarray = gguf_package().quants.dequantize(tensor.data[:_ROWS], tensor.tensor_type)
     except (NotImplementedError, KeyError, ValueError, IndexError):
@@ -156,14 +162,16 @@ def _converted_rows(tensor: Any) -> np.ndarray | None:
 
 
 def _original_rows(source: Source, ending: str) -> np.ndarray | None:
-    """The first rows of the model's tensor of that name, float32; None where it is not here, or not
-    unique."""
+    """The first rows of the model's only tensor with that ending, float32.
+
+    None if it is not on this machine, unreadable, not unique, or quantized.
+    """
     matches = []
     for path in weight_files(source.folder):
         try:
             with safe_open(path, "pt") as file:
                 names = [name for name in file.keys() if f".{name}".endswith(ending)]  # noqa: SIM118 (no mapping)
-                if ending == ".norm.weight":  # not those inside the layers
+                if ending == ".norm.weight":  # leave out the norms inside layers
                     names = [name for name in names if "layers." not in name]
                 matches += [file.get_slice(name)[:_ROWS] for name in names]
         except (OSError, SafetensorError):

@@ -1,4 +1,4 @@
-"""A GGUF file, opened after its header was checked, and copied with more tensors in it."""
+"""Opening a GGUF file safely, and copying it with tensors added."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from rotationzoo.engines.formats.reading import check_regular
 from rotationzoo.errors import RotationZooError, first_sentence
 
 NOTE = "rotationzoo."
-"""What the fields that an export adds begin with."""
+"""The prefix of the metadata fields that an export adds."""
 
 
 def gguf_package() -> Any:
-    """The `gguf` package. Raises `RotationZooError` where it is not installed."""
+    """The `gguf` package. Raises `RotationZooError` if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -26,7 +26,10 @@ def gguf_package() -> Any:
 
 
 def open_gguf(path: Path) -> Any:
-    """A `gguf.GGUFReader`. Raises `RotationZooError` for what is no whole GGUF file."""
+    """A `gguf.GGUFReader` of a file whose header was checked.
+
+    Raises `RotationZooError` unless it is a complete GGUF file.
+    """
     package = gguf_package()
     check_regular(path)
     check_header(path, {kind.value: sizes for kind, sizes in package.GGML_QUANT_SIZES.items()})
@@ -36,14 +39,14 @@ def open_gguf(path: Path) -> Any:
         raise RotationZooError(
             f"{path} cannot be read: {error.strerror}", hint="check the path"
         ) from error
-    except Exception as error:  # whatever a file that is none makes of the parser
+    except Exception as error:  # the parser fails in many ways
         raise RotationZooError(
             f"{path} is no GGUF file: {error}", hint="give a file that llama.cpp loads"
         ) from error
 
 
 def read_field(reader: Any, name: str) -> Any:
-    """What a file says; None where it does not, or says it in no way that can be read."""
+    """The value of a metadata field; None if it is missing or unreadable."""
     field = reader.get_field(name)
     try:
         return None if field is None else field.contents()
@@ -58,8 +61,10 @@ def write_copy(
     tensors: dict[str, np.ndarray],
     notes: dict[str, Any],
 ) -> None:
-    """Write the file that was opened to `path`, with tensors and notes added and everything else as
-    it was. Raises `RotationZooError` for metadata that cannot be copied."""
+    """Write a copy of the opened file to `path`, with tensors and notes added.
+
+    Everything else stays as it was. Raises `RotationZooError` for metadata that cannot be copied.
+    """
     writer = gguf_package().GGUFWriter(path, architecture, endianess=reader.endianess)
     try:
         _copy_fields(reader, writer)
@@ -70,7 +75,7 @@ def write_copy(
                 writer.add_string(f"{NOTE}{name}", str(note))
         _write_tensors(reader, writer, tensors)
     except (ValueError, TypeError, IndexError) as error:
-        # An empty list, or text that is none: the package reads them and cannot write them.
+        # The package can read empty lists and invalid text, but it cannot write them.
         raise RotationZooError(
             f"the base model's metadata cannot be copied: {first_sentence(error)}"
         ) from error
@@ -83,14 +88,14 @@ def _copy_fields(reader: Any, writer: Any) -> None:
     writer.data_alignment = reader.alignment
     for field in reader.fields.values():
         if field.name == "general.architecture" or field.name.startswith(("GGUF.", NOTE)):
-            continue  # the writer's own, and those of an earlier artifact
+            continue  # the writer adds its own, and an earlier export's notes are dropped
         kind = field.types[0]
         inner = field.types[-1] if kind == package.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
 
 
 def _write_tensors(reader: Any, writer: Any, tensors: dict[str, np.ndarray]) -> None:
-    """Names and shapes of all tensors come first in the file, then their numbers."""
+    """Write all tensors: first the names and shapes of all of them, then their data."""
     for tensor in reader.tensors:
         data = tensor.data
         writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)

@@ -1,9 +1,11 @@
-"""The header of a GGUF file, walked before anything of it is believed: every count and size must
-fit in the file.
+"""Validation of a GGUF file's header before it is parsed: every count and size must fit in the
+file.
 
-The gguf package reads what a header asks for, and makes one object of every element of its lists.
-The layout is `magic, version, tensors, fields; fields: name, type, value; tensors: name,
-dimensions, type, offset`, as ggml's docs/gguf.md has it; strings and lists begin with their length.
+The gguf package reads as much as a header asks for, and makes an object of every list element, so
+a hostile header could exhaust memory.
+
+The layout follows ggml's docs/gguf.md: `magic, version, tensors, fields; fields: name, type, value;
+tensors: name, dimensions, type, offset`. Strings and lists begin with their length.
 """
 
 import struct
@@ -13,21 +15,21 @@ from typing import Any, BinaryIO
 
 from rotationzoo.errors import RotationZooError
 
-# Type of a field -> bytes of a value.
+# Scalar type of a field -> bytes per value.
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
-# Of all lists together: the largest vocabularies have 1.3 million with their merges.
+# The limit for all lists together. The largest vocabularies and their merges have 1.3 million.
 _MOST_ELEMENTS = 1 << 22
-_MOST_DIMENSIONS, _LONGEST_NAME = 4, 1 << 16  # ggml's own, and the specification's for keys
-# The least bytes that a field takes (length of its name, type, one byte of value), and a tensor
+_MOST_DIMENSIONS, _LONGEST_NAME = 4, 1 << 16  # ggml's limit, and the specification's for keys
+# The fewest bytes that a field can take (length of its name, type, one byte of value), and a tensor
 # (length of its name, number of dimensions, one dimension, type, offset).
 _LEAST_FIELD, _LEAST_TENSOR = 13, 32
 
 
 def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
-    """Raise `RotationZooError` unless `path` is a GGUF file that holds all that its header says.
+    """Raise `RotationZooError` unless `path` is a GGUF file that holds all that its header claims.
 
-    `sizes` is type of a tensor -> elements and bytes of a block of it.
+    `sizes` maps each tensor type to the elements and the bytes of one of its blocks.
     """
     try:
         with path.open("rb") as file:
@@ -44,25 +46,25 @@ def check_header(path: Path, sizes: dict[int, tuple[int, int]]) -> None:
 
 @dataclass
 class _Walk:
-    """One pass over a header; every problem is a `ValueError`."""
+    """One pass over a header. Every problem raises `ValueError`."""
 
     file: BinaryIO
     size: int
     sizes: dict[int, tuple[int, int]]
     order: str = "<"
-    """Byte order, as `struct` writes it."""
+    """The byte order in the notation of `struct`."""
     elements: int = 0
-    """Of all lists so far."""
+    """How many elements all lists have so far."""
     alignment: int = 32
     ends: list[int] = field(default_factory=list)
-    """Where each tensor ends, from the first tensor on."""
+    """Where each tensor ends, in bytes from the start of the tensor data."""
 
     def check_all(self) -> None:
-        """The magic number, fields and tensors; then whether the file is long enough for all."""
+        """Check the magic number, the fields and the tensors, and that the file is long enough."""
         if self._bytes(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self._number("I")
-        if version & 0xFFFF == 0:  # written by a machine of the other byte order
+        if version & 0xFFFF == 0:  # the file has the other byte order
             self.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in (2, 3):
             raise ValueError(f"its version is {version}, and 2 and 3 are read")
@@ -78,6 +80,7 @@ class _Walk:
             self._tensor()
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"its alignment is {self.alignment}, and no power of two")
+        # Tensor data begins at the next multiple of the alignment.
         start = -(-self.file.tell() // self.alignment) * self.alignment
         end = start + max(self.ends, default=0)
         if self.ends and end > self.size:
@@ -112,6 +115,7 @@ class _Walk:
 
     def _skip_list(self) -> None:
         kind, count = self._number("I"), self._number("Q")
+        # A string takes at least the 8 bytes of its length.
         self.elements += self._fitting(count, _SCALARS.get(kind, 8))
         if self.elements > _MOST_ELEMENTS:
             raise ValueError(f"its lists have more than {_MOST_ELEMENTS:,} elements")
@@ -124,7 +128,10 @@ class _Walk:
             raise ValueError(f"a list of it is of type {kind}, which is not known here")
 
     def _fitting(self, count: int, least: int) -> int:
-        """The count, of things of at least so many bytes, if the rest of the file can hold them."""
+        """The count, if the rest of the file can hold that many items of at least `least` bytes.
+
+        Raises `ValueError` otherwise.
+        """
         if count * least > self.size - self.file.tell():
             raise ValueError(f"it asks for {count:,} elements, and has {self.size:,} bytes")
         return count

@@ -1,7 +1,7 @@
-"""Rotations as tensors of a GGUF file: their names, which way round they are, and how they are
-read back.
+"""Rotations as tensors of a GGUF file: names, orientation, writing and reading back.
 
-The graph computes `ggml_mul_mat(rot, K)`, which is `K @ R` for a tensor that holds R transposed.
+llama.cpp's graph computes `ggml_mul_mat(rot, K)`. That is `K @ R` if the tensor `rot` holds R
+transposed.
 """
 
 import re
@@ -21,12 +21,14 @@ from rotationzoo.rotations import SIDES
 
 ROTATION_NAME = re.compile(r"blk\.(\d{1,9})\.attn_([kv])_rot\.weight")
 _NAME = {"key": "blk.{}.attn_k_rot.weight", "value": "blk.{}.attn_v_rot.weight"}
-_VALUE_BLOCK = 64  # channels that llama.cpp's own transform of values mixes
+_VALUE_BLOCK = 64  # channels per block of llama.cpp's own Hadamard transform of values
 
 
 def rotation_tensors(payload: Payload, engine_hadamard: bool) -> dict[str, np.ndarray]:
-    """Name -> the matrix `[D, D]` that the file holds, keys before values; with `engine_hadamard`
-    what R is only after the engine's own Hadamard transform."""
+    """Tensor name -> the matrix `[D, D]` that the file holds, keys before values.
+
+    With `engine_hadamard`, it holds matrices that the engine's own Hadamard transform turns into R.
+    """
     sides = {"key": payload.key}
     if payload.value is not None:
         sides["value"] = payload.value
@@ -40,8 +42,10 @@ def rotation_tensors(payload: Payload, engine_hadamard: bool) -> dict[str, np.nd
 
 
 def read_gguf(path: Path) -> list[RotationFile]:
-    """The rotations in a model file, keys and values. Raises `RotationZooError` where there are
-    none."""
+    """The key and value rotations in a model file.
+
+    Raises `RotationZooError` if either side is missing.
+    """
     reader = open_gguf(path)
     matrices = _read_matrices(path, reader)
     if not matrices["key"]:
@@ -85,11 +89,11 @@ def _read_matrices(path: Path, reader: Any) -> dict[str, dict[int, torch.Tensor]
 
 
 def _read_matrix(path: Path, tensor: Any) -> torch.Tensor:
-    """R, `[D, D]` float32, of a tensor that holds it transposed, in whatever type."""
+    """R, float32 `[D, D]`, from a tensor that holds it transposed, in any type."""
     try:
         numbers = gguf_package().quants.dequantize(tensor.data, tensor.tensor_type)
         stored = torch.from_numpy(numbers.astype(np.float32))
-    except Exception as error:  # types that the package cannot read
+    except Exception as error:  # a type that the package cannot read
         raise RotationZooError(
             f"{tensor.name} of {path.name} cannot be read: {first_sentence(error)}"
         ) from error
@@ -101,15 +105,19 @@ def _read_matrix(path: Path, tensor: Any) -> torch.Tensor:
 
 
 def _with_engine_hadamard(side: str, matrix: torch.Tensor) -> torch.Tensor:
-    """R H in float32, `[D, D]`: what becomes R where the engine multiplies by H afterwards, and the
-    way back (H H = I)."""
+    """R H, float32 `[D, D]`, which becomes R when the engine multiplies by H afterwards.
+
+    The same product also converts back, because H H = I.
+    """
     return (matrix.double() @ _engine_transform(side, matrix.shape[-1])).float()
 
 
 def _engine_transform(side: str, dim: int) -> torch.Tensor:
-    """The Hadamard transform `[D, D]` that llama.cpp's attention rotation applies: blocks of 64
-    channels for values, for keys the largest power of two that divides the head
-    (`llama_kv_cache::build_input_k_rot` and `build_input_v_rot`)."""
+    """The Hadamard transform `[D, D]` that llama.cpp's own attention rotation applies.
+
+    Its blocks have 64 channels for values. For keys they have the largest power of two that divides
+    the head dimension. See `llama_kv_cache::build_input_k_rot` and `build_input_v_rot`.
+    """
     block = _VALUE_BLOCK
     while side == "key" and dim % (2 * block) == 0:
         block *= 2

@@ -1,15 +1,15 @@
-"""What several engines cannot run of a model's geometry."""
+"""Limits on a model's geometry that several engines share."""
 
 from rotationzoo.engines.base import Payload
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 
 PAGE = "docs/engines.md says what each engine takes"
-"""The hint where no flag helps."""
+"""The hint for limits that no flag can lift."""
 
 
 def check_power_of_two(engine: str, payload: Payload) -> None:
-    """Raise `RotationZooError` for an engine that runs only powers of two."""
+    """Raise `RotationZooError` if a head dimension is not a power of two."""
     for dim in sorted(payload.head_dims):
         if dim & (dim - 1):
             raise RotationZooError(
@@ -18,7 +18,7 @@ def check_power_of_two(engine: str, payload: Payload) -> None:
 
 
 def check_equal_dims(engine: str, payload: Payload) -> None:
-    """Raise `RotationZooError` for an engine whose keys and values have the same head dimension."""
+    """Raise `RotationZooError` if the keys and values of a layer differ in head dimension."""
     for layer in cached_layers(payload.geometry):
         if layer.key_dim != layer.value_dim:
             raise RotationZooError(
@@ -29,8 +29,10 @@ def check_equal_dims(engine: str, payload: Payload) -> None:
 
 
 def check_one_group_size(engine: str, payload: Payload) -> None:
-    """Raise `RotationZooError` where an engine's one group size cannot mean the whole head of every
-    layer."""
+    """Raise `RotationZooError` if one group size cannot describe the groups of every layer.
+
+    That is so if groups are whole heads and the head dimensions differ.
+    """
     dims = payload.head_dims
     if payload.group_size is None and len(dims) > 1:
         raise RotationZooError(

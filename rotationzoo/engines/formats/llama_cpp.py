@@ -1,5 +1,7 @@
-"""llama.cpp with a 2-bit cache: OSCAR's fork, and one that grew from it. Rotations are tensors in a
-copy of the model's own GGUF file."""
+"""The llama.cpp engine, which reads rotations from tensors in a copy of the model's GGUF file.
+
+Two forks have a 2-bit cache: OSCAR's, and one that grew from it.
+"""
 
 import shlex
 from pathlib import Path
@@ -36,10 +38,10 @@ DESCRIPTION = Description(
     limits="groups (its blocks are its own); other architectures; "
     "in the second fork clips and exact windows",
 )
-# Cache type by architecture. `oscar2` is of the other fork, which neither clips nor keeps tokens
-# exact.
+# Architecture -> cache type. `q2_0` belongs to OSCAR's fork. `oscar2` belongs to the other fork,
+# which neither clips nor keeps tokens exact.
 _CACHE_TYPE = {"qwen3": "q2_0", "qwen3moe": "oscar2", "qwen35": "oscar2", "gemma4": "oscar2"}
-_BLOCK = 32  # channels in a block of either type
+_BLOCK = 32  # channels per block of either cache type
 
 
 def check_payload(payload: Payload) -> None:
@@ -56,14 +58,17 @@ def check_payload(payload: Payload) -> None:
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write a copy of the base model with rotations to `work`. Raises `RotationZooError` for a base
-    that does not fit."""
+    """Write a copy of the base model, with rotations added, to `work`.
+
+    Raises `RotationZooError` for a base that does not fit.
+    """
     base = options.base
     if base is None:
         raise RotationZooError(
             "llama.cpp reads rotations from the model's own file", hint="name it: --base MODEL.gguf"
         )
     reader = open_gguf(base)
+    # `objective_name` reduces any untrusted field to short printable text.
     architecture = objective_name(read_field(reader, "general.architecture"))
     _check_architecture(architecture, base, payload)
     check_base(reader, base, payload)
@@ -89,7 +94,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
 
 
 def _check_architecture(architecture: str, base: Path, payload: Payload) -> None:
-    """What the loaders of the two forks take."""
+    """Raise `RotationZooError` for what the loaders of the two forks do not accept."""
     if architecture not in _CACHE_TYPE:
         raise RotationZooError(
             f"{base.name} is of architecture {architecture}; rotations are loaded for "
@@ -111,7 +116,8 @@ def _check_architecture(architecture: str, base: Path, payload: Payload) -> None
 
 
 def _environment(architecture: str, payload: Payload, options: Options) -> dict[str, str]:
-    # The first turns off a Hadamard transform in the quantizer, the second one in the graph.
+    # The first variable turns off a Hadamard transform in the quantizer, the second one in the
+    # graph.
     environment = {"LLAMA_KV_NO_HADAMARD": "1"}
     if not options.engine_hadamard:
         environment["LLAMA_ATTN_ROT_DISABLE"] = "1"

@@ -1,5 +1,7 @@
-"""MLX with pull request 1789 of mlx-lm: two safetensors files and their metadata. It computes
-`x @ M^T`: M is R transposed."""
+"""The MLX engine (mlx-lm pull request 1789), which reads two safetensors files and their metadata.
+
+MLX computes `x @ M^T`, so the files hold M = R^T.
+"""
 
 import json
 import re
@@ -42,13 +44,16 @@ METADATA = "metadata.json"
 
 
 def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what it cannot run."""
+    """Raise `RotationZooError` for what MLX cannot run."""
     check_power_of_two("MLX", payload)
     check_one_group_size("MLX", payload)
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write both sides and their metadata to `work`; the lines of the command name `final`."""
+    """Write both sides and their metadata to `work`.
+
+    The command is Python code that names `final`.
+    """
     value = payload.value_or_identity
     for name, side in ((FILES["key"], payload.key), (FILES["value"], value)):
         matrices = side.rotation.items()
@@ -72,7 +77,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
 
 
 def _clip_or_none(ratio: float) -> float | None:
-    """MLX's word for no clipping is None."""
+    """The clip ratio as MLX wants it, which is None for no clipping."""
     return None if ratio == 1 else ratio
 
 
@@ -91,11 +96,11 @@ def _command(final: Path, payload: Payload) -> list[str]:
 
 
 def read_safetensors(path: Path) -> RotationFile:
-    """One side. Raises `RotationZooError` for what is no such file."""
+    """One side's file. Raises `RotationZooError` for anything but an MLX rotation file."""
     check_regular(path)
     try:
         tensors = load_file(path)
-    except Exception as error:  # the library has errors of several kinds for what is no such file
+    except Exception as error:  # safetensors raises errors of several kinds
         raise RotationZooError(
             f"{path} is no safetensors file: {first_sentence(error)}", hint="fetch it again"
         ) from error
@@ -110,6 +115,7 @@ def read_safetensors(path: Path) -> RotationFile:
     if not rotation:
         raise RotationZooError(f"{path.name} is no MLX rotation file: it holds no layers")
     metadata = _read_metadata(path.with_name(METADATA))
+    # Files may have been renamed, so only the prefix `k_` or `v_` decides.
     side = next((side for side, name in FILES.items() if path.name.startswith(name[:2])), None)
     objective = objective_name(as_mapping(metadata.get("objectives")).get(side or ""))
     content = SideMatrices(dict(sorted(rotation.items())), objective)

@@ -1,8 +1,7 @@
-"""ONNX Runtime's `com.microsoft.MixedPrecisionGroupQueryAttention` of pull request 31726: a
-fragment to copy nodes from.
+"""The ONNX Runtime engine (pull request 31726): a model fragment to copy attention nodes from.
 
-Its rotations are constant initializers `(H_kv, D, D)`, inputs 18 and 19 of each attention node,
-applied as `x @ R`.
+The nodes are of the operator `com.microsoft.MixedPrecisionGroupQueryAttention`. Rotations are
+constant initializers `(H_kv, D, D)`, inputs 18 and 19 of each node, applied as `x @ R`.
 """
 
 import json
@@ -35,14 +34,14 @@ FRAGMENT, ATTRIBUTES = "rotations.onnx", "attributes.json"
 OPERATOR, DOMAIN = "MixedPrecisionGroupQueryAttention", "com.microsoft"
 _CACHE = ("past_key", "past_value")
 _WINDOWS = ("past_hp_key", "past_hp_value")
-_SHARED_INPUTS = ("seqlens_k", "total_sequence_length")  # of all nodes
-_UNUSED_INPUTS = 9  # of the operator, between the shared inputs and the windows
+_SHARED_INPUTS = ("seqlens_k", "total_sequence_length")  # the same for all nodes
+_UNUSED_INPUTS = 9  # optional inputs between the shared ones and the windows
 _Shape = tuple[str, list[Any]]
-"""An element type of ONNX and dimensions, of which a word is any number."""
+"""An ONNX element type and the dimensions. A dimension given as a word may be any number."""
 
 
 def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what the operator rejects."""
+    """Raise `RotationZooError` for what the operator rejects, or if `onnx` is not installed."""
     if payload.model is None:
         raise RotationZooError(
             "ONNX Runtime wants one rotation for each KV head, and these files do not say how many "
@@ -59,6 +58,7 @@ def check_payload(payload: Payload) -> None:
             "ONNX Runtime rejects rotations where no token is kept exact",
             hint="add: --windows 64/256",
         )
+    # The package is optional, so it is imported only here and where it is used.
     try:
         import onnx  # noqa: F401
     except ImportError as error:
@@ -69,8 +69,10 @@ def check_payload(payload: Payload) -> None:
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write a model of one attention node a layer with its rotations, and the nodes' attributes as
-    JSON."""
+    """Write a model with one attention node per layer and its rotations.
+
+    The nodes' attributes are also written as JSON.
+    """
     import onnx
 
     attributes = {
@@ -98,7 +100,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
 
 
 def _model(payload: Payload, attributes: dict[str, dict[str, Any]]) -> Any:
-    """An ONNX model of nodes that are not connected to each other."""
+    """An ONNX model of attention nodes, which are not connected to each other."""
     from onnx import helper, numpy_helper
 
     nodes, initializers = [], []
@@ -133,7 +135,7 @@ def _model(payload: Payload, attributes: dict[str, dict[str, Any]]) -> Any:
 
 
 def _node_inputs(prefix: str, rotations: list[str]) -> list[str]:
-    """In the operator's order: the rotations are inputs 18 and 19."""
+    """A node's inputs in the operator's order, with the rotations as inputs 18 and 19."""
     tensors = [prefix + name for name in ("query", "key", "value", *_CACHE)]
     windows = [prefix + name for name in _WINDOWS]
     return [*tensors, *_SHARED_INPUTS, *[""] * _UNUSED_INPUTS, *windows, *rotations]
@@ -145,7 +147,7 @@ def _node_outputs(prefix: str) -> list[str]:
 
 
 def _matrix_per_head(side: SideMatrices, layer: Layer) -> torch.Tensor:
-    """A layer's rotation `(H_kv, D, D)`, repeated for every KV head where they share one."""
+    """A layer's rotations `(H_kv, D, D)`. A shared rotation is repeated for every KV head."""
     matrix = side.rotation[layer.index]
     if matrix.ndim == 2:
         matrix = matrix.expand(layer.kv_heads, -1, -1)
@@ -157,7 +159,7 @@ def _attributes(layer: Layer, payload: Payload) -> dict[str, Any]:
     return {
         "num_heads": layer.query_heads,
         "kv_num_heads": layer.kv_heads,
-        "kv_quant_group_size": payload.group_size or 0,
+        "kv_quant_group_size": payload.group_size or 0,  # 0 means the whole head
         "k_quant_rho": key_clip,
         "v_quant_rho": value_clip,
         "metadata_type": "fp32",
@@ -170,10 +172,10 @@ def _attributes(layer: Layer, payload: Payload) -> dict[str, Any]:
 def _shapes(
     layer: Layer, prefix: str, payload: Payload, attributes: dict[str, Any]
 ) -> dict[str, _Shape]:
-    """Name -> type and shape of a node's inputs and outputs."""
+    """Name -> type and shape, for a node's inputs and outputs and the shared inputs."""
     dim, heads = layer.key_dim, layer.kv_heads
     groups = dim // (attributes["kv_quant_group_size"] or dim)
-    packed = dim // 4 + groups * 8  # bytes of a row: four codes in one, 8 of metadata a group
+    packed = dim // 4 + groups * 8  # bytes per row: 4 codes a byte, 8 bytes of metadata a group
     window = payload.sink + payload.recent
     shapes: dict[str, _Shape] = {
         "query": ("FLOAT", ["batch", "tokens", layer.query_heads * dim]),

@@ -1,9 +1,8 @@
-"""The lock and the markers by which SGLang's servers and calibrations agree on a pair of rotation
-files, as `srt/mem_cache/oscar_rotation_paths.py` there computes them.
+"""SGLang's lock on a pair of rotation files, and its markers for half-written and complete pairs.
 
-A server that reads a pair holds a shared lock; who replaces one holds it alone. The markers of a
-pair that is half written are for those who replace it file by file; here its folder is replaced
-whole.
+Their names are computed as in SGLang's `srt/mem_cache/oscar_rotation_paths.py`. A server holds a
+shared lock while it reads a pair; a writer holds an exclusive one. The markers are for writers that
+replace a pair file by file. Exports replace the whole folder, so they write none.
 """
 
 import hashlib
@@ -18,10 +17,10 @@ from rotationzoo.storage.locks import locked
 
 @contextmanager
 def locked_pair(key: Path, value: Path) -> Iterator[None]:
-    """Hold the pair's lock alone while the folder of its files is replaced, so that no server reads
-    one side of each.
+    """Hold the pair's lock exclusively while its folder is replaced.
 
-    Raises `RotationZooError` where a server keeps it for longer than locks are waited for.
+    Without it, a server could read one old side and one new side. Raises `RotationZooError` if a
+    server holds the lock for longer than the time limit on locks.
     """
     pair, _, _ = markers(key, value)
     named = os.environ.get("SGLANG_OSCAR_CALIBRATION_LOCK_DIR")
@@ -32,13 +31,13 @@ def locked_pair(key: Path, value: Path) -> Iterator[None]:
 
 
 def earlier_markers(folder: Path) -> list[str]:
-    """Names of the markers in a folder, which say of earlier pairs that they are half written, or
-    whole."""
+    """The names of the markers in a folder, which say that earlier pairs are half written or
+    complete."""
     return [path.name for path in folder.glob(".oscar_*.json")]
 
 
 def markers(key: Path, value: Path) -> tuple[str, Path, Path]:
-    """A pair's id, and the files that say that it is half written, or whole."""
+    """A pair's id, the path of its marker for half written, and that for complete."""
     key_path, value_path = (os.path.realpath(path) for path in (key, value))
     pair = hashlib.sha256(f"K={key_path}\0V={value_path}".encode()).hexdigest()[:16]
     folder = Path(key_path).parent

@@ -1,8 +1,8 @@
-"""The `.pt` files of OSCAR's servers, written: versions 1 (a matrix a layer), 2 (one a KV head) and
-3 (with a key mean).
+"""Writing the `.pt` files of OSCAR's servers.
 
-`{format_version, objective, source_grouping, layers: {id: {layer_id, rotation, eigenvalues}}}`:
-plain tensors and primitives, so that they load with `weights_only=True`.
+Version 1 has one matrix per layer, version 2 one per KV head, and version 3 adds a key mean. A file
+is `{format_version, objective, source_grouping, layers: {id: {layer_id, rotation, eigenvalues}}}`.
+It holds only plain tensors and primitives, so that it loads with `weights_only=True`.
 """
 
 import io
@@ -20,13 +20,17 @@ _CALIBRATED = r"(qqt|ktk|sst|vtv)_|oscar2_|cov_eig_"
 
 
 def write_pair(work: Path, payload: Payload) -> tuple[str, str]:
-    """Write both sides in the version that holds the keys; returns their names. Values that the
-    weights carry rotated already get the identity, under its own name."""
+    """Write both sides, and return the names of the two files.
+
+    With a key mean both sides have version 3, otherwise each has the lowest that can hold it. If
+    the weights already carry the value rotation, the values get the identity instead, under its own
+    name and in its lowest version.
+    """
     key, value = payload.key, payload.value_or_identity
     key_name, value_name = file_name("k", key), file_name("v", value)
     version = 3 if key.mean else None
     value_version = version if payload.value is not None else None
-    if value_version:  # the files of one run carry one name
+    if value_version:  # in version 3, both files of a run share one name
         value_name = key_name.replace("k_", "v_", 1)
     write_side(work / key_name, "k", key, payload.provenance, version)
     write_side(work / value_name, "v", value, payload.provenance, value_version)
@@ -34,7 +38,7 @@ def write_pair(work: Path, payload: Payload) -> tuple[str, str]:
 
 
 def file_name(letter: str, side: SideMatrices) -> str:
-    """The default name of a file, which says honestly what is in it; `letter` is `k` or `v`."""
+    """The default name of a file, which reflects its content. `letter` is `k` or `v`."""
     name = side.objective
     calibrated = re.match(_CALIBRATED, name)
     if side.mean:
@@ -52,13 +56,16 @@ def write_side(
     provenance: Mapping[str, Any],
     version: int | None = None,
 ) -> None:
-    """Write one side, for keys (`k`) or values (`v`); the version is the lowest that can hold it.
-    `provenance` goes under `calibration`, unless it is empty."""
+    """Write one side, for keys (`letter` is `k`) or values (`v`).
+
+    Without a `version`, the lowest that can hold the side is used. `provenance` goes under
+    `calibration`, unless it is empty.
+    """
     content = _header(letter, side, version or _lowest_version(side))
     if provenance:
         content["calibration"] = dict(provenance)
     content["layers"] = {layer: _entry(side, layer) for layer in sorted(side.rotation)}
-    buffer = io.BytesIO()  # torch's own writer turns a full disk into an error of another kind
+    buffer = io.BytesIO()  # torch's file writer does not report a full disk as OSError
     torch.save(content, buffer)
     with path.open("wb") as file:
         file.write(buffer.getbuffer())
@@ -73,7 +80,7 @@ def _lowest_version(side: SideMatrices) -> int:
 
 
 def _header(letter: str, side: SideMatrices, version: int) -> dict[str, Any]:
-    """What a file says before its layers, in the order of OSCAR's own tools."""
+    """The entries before a file's layers, in the order of OSCAR's own tools."""
     objective, grouping = side.objective, "layer"
     if version == 2:
         grouping = "per_kv_head"

@@ -1,7 +1,7 @@
-"""The `.pt` files of OSCAR's servers, read; also the bare tables of tensors that vLLM reads.
+"""Reading the `.pt` files of OSCAR's servers, and the bare tables of tensors that vLLM reads.
 
-Nothing is ever unpickled but tensors and primitives, and nothing is read before its size was
-compared with the file's own.
+The files are untrusted. Only tensors and primitives are unpickled, and no tensor is read before its
+size is checked against that of the file.
 """
 
 import re
@@ -28,19 +28,22 @@ from rotationzoo.errors import RotationZooError
 _SIDE_OF_STATISTIC = {"query": "key", "key": "key", "key_energy": "value", "value": "value"}
 _SIDE_OF_WORD = {word: _SIDE_OF_STATISTIC[name] for word, name in STATISTICS.items()}
 _SIDE_OF_OBJECTIVE = {"identity-k": "key", "identity-v": "value"}
-_COMPANIONS = ("q_rotation", "o_rotation")  # of rotations that are not orthogonal
+_COMPANIONS = ("q_rotation", "o_rotation")  # the second matrices of non-orthogonal rotations
 _TENSORS = ("rotation", "eigenvalues", "k_mean")
-# Bytes beyond the file's own that layers sharing one matrix may take: enough for a Hadamard file of
-# any model.
+# How many bytes more than the file's size the tensors may take, since layers may share one stored
+# matrix. It is enough for a Hadamard file of any model.
 _MOST_SHARED = 1 << 28
 
 _Entries = dict[int, dict[str, Any]]
-"""Layer -> what the file has for it."""
+"""Layer -> the file's entry for it."""
 
 
 def read_pt(path: Path) -> RotationFile:
-    """One side. Raises `RotationZooError` for what is no rotation file, or one whose entries
-    contradict each other."""
+    """One side's file.
+
+    Raises `RotationZooError` for anything but a rotation file, and for one whose entries contradict
+    each other.
+    """
     content = _load(path)
     table = as_mapping(content)
     entries = _entries(path, content)
@@ -60,7 +63,10 @@ def read_pt(path: Path) -> RotationFile:
 
 
 def _check_orthogonal(path: Path, table: Mapping[str, Any], entries: _Entries) -> None:
-    """OSCAR's tools also make pairs of a matrix and its inverse, and say so."""
+    """Raise `RotationZooError` for a file that declares non-orthogonal rotations.
+
+    OSCAR's tools can also make pairs of a matrix and its inverse, and say so in the file.
+    """
     declared = as_mapping(table.get("transform")).get("orthogonal") is not False
     companions = any(name in entry for entry in entries.values() for name in _COMPANIONS)
     if companions or not declared:
@@ -72,7 +78,10 @@ def _check_orthogonal(path: Path, table: Mapping[str, Any], entries: _Entries) -
 
 
 def _tensors(path: Path, entries: _Entries, name: str) -> dict[int, torch.Tensor]:
-    """Layer -> the tensor of this name: of all layers, or of none."""
+    """Layer -> the tensor of this name, for all layers or for none.
+
+    Raises `RotationZooError` if only some layers have one.
+    """
     tensors = {
         layer: entry[name]
         for layer, entry in entries.items()
@@ -86,8 +95,10 @@ def _tensors(path: Path, entries: _Entries, name: str) -> dict[int, torch.Tensor
 
 
 def _side(path: Path, objective: str, table: Mapping[str, Any]) -> str | None:
-    """`key` or `value`, from a file's name and from what it says itself. Raises `RotationZooError`
-    if the two differ."""
+    """`key` or `value`, from the file's name and its content, or None if neither says which.
+
+    Raises `RotationZooError` if the two differ.
+    """
     stated = _stated_side(objective, as_mapping(table.get("transform")))
     if not re.match(r"[kv](_|$)", path.stem):
         return stated
@@ -112,8 +123,11 @@ def _stated_side(objective: str, transform: Mapping[str, Any]) -> str | None:
 
 
 def _load(path: Path) -> Any:
-    """What a file holds. Its tensors are looked at without their numbers first: a few bytes can ask
-    for terabytes."""
+    """The content of a file.
+
+    Its tensors are first loaded on `meta`, without data, to check their sizes: a file of a few
+    bytes can ask for terabytes.
+    """
     check_regular(path)
     try:
         _check_archive(path)
@@ -133,7 +147,10 @@ def _load(path: Path) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """torch writes its archives uncompressed; another one may unpack to anything."""
+    """Raise `RotationZooError` for a compressed archive, which may unpack to any size.
+
+    torch itself never compresses.
+    """
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > (size := path.stat().st_size):
@@ -144,8 +161,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _check_sizes(path: Path, content: Any) -> None:
-    """Raise `RotationZooError` where the tensors, as shapes, ask for more than the file can
-    hold."""
+    """Raise `RotationZooError` if the tensors on `meta` need more bytes than the file can hold."""
     size, total = path.stat().st_size, 0
     entries = _entries(path, content).values()
     for tensor in (entry.get(name) for entry in entries for name in _TENSORS):
@@ -153,6 +169,7 @@ def _check_sizes(path: Path, content: Any) -> None:
             continue
         expanded = tensor.numel() * tensor.itemsize
         total += expanded
+        # A view can be larger than its storage, by expanding, or smaller, as a slice.
         largest = max(expanded, tensor.untyped_storage().nbytes())
         if largest > size or total > size + _MOST_SHARED:
             raise RotationZooError(
@@ -163,7 +180,10 @@ def _check_sizes(path: Path, content: Any) -> None:
 
 
 def _entries(path: Path, content: Any) -> _Entries:
-    """Those of a table of layers, a bare table of tensors, or all layers stacked in one tensor."""
+    """The entries of all layers.
+
+    They come from a table of layers, a bare table of tensors, or one tensor that stacks all layers.
+    """
     if isinstance(content, torch.Tensor) and content.ndim == 3:
         content = dict(enumerate(content))
     table = as_mapping(as_mapping(content).get("layers", content))
@@ -173,6 +193,7 @@ def _entries(path: Path, content: Any) -> _Entries:
         if isinstance(entry, torch.Tensor):
             entry = {"rotation": entry}
         if layer is None or not isinstance(entry, Mapping):
+            # One entry that is no layer means that this is no table of layers.
             entries = {}
             break
         if layer in entries:

@@ -1,5 +1,4 @@
-"""What the readers of files that others wrote have in common: nothing in such a file is believed
-before it was looked at."""
+"""Shared checks for reading untrusted rotation files: nothing in them is used unchecked."""
 
 import math
 from collections.abc import Mapping
@@ -11,20 +10,19 @@ import torch
 from rotationzoo.errors import RotationZooError
 
 MOST_LAYERS = 1024
-"""No model has nearly as many; a file that says so wants memory."""
+"""No model has nearly as many layers. A file that claims more only wastes memory."""
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST_TEXT = 1000
 
 
 def as_mapping(content: Any) -> Mapping[str, Any]:
-    """What a file has where a table is expected, or an empty one: such files hold all sorts of
-    things."""
+    """The content if it is a table, else an empty one. Untrusted files may hold anything there."""
     return content if isinstance(content, Mapping) else {}
 
 
 def primitives(content: Any) -> dict[str, str | int | float]:
-    """The part of a table that a manifest can hold: printable text, finite numbers and truth
-    values."""
+    """The entries of a table that a manifest can hold: printable text, finite numbers and
+    booleans."""
     return {
         name: value
         for name, value in as_mapping(content).items()
@@ -33,12 +31,12 @@ def primitives(content: Any) -> dict[str, str | int | float]:
 
 
 def objective_name(content: Any) -> str:
-    """The objective that a file names, or `unknown` for what is no name."""
+    """The objective that a file names, or `unknown` if it is empty, too long or not printable."""
     return content if content and _is_text(content) else "unknown"
 
 
 def check_layer(path: Path, layer: int | str) -> int:
-    """The number of a layer. Raises `RotationZooError` for one that no model has."""
+    """The layer's number as an integer. Raises `RotationZooError` for one that no model has."""
     if int(layer) >= MOST_LAYERS:
         raise RotationZooError(
             f"{path.name} has a layer {layer}, and no model has", hint="do not use it"
@@ -47,8 +45,11 @@ def check_layer(path: Path, layer: int | str) -> int:
 
 
 def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
-    """Raise `RotationZooError` for what is no plain table of real numbers, such as a sparse,
-    quantized or complex one."""
+    """Raise `RotationZooError` unless a tensor is dense, real floating-point, and neither empty nor
+    a scalar.
+
+    Sparse, quantized and complex tensors are refused, among others.
+    """
     plain = tensor.layout == torch.strided and tensor.dtype in _REAL and tensor.ndim
     if not plain or not tensor.numel():
         raise RotationZooError(
@@ -57,8 +58,10 @@ def check_tensor(path: Path, label: str, tensor: torch.Tensor) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raise `RotationZooError` for what is no file, or one that could be waited for for ever, such
-    as a pipe or a device."""
+    """Raise `RotationZooError` unless `path` is a regular file.
+
+    Reading a pipe or a device could block for ever.
+    """
     if not path.exists():
         raise RotationZooError(f"there is no file {path}", hint="check the path")
     if not path.is_file():

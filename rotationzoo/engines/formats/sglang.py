@@ -1,6 +1,7 @@
-"""SGLang with the 2-bit cache: OSCAR's own server and its pull request to SGLang.
+"""The SGLang engine, which reads a pair of `.pt` files.
 
-A pair of `.pt` files, which the server finds by two environment variables.
+The 2-bit cache is in OSCAR's own server and in its pull request to SGLang. The server finds the
+files by two environment variables.
 """
 
 import shlex
@@ -28,11 +29,11 @@ DESCRIPTION = Description(
     reads="`.pt` pair: version 2 (per KV head), 1 (`--pooled`), 3 (key mean)",
     limits="head dimensions and groups that are no power of two; windows that are no multiple of 8",
 )
-_PAGE = 8  # tokens that leave the exact window at a time
+_PAGE = 8  # tokens leave the exact window in pages of this size
 
 
 def check_payload(payload: Payload) -> None:
-    """Raise `RotationZooError` for what its kernels cannot run."""
+    """Raise `RotationZooError` for what SGLang's kernels cannot run."""
     check_power_of_two("SGLang", payload)
     group = payload.largest_group
     if group & (group - 1):
@@ -48,7 +49,7 @@ def check_payload(payload: Payload) -> None:
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write the pair to `work`; the launch line names it in `final`."""
+    """Write the pair to `work`. The environment variables name the files in `final`."""
     key, value = (final / name for name in write_pair(work, payload))
     key_clip, value_clip = payload.clip
     environment = {
@@ -72,7 +73,7 @@ def _command(payload: Payload) -> str:
         f"python -m sglang.launch_server --model-path {shlex.quote(payload.model or 'MODEL')}",
         "--kv-cache-dtype int2",
     ]
-    # Left out, the whole head of each layer is one group.
+    # Without this option, the whole head of each layer is one group.
     if payload.group_size or len(payload.head_dims) == 1:
         words.append(f"--kv-cache-quant-group-size {payload.largest_group}")
     words.append(f"--page-size {_PAGE}")
@@ -83,7 +84,7 @@ def _command(payload: Payload) -> str:
 
 
 def _is_hybrid(payload: Payload) -> bool:
-    """Whether only some layers cache keys."""
+    """Whether only some of the model's layers cache keys."""
     layers = max(layer.index for layer in payload.geometry) + 1
     return len(cached_layers(payload.geometry)) < layers
 

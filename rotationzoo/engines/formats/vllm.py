@@ -1,4 +1,4 @@
-"""vLLM with the 2-bit cache of pull request 46774: a pair of `.pt` files with one matrix a
+"""The vLLM engine (pull request 46774), which reads a pair of `.pt` files with one matrix per
 layer."""
 
 import shlex
@@ -40,7 +40,7 @@ def check_payload(payload: Payload) -> None:
 
 
 def write_files(work: Path, final: Path, payload: Payload, options: Options) -> Launch:
-    """Write the pair to `work`; the launch line names it in `final`."""
+    """Write the pair to `work`. The environment variables name the files in `final`."""
     key, value = write_pair(work, payload)
     key_clip, value_clip = payload.clip
     environment = {
