@@ -1,4 +1,4 @@
-"""`rotationzoo calibrate`: compute the rotations of a model, or say what that would take."""
+"""`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
 import shlex
 import signal
@@ -120,7 +120,7 @@ def calibrate_command(
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.cli.calibrate_view import show_plan
 
-    # A model that is spread over devices is read from disk for every batch: larger ones are faster.
+    # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
     default_batch = 16 if device_map else 4
     job = Job(
         model=model,
@@ -158,10 +158,11 @@ def _last_change(folder: Path) -> int | None:
 
 
 def _calibrate(out: Output, job: "Job") -> "Artifact":
-    """Run the job; where it is interrupted, the error says how to go on."""
+    """Run the job. If it is interrupted, raise an error that says how to continue."""
     from rotationzoo.calibration.job import calibrate
 
-    # Schedulers end jobs with SIGTERM: it saves as much, and says as much, as Ctrl-C does.
+    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error
+    # says how to continue.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
@@ -177,6 +178,6 @@ def _interruption(job: "Job") -> Interrupted:
         return Interrupted(
             "interrupted before anything was saved", hint=f"start again with: {command}"
         )
-    kept = [word for word in words if word != "--restart"]  # which would drop what was saved
+    kept = [word for word in words if word != "--restart"]  # it would drop what was saved
     command = shlex.join(["rotationzoo", *kept])
     return Interrupted("interrupted; what was done so far is saved", hint=f"go on with: {command}")
