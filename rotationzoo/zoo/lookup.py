@@ -14,7 +14,7 @@ from rotationzoo.zoo.index import Copy, Entry, Index
 
 ZOO = "rotationzoo/zoo"
 BUNDLED = "bundled"
-"""The value of `--index` that means the index that came with this package."""
+"""The index that came with this package, as `--index` names it."""
 
 
 @dataclass(frozen=True)
