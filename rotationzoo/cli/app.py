@@ -56,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     start_output()
     try:
+        # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         code = _command_line().main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
+        # The words are searched because parsing the options may be what failed.
         code = _fail(error, as_json="--json" in words)
     sys.exit(code)
 

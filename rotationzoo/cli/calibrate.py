@@ -101,6 +101,7 @@ def calibrate_command(
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
     out = Output(json, quiet)
+    # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe import PRESETS, load, override
 
     hush_libraries()
@@ -134,6 +135,7 @@ def calibrate_command(
         max_memory=max_memory,
         restart=restart,
         budget=budget,
+        # A preset's rows are cut to the model's positions, but not a length that the user chose.
         fit_length=length is None and recipe in PRESETS,
     )
     if budget is not None and chosen.search is None:
@@ -145,6 +147,7 @@ def calibrate_command(
     if dry_run:
         show_plan(out, job)
         return
+    # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
     before = _last_change(job.output)
     artifact = _calibrate(out, job)
     is_new = _last_change(job.output) != before

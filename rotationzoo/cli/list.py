@@ -69,6 +69,7 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
         columns.append("there")
         for row, is_there in zip(rows, presence, strict=True):
             row.append(_PRESENCE[is_there])
+    # Rows that look the same get a footnote with their folders, to tell them apart.
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):
         rows[number][1] += f" ({footnote})"

@@ -102,6 +102,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     console = Console()
     least = Console(width=_UNLIMITED).measure(grid).maximum
     if console.is_terminal:
+        # Only the first column may fold, so count no more of it than `_NAME` columns.
         longest_name = max(cell_len(visible(row[0])) for row in [columns, *rows])
         least -= max(0, longest_name - _NAME)
     say(title)
@@ -172,7 +173,7 @@ def _wrap(line: str, stream: TextIO) -> list[str]:
 
     A command at the end gets a line of its own and is never wrapped, so that it can be copied.
     """
-    if not stream.isatty():
+    if not stream.isatty():  # files and programs get whole lines
         return [line]
     width = Console(file=stream).width
     if len(line) <= width:

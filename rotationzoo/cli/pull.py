@@ -47,6 +47,7 @@ def pull_command(
     from rotationzoo.zoo.pull import pull_first
 
     hubs = chosen_hubs(from_)
+    # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
     out.note(f"Read {zoo_index.origin}")
     entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs)

@@ -52,6 +52,7 @@ def push_command(
     if dry_run:
         show_push_plan(out, repo, upload.listing())
         return
+    # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
     published = push(upload, repo, chosen_hubs(to), create_pr, str(artifact))
     if index is not None:

@@ -70,6 +70,7 @@ def regenerate_command(
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
     recipe_file = find_recipe_file(configs, model)
     zoo = repo or ZOO
+    # Even if both hubs are published to, the published rotations are those of one index.
     hub = DEFAULT_HUB if to in (None, "both") else str(to)
     zoo_index = load_published_index(index, zoo, hub)
     out.note(f"Read {zoo_index.origin}")

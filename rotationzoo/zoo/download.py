@@ -47,6 +47,7 @@ def hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | Non
     listing in size or hash.
     """
     hashes: dict[str, str] = {}
+    # A killed process may have left the folder set aside under another name.
     recover(folder)
     for name, file in listed.items():
         try:

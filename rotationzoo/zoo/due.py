@@ -133,4 +133,5 @@ def _find_reason(
 
 
 def _matters(name: str) -> bool:
+    """Whether a change of this file may change the rotations: a root file with such a suffix."""
     return "/" not in name and name.endswith(_SUFFIXES)

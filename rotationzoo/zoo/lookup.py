@@ -61,6 +61,7 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
         if repo is not None:
             elsewhere = _elsewhere_hint(hub_name) if error.missing else ""
             raise HubError(str(error), hint=f"{error.hint}{elsewhere}") from error
+        # Without a token, a hub may not say whether a repository is missing or private.
         if error.missing or error.hidden:
             origin = f"the index that came with rotationzoo ({error})"
             return LoadedIndex(index.read(index.WHEEL_COPY), origin)

@@ -92,6 +92,7 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
             )
         sizes[name] = listed[path].size if file.size is None else file.size
     total = sum(sizes.values())
+    # The sizes come from the hub, which may claim anything, even a negative number.
     if total > MAX_BYTES or min(sizes.values()) < 0:
         raise HubError(
             f"{copy.repo} lists {total:,} bytes for {copy.path}, more than rotations of a model "

@@ -42,6 +42,7 @@ def push(
 def extend_index_file(path: Path, entry: Entry) -> None:
     """Add an entry to an index file. Creates the file if necessary, and replaces it whole."""
     path = path.resolve()
+    # Under a lock, so that simultaneous commands cannot lose each other's entries.
     with locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else Index()
         replace(path, before.extended(entry).text().encode())

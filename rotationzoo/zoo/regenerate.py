@@ -55,7 +55,7 @@ def regenerate(
     artifact = calibrate(job, progress)
     published = _pull_published(loaded, job.model, progress)
     if published is not None and Artifact.open(published).identity == artifact.identity:
-        published = None  # there is nothing to compare
+        published = None  # these are the same rotations
     folders = [artifact.folder]
     if published is not None:
         folders.append(published)
@@ -67,7 +67,7 @@ def regenerate(
     }
     if published is not None:
         verdict |= _compare(report, job.model, artifact.folder)
-    if find_spec("matplotlib"):
+    if find_spec("matplotlib"):  # it is an optional dependency
         add_pictures(Artifact.open(artifact.folder))
     # Open the artifact again, because the evaluation and the pictures have changed its manifest.
     on_device = Validation(device=job.device)

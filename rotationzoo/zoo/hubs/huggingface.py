@@ -136,8 +136,9 @@ class HuggingFace(Hub):
                 parent_commit=None if pull else base,
             )
         except HfHubHTTPError as error:
-            if error.response.status_code != 412:
+            if error.response.status_code != 412:  # 412: the head is no longer `base`
                 raise
+            # The new head may be our own commit, from an attempt whose answer was lost.
             newest, *older = self.api.list_repo_commits(repo)
             if newest.title == message and older and older[0].commit_id == base:
                 return newest, None

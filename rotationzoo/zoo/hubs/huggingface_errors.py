@@ -77,6 +77,7 @@ def _as_hub_error(
         return HubError(f"{where} has no such file at {place}", hint=SPELLING_HINT, missing=True)
     if isinstance(error, client_errors.RepositoryNotFoundError) and status == 404:
         return HubError(f"there is no {where}", hint=SPELLING_HINT, missing=True)
+    # Without a token, Hugging Face gives one answer for missing and for private repositories.
     if isinstance(error, client_errors.RepositoryNotFoundError) and token is None:
         hint = f"{SPELLING_HINT}; or {_LOGIN_HINT}"
         return HubError(f"{where} does not exist, or is private", hint=hint, hidden=True)
