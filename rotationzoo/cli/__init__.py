@@ -1,2 +1,2 @@
-"""The command line: every command reads its options, hands a job to the package that does it, and
-prints the result with its view."""
+"""The command line: each command reads its options, runs a job of the library and prints the
+result."""

@@ -1,4 +1,4 @@
-"""The commands in their order, and what a failure of any of them prints and exits with."""
+"""The Typer app: the list of commands, and how their failures become messages and exit codes."""
 
 import functools
 import os
@@ -38,7 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "push": push_command,
     "regenerate": regenerate_command,
 }
-"""In the order in which a user meets them, which is the order of `--help`."""
+"""The commands in the order of `--help`, which is the order in which a user meets them."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,47 +49,49 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command, by default the one that this process was started with, and exit.
+    """Run one command, by default the one on this process's command line, and exit.
 
-    Exit codes: 0 done; 1 a known failure; 2 wrong usage; 3 partly done; 130 interrupted.
+    Exit codes: 0 done; 1 failed; 2 wrong usage; 3 partly done; 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     start_output()
     try:
+        # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         code = _command_line().main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
+        # The words are searched because parsing the options may be what failed.
         code = _fail(error, as_json="--json" in words)
     sys.exit(code)
 
 
 def _command_line() -> Any:
-    """What Typer makes of the commands."""
+    """The Click group that Typer builds from the commands."""
     group: Any = typer.main.get_command(app)
     for command in group.commands.values():
         for parameter in command.params:
             if parameter.nargs == -1:
-                # Help would say that the type of FILES is `list[path]`, which is Python and no
-                # English. Typer has no option for this: it is the one use of its internals.
+                # Otherwise the help text shows the Python type `list[path]` for FILES. Typer has no
+                # option to change that; this is our only use of its internals.
                 parameter.bare_type = lambda: "path"
     return group
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with Ctrl-C as an error like any other, and a quiet end where nobody reads on.
+    """Wrap a command so that Ctrl-C raises `Interrupted` and a closed pipe ends it quietly.
 
-    Typer would turn both into exit codes before `main` sees them, and without a word.
+    Otherwise Typer would turn both into exit codes before `main` sees them, without a message.
     """
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
         try:
             command(**options)
-            sys.stdout.flush()  # while a full disk can still be reported
+            sys.stdout.flush()  # now, while the error of a full disk can still be reported
         except KeyboardInterrupt as error:
             raise Interrupted("interrupted") from error
         except BrokenPipeError as error:
-            # The reader, such as `head`, has read enough. Python would complain of the closed pipe
-            # when it exits.
+            # The reader, such as `head`, has read enough. Redirect the streams, or else Python
+            # reports the closed pipe when it flushes them at exit.
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             raise typer.Exit(1) from error
@@ -120,8 +122,10 @@ def _common_options(
 
 
 def _fail(error: Exception, as_json: bool) -> int:
-    """Report a failure in two lines, after its traceback if `ROTATIONZOO_DEBUG=1` asks for one.
-    Returns the exit code."""
+    """Print an error and its hint, and return the exit code.
+
+    With `ROTATIONZOO_DEBUG=1`, print the traceback first.
+    """
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         print_traceback(error)
     known = _known_error(error)
@@ -135,9 +139,8 @@ def _known_error(error: Exception) -> RotationZooError:
         return error
     if isinstance(error, typer.Abort):
         return Interrupted("interrupted")
-    if hasattr(
-        error, "format_message"
-    ):  # the base class of Typer's own errors was not always public
+    # Typer's own errors. Their base class was not public in every version, so test for its method.
+    if hasattr(error, "format_message"):
         return _usage_error(error)
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
@@ -148,8 +151,10 @@ def _known_error(error: Exception) -> RotationZooError:
 
 
 def _usage_error(error: Any) -> UsageError:
-    """What Typer objects to in the words of a command, with the page that says how it is used. Its
-    message is empty where that page is already on the screen."""
+    """A usage error that Typer found, with a hint at the command's `--help`.
+
+    Its message is empty if Typer has already printed the help.
+    """
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rotationzoo"
@@ -157,7 +162,7 @@ def _usage_error(error: Any) -> UsageError:
 
 
 def _unexpected_error(error: Exception) -> RotationZooError:
-    """An error that nobody foresaw, in one line: its type, and the first line of its message."""
+    """An unforeseen error in one line: its type and the first line of its message."""
     lines = (line.strip() for line in str(error).splitlines())
     first = next(filter(None, lines), "")
     name = type(error).__name__

@@ -1,4 +1,4 @@
-"""What `calibrate` and `import` print of the artifact that they wrote."""
+"""What `calibrate` and `import` print about the artifact that they wrote."""
 
 import shlex
 
@@ -11,10 +11,10 @@ from rotationzoo.cli.search_view import search_sentences
 def show_artifact(
     out: Output, artifact: Artifact, next_for: str | None = None, with_time: bool = True
 ) -> None:
-    """The artifact in short; `inspect` has the table.
+    """Print a summary of an artifact; `inspect` prints the full table.
 
-    `next_for`: the model as the user named it, for the command that comes next. `with_time`: the
-    artifact was made just now, and so the time that it took is of interest.
+    `next_for`: the model as the user named it, for a hint at the next command. `with_time`: also
+    print how long the calibration took, which is of interest only if it has just run.
     """
     manifest = artifact.manifest
     layers = summarize(artifact)
@@ -52,7 +52,7 @@ def show_artifact(
 
 
 def _effective_ranks(layers: list[LayerSummary]) -> str:
-    """The range of the layers' effective ranks, of keys and of values."""
+    """The range over all layers of the effective ranks of keys and of values."""
     keys = _range("keys", [layer.key for layer in layers])
     values = _range("values", [layer.value for layer in layers])
     known = [words for words in (keys, values) if words is not None]

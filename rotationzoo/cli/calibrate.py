@@ -1,4 +1,4 @@
-"""`rotationzoo calibrate`: compute the rotations of a model, or say what that would take."""
+"""`rotationzoo calibrate`: compute the rotations of a model, or print a plan of it."""
 
 import shlex
 import signal
@@ -101,6 +101,7 @@ def calibrate_command(
     rotationzoo calibrate ./my-model --data my-texts.jsonl --tokens 65536
     """
     out = Output(json, quiet)
+    # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe import PRESETS, load, override
 
     hush_libraries()
@@ -120,7 +121,7 @@ def calibrate_command(
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.cli.calibrate_view import show_plan
 
-    # A model that is spread over devices is read from disk for every batch: larger ones are faster.
+    # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
     default_batch = 16 if device_map else 4
     job = Job(
         model=model,
@@ -134,6 +135,7 @@ def calibrate_command(
         max_memory=max_memory,
         restart=restart,
         budget=budget,
+        # A preset's rows are cut to the model's positions, but not a length that the user chose.
         fit_length=length is None and recipe in PRESETS,
     )
     if budget is not None and chosen.search is None:
@@ -145,6 +147,7 @@ def calibrate_command(
     if dry_run:
         show_plan(out, job)
         return
+    # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
     before = _last_change(job.output)
     artifact = _calibrate(out, job)
     is_new = _last_change(job.output) != before
@@ -158,10 +161,11 @@ def _last_change(folder: Path) -> int | None:
 
 
 def _calibrate(out: Output, job: "Job") -> "Artifact":
-    """Run the job; where it is interrupted, the error says how to go on."""
+    """Run the job. If it is interrupted, raise an error that says how to continue."""
     from rotationzoo.calibration.job import calibrate
 
-    # Schedulers end jobs with SIGTERM: it saves as much, and says as much, as Ctrl-C does.
+    # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error
+    # says how to continue.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with show_progress(out) as progress:
@@ -177,6 +181,6 @@ def _interruption(job: "Job") -> Interrupted:
         return Interrupted(
             "interrupted before anything was saved", hint=f"start again with: {command}"
         )
-    kept = [word for word in words if word != "--restart"]  # which would drop what was saved
+    kept = [word for word in words if word != "--restart"]  # it would drop what was saved
     command = shlex.join(["rotationzoo", *kept])
     return Interrupted("interrupted; what was done so far is saved", hint=f"go on with: {command}")

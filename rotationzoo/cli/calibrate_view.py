@@ -1,4 +1,4 @@
-"""What `calibrate --dry-run` prints: a table for people, one object for machines."""
+"""What `calibrate --dry-run` prints: a few lines for people, or one JSON object."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from rotationzoo.recipe import Recipe, Search
 
 
 def show_plan(out: Output, job: Job) -> None:
-    """Look at the model, and print what is known of the job."""
+    """Plan the job from the model's config, and print the plan."""
     known = plan(job)
     data = _plan_json(known)
     out.notes(known.notes)
@@ -51,7 +51,7 @@ def _plan_json(known: Plan) -> dict[str, Any]:
 
 
 def _common(values: list[int]) -> int | list[int]:
-    """The one value that all layers share, or the list of them."""
+    """The value that all layers share, or else the list of all values."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -63,7 +63,7 @@ def _bits(recipe: Recipe, cached: Geometry, name: str) -> float | None:
 
 
 def _search_json(job: Job) -> dict[str, Any] | None:
-    """What the recipe searches, and the minutes for it; None where it does not search."""
+    """The recipe's search settings and the budget in minutes; None if it does not search."""
     if job.recipe.search is None:
         return None
     return job.recipe.search.model_dump() | {"budget_minutes": job.budget}
@@ -93,8 +93,11 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
 
 
 def _search_words(search: Search, budget: float | None) -> str:
-    """What a search does. How long it takes is said only where the user limits it: without a limit
-    that shows only when it runs."""
+    """One line that describes the search.
+
+    It gives a duration only if the user set a budget; otherwise nobody knows before the search
+    runs.
+    """
     work = "closed forms alone"
     if search.steps:
         work = f"{search.steps} steps of learning from {search.starts} starts a head"

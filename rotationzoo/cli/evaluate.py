@@ -94,7 +94,7 @@ def evaluate_command(
     from rotationzoo.recipe import load, override
 
     hush_libraries()
-    # Only the text of this recipe is used; the artifacts have recipes of their own.
+    # Only the text settings of this recipe are used; the artifacts bring their own recipes.
     text = override(
         load("oscar"),
         source=data,
@@ -144,7 +144,7 @@ def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:
 
 
 def parse_layers(text: str | None) -> set[int] | None:
-    """`0,4-7` as `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
+    """Parse `0,4-7` to `{0, 4, 5, 6, 7}`. Raises `UsageError`."""
     if text is None:
         return None
     layers: set[int] = set()

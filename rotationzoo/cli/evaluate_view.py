@@ -1,4 +1,4 @@
-"""What `evaluate` prints: a table of all arms for each window, and which of them differ."""
+"""What `evaluate` prints: a table of all arms for each window, and which arms clearly differ."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rotationzoo.cli.output import Output, say, table
 
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:
-    """One table of all arms for each window, and the increase of perplexity by context length."""
+    """Print the arms for each window, with their perplexity increase by context length."""
     out.notes(report["notes"])
     out.result(report, "\n".join(report["arms"]), lambda: _say_evaluation(report))
 
@@ -62,6 +62,6 @@ def _with_error(
 ) -> str:
     if value is None:
         return "-"
-    if error is None:  # one text has none
+    if error is None:  # a single text has no standard error
         return f"{value:{value_format}}"
     return f"{value:{value_format}} ±{error:{error_format}}"

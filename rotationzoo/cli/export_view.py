@@ -1,4 +1,4 @@
-"""What `export` prints, and `pull --to`: how to start the engine."""
+"""What `export` and `pull --to` print: how to start the engine."""
 
 import shlex
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from rotationzoo.cli.output import Output, say, show_lines
 from rotationzoo.engines.export import Exported, as_json, launch_line
 
-_SHORT = 80  # columns; a command that is shorter fits on every terminal
+_SHORT = 80  # columns; a shorter command fits on every terminal
 
 
 def show_export(out: Output, exported: Exported) -> None:
-    """The command that starts the engine; in the notes, what the engine does not get."""
+    """Print the command that starts the engine, with notes on what the export left out."""
     for words in exported.reduced:
         out.note(f"Reduced: {words}")
     out.notes(exported.launch.notes)
@@ -24,7 +24,10 @@ def show_export(out: Output, exported: Exported) -> None:
 
 
 def show_absorbed(out: Output, model: Path, artifact: Path) -> None:
-    """`model`: the folder that holds the value rotation of `artifact` in its weights."""
+    """Print the folder of the new model, and the command that exports the keys for it.
+
+    `model`: the folder of the model whose weights carry the value rotation of `artifact`.
+    """
 
     def human() -> None:
         say(str(model))
@@ -35,13 +38,15 @@ def show_absorbed(out: Output, model: Path, artifact: Path) -> None:
 
 
 def fold_command(command: str) -> list[str]:
-    """A long shell command with one flag per line, so that no terminal breaks it where it cannot be
-    copied."""
+    """Split a long shell command into one line per flag, joined by backslashes.
+
+    A terminal that wrapped the command itself could break it where it can no longer be copied.
+    """
     try:
         words = shlex.split(command)
     except ValueError:
         words = []
-    # What is not a command is left alone: Python, a comment, the variables before a command.
+    # Leave alone what is not a plain command: Python, comments, variables before a command.
     if len(command) < _SHORT or shlex.join(words) != command:
         return [command]
     parts: list[list[str]] = [[]]

@@ -1,4 +1,4 @@
-"""`rotationzoo import`: make an artifact of rotations that others published."""
+"""`rotationzoo import`: make an artifact from rotations that others published."""
 
 from pathlib import Path
 from typing import Annotated
@@ -70,7 +70,7 @@ def import_command(
 
 
 def _folder_name(file: Path) -> str:
-    """What the artifact of files is called whose model nobody named."""
+    """The name for the artifact if the user named no model: that of the folder with the files."""
     path = file.expanduser().resolve()
     folder = path if path.is_dir() else path.parent
     return folder.name or "rotations"

@@ -1,4 +1,4 @@
-"""The bars and warnings of other libraries, kept out of a command's output."""
+"""Keeping the warnings and progress bars of other libraries out of a command's output."""
 
 import logging
 import sys
@@ -16,20 +16,23 @@ class _Visible(logging.Formatter):
 
 
 def hush_libraries() -> None:
-    """Silence what other libraries say on the way: a command shows progress of its own."""
+    """Silence the logs and bars of other libraries: a command shows its own progress."""
     import transformers
 
     _log_to_stderr()
-    settings: Any = transformers.logging  # which has no types
+    settings: Any = transformers.logging  # it has no type annotations
     settings.set_verbosity_error()
-    settings.disable_progress_bar()  # and the bars of huggingface_hub with it
+    settings.disable_progress_bar()  # this also disables the bars of huggingface_hub
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _log_to_stderr() -> None:
-    """Send rotationzoo's own warnings to the stderr of this command, and not on to the root logger:
-    ModelScope's client gives that a handler with another stream."""
+    """Send rotationzoo's own warnings to the stderr of this command only.
+
+    They must not reach the root logger, to which ModelScope's client adds a handler with another
+    stream.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Visible())
     logger = logging.getLogger("rotationzoo")

@@ -50,7 +50,10 @@ def list_command(
 
 
 def show_list(out: Output, entries: list["Entry"], presence: list[bool | None] | None) -> None:
-    """`presence`: whether the files of each entry are there, None if no hub was asked."""
+    """Print the entries of an index.
+
+    `presence`: for each entry, whether its files are on a hub. None if no hub was asked.
+    """
     contents = [entry.model_dump() for entry in entries]
     if presence is not None:
         for content, is_there in zip(contents, presence, strict=True):
@@ -66,6 +69,7 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
         columns.append("there")
         for row, is_there in zip(rows, presence, strict=True):
             row.append(_PRESENCE[is_there])
+    # Rows that look the same get a footnote with their folders, to tell them apart.
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):
         rows[number][1] += f" ({footnote})"
@@ -86,7 +90,7 @@ def _row(entry: "Entry") -> list[str]:
 def _without_empty_columns(
     columns: list[str], rows: list[list[str]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Without the columns that say nothing in any row; the first stays."""
+    """Drop the columns that are empty in every row, except for the first."""
     kept = [0]
     for number in range(1, len(columns)):
         if any(row[number] != "-" for row in rows):

@@ -1,4 +1,4 @@
-"""What the words of shared options stand for: windows, clip ratios, folders, hubs."""
+"""Parsing the values of shared options: windows, clip ratios, folders, hubs."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from rotationzoo.zoo.hubs.registry import HUB_NAMES
 
 
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
-    """`64/256,128/1024` as pairs of sink and recent tokens. Raises `UsageError`."""
+    """Parse `64/256,128/1024` to pairs of sink and recent tokens. Raises `UsageError`."""
     windows = []
     for part in filter(None, (text or "").split(",")):
         sink, _, recent = part.partition("/")
@@ -22,7 +22,7 @@ def parse_windows(text: str | None) -> list[tuple[int, int]]:
 
 
 def parse_window(text: str | None) -> tuple[int, int] | None:
-    """`64/256` as sink and recent tokens. Raises `UsageError`."""
+    """Parse `64/256` to one pair of sink and recent tokens. Raises `UsageError`."""
     if text is None:
         return None
     windows = parse_windows(text)
@@ -34,8 +34,10 @@ def parse_window(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_clip(text: str | None) -> tuple[float, float] | None:
-    """`0.96/0.92` as the clip ratios of keys and of values; one number is for both. Raises
-    `UsageError`."""
+    """Parse `0.96/0.92` to the clip ratios of keys and of values.
+
+    A single number applies to both. Raises `UsageError`.
+    """
     if text is None:
         return None
     try:
@@ -51,18 +53,20 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
 
 
 def default_output(model: str, suffix: str) -> Path:
-    """`rotations/MODEL-SUFFIX`. A model that is a folder is called by the folder's name, also where
-    its path is `.`."""
+    """The folder `rotations/MODEL-SUFFIX`.
+
+    For a local model, MODEL is the folder's name, even if its path is `.`.
+    """
     path = Path(model)
     name = path.resolve().name if path.is_dir() else path.name
     return Path("rotations") / f"{name}-{suffix}"
 
 
 def follow_link(folder: Path | None) -> Path | None:
-    """The folder that the user names or, where that is a link, the folder that it leads to.
+    """The folder that the user named or, if it is a symbolic link, the folder that it leads to.
 
-    Only for folders that were named: a link in a default place may be anybody's, and whoever writes
-    there does not follow it.
+    Use this only for folders that the user named. A link in a default place may have been planted
+    by anybody, and must not be followed.
     """
     if folder is None:
         return None
@@ -71,5 +75,5 @@ def follow_link(folder: Path | None) -> Path | None:
 
 
 def chosen_hubs(choice: str) -> list[str]:
-    """The hubs that a choice stands for: `both` and `any` are all of them."""
+    """The hubs that a choice stands for; `both` and `any` mean all of them."""
     return list(HUB_NAMES) if choice in ("both", "any") else [choice]

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the names that they choose from."""
+"""The options that several commands share, with their choices."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     HubOrAny = str
     Format = str
 else:
-    # Typer reads the choices from the type when it runs; a type checker wants them spelled out.
+    # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
     HubOrBoth = Literal[(*HUB_NAMES, "both")]
     HubOrAny = Literal[(*HUB_NAMES, "any")]
     Format = Literal[tuple(SIMULATED)]

@@ -1,7 +1,7 @@
-"""The one place that prints: data on stdout, everything else on stderr.
+"""The only module that prints: data on stdout, everything else on stderr.
 
-Whatever is printed for a person goes through `visible`: names and messages come from hubs, files
-and other libraries, and a terminal obeys the control characters that it is sent.
+All text for people goes through `visible`, which escapes control characters. Names and messages
+come from hubs, files and other libraries, and a terminal obeys the control characters in them.
 """
 
 import json
@@ -22,17 +22,17 @@ from rich.text import Text
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
 
-_LONGEST = 1000  # characters of an error: the answer of a hub may have no end
-_UNLIMITED = 10_000  # columns, to measure how wide a table would like to be
-_NAME = 16  # columns that a table leaves to names on a narrow terminal
+_LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
+_UNLIMITED = 10_000  # columns, to measure the natural width of a table
+_NAME = 16  # columns that a table keeps for names on a narrow terminal
 _COMMAND = ": rotationzoo "
 _answered: ContextVar[bool] = ContextVar("answered", default=False)
 """Whether this command has printed its JSON object."""
 
 
 class Mode(Enum):
-    """Who reads: a person, or a program that wants one JSON object (`--json`) or names alone
-    (`--quiet`)."""
+    """Who reads the output: a person, or a program that wants one JSON object (`--json`) or only
+    names (`--quiet`)."""
 
     HUMAN = "human"
     JSON = "json"
@@ -40,7 +40,7 @@ class Mode(Enum):
 
 
 class Output:
-    """Prints what one command has to say, in one of three modes."""
+    """Prints the result and the notes of one command, in one of three modes."""
 
     def __init__(self, json: bool = False, quiet: bool = False):
         self.mode = Mode.HUMAN
@@ -50,8 +50,10 @@ class Output:
             self.mode = Mode.JSON
 
     def result(self, data: dict[str, Any], name: str, human: Callable[[], None]) -> None:
-        """Print the one result: `data` as JSON, or its `name` alone (several names: one a line), or
-        what `human` prints."""
+        """Print the command's one result, as the mode says.
+
+        That is `data` as JSON, or only `name` (which may be several lines), or what `human` prints.
+        """
         if self.mode is Mode.JSON:
             _print_json(data)
         elif self.mode is Mode.QUIET:
@@ -60,7 +62,7 @@ class Output:
             human()
 
     def note(self, text: str) -> None:
-        """A remark for people, on stderr in every mode."""
+        """Print a remark for people, on stderr in every mode."""
         _print((text,), sys.stderr)
 
     def notes(self, texts: Iterable[str]) -> None:
@@ -69,19 +71,21 @@ class Output:
 
 
 def say(*lines: str) -> None:
-    """Lines for people on stdout; a terminal gets them broken between words."""
+    """Print lines for people on stdout. On a terminal, they are wrapped between words."""
     _print(lines, sys.stdout)
 
 
 def show_lines(*lines: str) -> None:
-    """Lines on stdout that are there to be copied, and so are never broken."""
+    """Print lines on stdout that people copy, and which are therefore never wrapped."""
     for line in lines:
         print(visible(line))
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table on stdout; every column but the first is right-aligned. On a terminal that is too
-    narrow the first column is broken, and no cell is ever cut."""
+    """Print a table on stdout, with every column but the first right-aligned.
+
+    On a narrow terminal the first column is folded. No cell is ever cut off.
+    """
     grid = Table(box=None, pad_edge=False)
     for number, column in enumerate(columns):
         first = number == 0
@@ -92,11 +96,13 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
             no_wrap=not first,
         )
     for row in rows:
-        cells = [Text(visible(cell)) for cell in row]  # no markup: a folder may be called [bold]
+        # `Text` keeps rich from reading markup in names: a folder may be called [bold].
+        cells = [Text(visible(cell)) for cell in row]
         grid.add_row(*cells)
     console = Console()
     least = Console(width=_UNLIMITED).measure(grid).maximum
     if console.is_terminal:
+        # Only the first column may fold, so count no more of it than `_NAME` columns.
         longest_name = max(cell_len(visible(row[0])) for row in [columns, *rows])
         least -= max(0, longest_name - _NAME)
     say(title)
@@ -104,8 +110,11 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:
-    """One `Error:` line and, where there is something to do, one `Hint:` line; no token is in
-    either. As JSON also the command's one object, unless it has printed that already."""
+    """Print an `Error:` line and, if there is a hint, a `Hint:` line, with tokens removed.
+
+    With `as_json`, also print both as the command's one JSON object, unless it has already printed
+    one.
+    """
     message = _shortened(str(error))
     lines = [f"Error: {message}"]
     hint = None
@@ -118,28 +127,33 @@ def show_error(error: RotationZooError, as_json: bool = False) -> None:
 
 
 def print_traceback(error: BaseException) -> None:
-    """All of what led to an error, without tokens."""
+    """Print the whole traceback of an error, with tokens removed."""
     for part in traceback.format_exception(error):
         _print(part.splitlines(), sys.stderr)
 
 
 def start_output() -> None:
-    """Start a command: it has printed nothing yet, and what stdout cannot encode is escaped, as on
-    stderr."""
+    """Prepare the output of a command.
+
+    Marks its JSON object as not yet printed, and makes stdout escape what it cannot encode, as
+    stderr does.
+    """
     _answered.set(False)
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")
 
 
 def stderr_console() -> Console:
-    """The console of progress bars."""
+    """The console for progress bars."""
     return Console(stderr=True)
 
 
 def visible(text: str) -> str:
-    """The text as one line that a terminal only shows: what is not printable (escapes, bells, line
-    ends, changes of the direction of writing, lone surrogates) becomes an escape such as
-    `\\x1b`."""
+    """The text as one line that is safe to print on a terminal.
+
+    Unprintable characters (escapes, bells, line ends, controls of the writing direction, lone
+    surrogates) become escapes such as `\\x1b`.
+    """
     return "".join(map(_escape, text))
 
 
@@ -155,9 +169,11 @@ def _print(lines: Iterable[str], stream: TextIO) -> None:
 
 
 def _wrap(line: str, stream: TextIO) -> list[str]:
-    """Lines no longer than a terminal is wide, broken between words; a command at the end has a
-    line of its own, in one piece to be copied."""
-    if not stream.isatty():
+    """Wrap a line between words to the width of the terminal.
+
+    A command at the end gets a line of its own and is never wrapped, so that it can be copied.
+    """
+    if not stream.isatty():  # files and programs get whole lines
         return [line]
     width = Console(file=stream).width
     if len(line) <= width:
@@ -181,7 +197,7 @@ def _print_json(data: dict[str, Any]) -> None:
 
 
 def _without_nan(value: Any) -> Any:
-    """NaN and infinity as null: JSON has no word for them."""
+    """Replace NaN and infinity by None, because JSON cannot express them."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, lines in a log, nothing with `--quiet`."""
+"""Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +14,7 @@ from rotationzoo.progress import Progress, silent
 
 @contextmanager
 def show_progress(out: Output) -> Iterator[Progress]:
-    """The callback to hand to a job; whatever it shows is on stderr, and a bar is gone at the
-    end."""
+    """Yield the progress callback for a job. It writes to stderr and removes its bar at the end."""
     console = stderr_console()
     if out.mode is Mode.QUIET:
         yield silent
@@ -40,7 +39,7 @@ def _bar(console: Console) -> Iterator[Progress]:
 
         def update(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                # A new stage starts a bar of its own, and with it a speed of its own.
+                # Start a new bar for each stage, because its speed is that of the stage alone.
                 for task in tasks.values():
                     bar.remove_task(task)
                 tasks.clear()

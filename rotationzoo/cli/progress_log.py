@@ -1,5 +1,4 @@
-"""Progress for a log, where no bar can be drawn: a line for each stage, and now and then a line
-that says how far it is."""
+"""Progress as lines in a log: one when a stage begins, and one from time to time while it lasts."""
 
 import threading
 import time
@@ -9,17 +8,17 @@ from datetime import timedelta
 
 from rotationzoo.progress import Progress
 
-QUICK = 10.0  # seconds; a job that is over sooner needs no log
-EVERY = 30.0  # seconds between two lines of one stage
-_LOOK = 1.0  # seconds between two looks at the clock
+QUICK = 10.0  # seconds; a shorter job needs no log
+EVERY = 30.0  # least number of seconds between two lines of one stage
+_LOOK = 1.0  # seconds between two checks of the clock
 
 
 class ProgressLog:
-    """Takes `(stage, done, total)` as often as it comes, and writes little.
+    """Accepts any number of updates `(stage, done, total)`, and writes few lines.
 
-    Nothing in the first seconds; then a line when a stage begins, and at most one in 30 seconds
-    while it lasts, whether it is counted (`total` above 0) or not. `say` writes a line, `clock`
-    counts seconds.
+    It writes nothing in the first `QUICK` seconds. Then it writes a line when a stage begins, and
+    at most one per `EVERY` seconds while the stage lasts, whether or not its steps are counted
+    (`total` above 0). `say` writes a line; `clock` returns seconds.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
@@ -27,7 +26,7 @@ class ProgressLog:
         self._begun = clock()
         self._latest: tuple[str, int, int] | None = None
         self._written: tuple[str, float] | None = None
-        """The stage of the last line, and when that was written."""
+        """The stage of the last line, and the time at which it was written."""
         self._lock = threading.Lock()
 
     def update(self, stage: str, done: int, total: int) -> None:
@@ -35,8 +34,8 @@ class ProgressLog:
         self.look()
 
     def look(self) -> None:
-        """Write how far the job is, if it is time to."""
-        with self._lock:  # `update` and the thread of `running` may look at once
+        """Write a line if one is due."""
+        with self._lock:  # `update` and the thread of `running` may look simultaneously
             now = self._clock()
             if self._latest is None or now - self._begun < QUICK:
                 return
@@ -51,8 +50,10 @@ class ProgressLog:
 
     @contextmanager
     def running(self) -> Iterator[Progress]:
-        """`update`, with a thread beside it that also looks at the clock while a stage that lasts
-        reports nothing, such as a download."""
+        """Yield `update`, while a thread writes lines for stages that report nothing themselves.
+
+        A long download is one such stage.
+        """
         stopped = threading.Event()
 
         def watch() -> None:

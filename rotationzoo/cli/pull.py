@@ -1,4 +1,4 @@
-"""`rotationzoo pull`: fetch rotations that somebody published, and export them for an engine."""
+"""`rotationzoo pull`: fetch published rotations and, if asked, export them for an engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,6 +47,7 @@ def pull_command(
     from rotationzoo.zoo.pull import pull_first
 
     hubs = chosen_hubs(from_)
+    # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
     out.note(f"Read {zoo_index.origin}")
     entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs)
@@ -62,7 +63,7 @@ def pull_command(
 
 
 def _export(pulled: "Pulled", engine: str, revision: str | None) -> "Exported":
-    """Export what was pulled; files of others become an artifact first."""
+    """Export what was pulled. OSCAR's own files are imported as an artifact first."""
     from rotationzoo.engines.export import export
     from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.engines.payload import Request
@@ -77,7 +78,7 @@ def _export(pulled: "Pulled", engine: str, revision: str | None) -> "Exported":
 
 
 def show_pull(out: Output, pulled: "Pulled") -> None:
-    """Where the files are, and how to make an artifact of those that are none."""
+    """Print where the files are and, for OSCAR's own files, how to make an artifact of them."""
     entry = pulled.entry
     out.notes(pulled.notes)
     data = {

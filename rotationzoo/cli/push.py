@@ -52,6 +52,7 @@ def push_command(
     if dry_run:
         show_push_plan(out, repo, upload.listing())
         return
+    # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
     published = push(upload, repo, chosen_hubs(to), create_pr, str(artifact))
     if index is not None:
@@ -60,7 +61,7 @@ def push_command(
 
 
 def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
-    """`files`: the path and the size in bytes of everything that would be uploaded."""
+    """Print what would be uploaded. `files`: path and size in bytes of each file."""
     rows = [[file["path"], f"{file['size']:,}"] for file in files]
     names = [file["path"] for file in files]
     out.result(
@@ -71,7 +72,7 @@ def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
 
 
 def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:
-    """`published`: hub -> where the artifact is there."""
+    """Print where the artifact is. `published`: hub -> its place there."""
     data = {
         "repo": repo,
         "path": path,

@@ -1,5 +1,4 @@
-"""`rotationzoo regenerate`: make and publish new rotations where a model or its recipe has
-changed."""
+"""`rotationzoo regenerate`: make and publish new rotations for models that have changed."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -71,6 +70,7 @@ def regenerate_command(
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
     recipe_file = find_recipe_file(configs, model)
     zoo = repo or ZOO
+    # Even if both hubs are published to, the published rotations are those of one index.
     hub = DEFAULT_HUB if to in (None, "both") else str(to)
     zoo_index = load_published_index(index, zoo, hub)
     out.note(f"Read {zoo_index.origin}")
@@ -91,7 +91,7 @@ def regenerate_command(
         device_map=device_map,
         max_memory=max_memory,
     )
-    # Only the text of this recipe is used.
+    # Only the text settings of this recipe are used.
     text = override(load("oscar"), source=data, tokens=tokens, length=length)
     evaluation = Evaluation(model=model, artifacts=[], data=text.data)
     with show_progress(out) as progress:
@@ -103,7 +103,7 @@ def regenerate_command(
 
 
 def _publish(folder: Path, repo: str, hubs: list[str]) -> dict[str, "Published"]:
-    """Publish as a pull request: a person merges it."""
+    """Publish as a pull request, so that a person decides whether to merge it."""
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import push
@@ -122,7 +122,7 @@ def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:
 
 
 def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]) -> None:
-    """`unknown`: model -> why it is not known whether it is due."""
+    """Print the models that are due. `unknown`: model -> why it could not be checked."""
     reasons = {name: str(error) for name, error in unknown.items()}
     data = {"models": [asdict(due) for due in models], "unknown": reasons}
     columns = ["model", "revision", "was", "reason"]
@@ -137,7 +137,7 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]
 def show_regenerated(
     out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
 ) -> None:
-    """`places`: hub -> where the new rotations are published."""
+    """Print the verdict on the new rotations. `places`: hub -> where they are published."""
     data = {key: value for key, value in verdict.items() if key != "report"}
     data["hubs"] = {name: asdict(place) for name, place in places.items()}
 

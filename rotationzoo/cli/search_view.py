@@ -1,10 +1,10 @@
-"""What a search made of a recipe, for `calibrate` in two sentences and for `inspect` in a table."""
+"""What a search chose and kept, in two sentences for `calibrate` and as a table for `inspect`."""
 
 from typing import Any
 
 from rotationzoo.cli.output import say, table
 
-# What a search kept: nothing ("own"), or what it chose for one side or both.
+# What a search kept: nothing ("own"), or its choices for one side or both.
 _KEPT_SIDES = {"own": (), "keys": ("key",), "values": ("value",), "both": ("key", "value")}
 _KEPT = {
     "own": "nothing: the rotations are those that the recipe makes without a search",
@@ -21,8 +21,10 @@ _COMPARED = {
 
 
 def search_sentences(model: dict[str, Any]) -> list[str]:
-    """What the whole model makes of the choices, and so which of them were kept. `model` is what
-    `search` in a manifest holds of the whole model."""
+    """How the choices affect the whole model's predictions, and which choices were therefore kept.
+
+    `model` is the part of a manifest's `search` that concerns the whole model.
+    """
     by_side = [f"{nats:.4f} {_COMPARED[name]}" for name, nats in model["by_side"].items()]
     clips = f"{model['key']['clip']:g} for keys and {model['value']['clip']:g} for values"
     return [
@@ -33,7 +35,10 @@ def search_sentences(model: dict[str, Any]) -> list[str]:
 
 
 def show_search(search: dict[str, Any]) -> None:
-    """What was kept for each head and what it scores on held-out text. `search` is a manifest's."""
+    """Print what was kept for each head, with its score on held-out text.
+
+    `search` is that of a manifest.
+    """
     rows = _rows(search["layers"], _KEPT_SIDES[search["model"]["kept"]])
     if rows:
         table(
@@ -59,10 +64,10 @@ def _rows(layers: dict[str, Any], kept_sides: tuple[str, ...]) -> list[list[str]
 
 
 def _missing_projections(layers: dict[str, Any]) -> str:
-    """The layers whose heads were scored apart from the residual stream, and why."""
+    """The layers whose heads were scored without their output projection, and the reasons."""
     by_reason: dict[str, list[str]] = {}
     for sides in layers.values():
-        projections = sides.get("projection", {})  # which earlier versions did not record
+        projections = sides.get("projection", {})  # earlier versions did not record these
         for layer, kept in projections.items():
             if kept.startswith("identity: "):
                 by_reason.setdefault(kept.removeprefix("identity: "), []).append(layer)

@@ -1,4 +1,4 @@
-"""`rotationzoo validate`: check the CUDA reference against the codec, and measure its speed."""
+"""`rotationzoo validate`: check the CUDA reference against the codec and measure its speed."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +44,7 @@ def validate_command(
 
 
 def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -> None:
-    """What was compared, and the speed as a share of what the device copies."""
+    """Print what was compared, and the throughput as a share of the device's copy bandwidth."""
 
     def human() -> None:
         checked = f"{report['rows']:,} rows, {report['elements']:,} elements"

@@ -1,4 +1,4 @@
-"""`rotationzoo verify`: check that an artifact is whole, orthogonal and of its model."""
+"""`rotationzoo verify`: check that an artifact is whole, orthogonal and made for its model."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,8 +85,11 @@ def show_verification(
     verification: "Verification",
     agreement: "Agreement | None",
 ) -> None:
-    """What is wrong, and what was checked and holds. `agreement`: with what the model computes,
-    None where the model was not run."""
+    """Print the problems that were found, and everything that was checked.
+
+    `agreement`: how well the rotations agree with what the model computes. None if the model was
+    not run.
+    """
     data: dict[str, Any] = {
         "ok": verification.ok,
         "problems": verification.problems,

@@ -1,1 +1,1 @@
-"""What is published: the index that lists it, and pushing, pulling and regenerating rotations."""
+"""Published rotations: the index that lists them, and how to push, pull and regenerate them."""

@@ -1,4 +1,4 @@
-"""Whether the hubs still hold what an index lists."""
+"""Whether the hubs still hold the files that an index lists."""
 
 from functools import cache
 
@@ -9,10 +9,12 @@ from rotationzoo.zoo.lookup import LoadedIndex
 
 
 def check_availability(loaded: LoadedIndex, entries: list[Entry]) -> list[bool | None]:
-    """Whether some hub lists all files of each entry. None, not known, where no hub that answers
-    does and another does not answer."""
+    """For each entry, whether some hub lists all of its files.
 
-    # A zoo repository holds many entries; it is asked once.
+    None means unknown: no hub that answered has the files, but another hub did not answer.
+    """
+
+    # Many entries share a zoo repository, so each repository is listed only once.
     @cache
     def list_paths(hub_name: str, repo: str, revision: str | None) -> set[str] | None:
         try:
@@ -35,7 +37,7 @@ def check_availability(loaded: LoadedIndex, entries: list[Entry]) -> list[bool |
 
 def _is_complete(entry: Entry, copy: Copy, paths: set[str]) -> bool:
     """Whether a repository with these paths has the copy's folder and all files of the entry."""
-    # An entry that is only listed may name no files, and its folder may be the repository.
+    # An entry that cannot be pulled may name no files, and its folder may be the whole repository.
     folder = copy.path_of("")
     has_folder = any(path.startswith(folder) for path in paths)
     return has_folder and all(copy.path_of(name) in paths for name in entry.files)

@@ -1,4 +1,4 @@
-"""The folder on this machine that a published rotation is downloaded to, and what it may hold."""
+"""Downloading a published rotation to a local folder, and checking what that folder may hold."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 
 LOCK = "zoo.lock.json"
-"""Beside files without published hashes: what they were when they were first downloaded."""
+"""For files without published hashes: records their hashes at the first download."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Pulled:
     copy: Copy
     revision: str | None
     files: dict[str, str]
-    """Name -> sha256 of what is on the disk."""
+    """Name -> sha256 of the file on disk."""
     notes: list[str] = field(default_factory=list)
     artifact: Artifact | None = None
-    """The artifact, with what was read of it when it was checked; None of OSCAR's own files."""
+    """The opened artifact, with whatever the checks have read of it. None for OSCAR's own files."""
 
 
 def cache_folder(copy: Copy, revision: str | None) -> Path:
-    """Where pulled files go by default: huggingface_hub's folder for other libraries' files."""
+    """The default folder for pulled files: huggingface_hub's cache of assets of other libraries."""
     from huggingface_hub import cached_assets_path
 
     place = cached_assets_path("rotationzoo", namespace=copy.hub, subfolder=copy.repo)
@@ -41,18 +41,20 @@ def cache_folder(copy: Copy, revision: str | None) -> Path:
 
 
 def hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | None:
-    """Name -> sha256 of the listed files of a folder.
+    """Name -> sha256 of the listed files in a folder.
 
-    None if one is missing, is no regular file of the folder, or differs from what is listed.
+    Returns None if a file is missing, is not a regular file of the folder, or differs from its
+    listing in size or hash.
     """
     hashes: dict[str, str] = {}
+    # A killed process may have left the folder set aside under another name.
     recover(folder)
     for name, file in listed.items():
         try:
             path = regular_file(folder, name)
         except RotationZooError:
             return None
-        # The size first: it costs nothing.
+        # Compare sizes first: hashing a file of the wrong size would waste time.
         if size_of(path) != file.size:
             return None
         hashes[name] = sha256(path)
@@ -62,7 +64,7 @@ def hash_files(folder: Path, listed: Mapping[str, File]) -> dict[str, str] | Non
 
 
 def check_target(target: Path, entry: Entry) -> None:
-    """Raise `RotationZooError` for a place that holds anything but what `pull` put there."""
+    """Raise `RotationZooError` if the target holds anything that `pull` did not put there."""
     check_name(target)
     names = set()
     if target.is_dir():
@@ -75,10 +77,10 @@ def check_target(target: Path, entry: Entry) -> None:
 
 
 def download_files(copy: Copy, revision: str | None, sizes: Mapping[str, int], work: Path) -> Path:
-    """Fetch the files of a copy; `sizes` is name -> bytes.
+    """Fetch the files of a copy; `sizes` maps each name to its size in bytes.
 
-    Returns the folder, inside `work`, that holds them and nothing else. Raises `RotationZooError`
-    before anything is fetched where the disk has no room for all of them.
+    Returns a folder inside `work` that holds these files and nothing else. Raises
+    `RotationZooError` before the first download if the disk has no room for all of them.
     """
     needed, free = sum(sizes.values()), shutil.disk_usage(work).free
     if needed > free:
@@ -89,7 +91,7 @@ def download_files(copy: Copy, revision: str | None, sizes: Mapping[str, int], w
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
-    # The clients put files of their own beside those that were asked for.
+    # The hubs' clients leave files of their own beside the downloads, so move ours elsewhere.
     clean.mkdir()
     for name in sizes:
         regular_file(raw, copy.path_of(name)).rename(child(clean, name))

@@ -10,8 +10,8 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 
-_WORKERS = 8  # each may have to wait for an answer that does not come
-# A change of any other file, such as the README, leaves the rotations as they are.
+_WORKERS = 8  # parallel, because each request may wait until it times out
+# Changes to other files, such as the README, do not affect the rotations.
 _SUFFIXES = (".safetensors", ".jinja", ".model", ".json")
 
 
@@ -22,18 +22,19 @@ class DueModel:
     model: str
     revision: str
     was: str | None
-    """The revision of the published rotations."""
+    """The model revision that the published rotations were made for; None if nothing is published
+    or the index does not say."""
     recipe: str
-    """The recipe file."""
+    """Path of the recipe file."""
     reason: str
 
 
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, HubError]]:
-    """The due models of a folder of recipe files, and model -> error for those that could not be
-    looked at.
+    """The models that are due, and model -> error for those that could not be checked.
 
-    Asks Hugging Face for each model: that is where models are fetched from, whichever hub their
-    rotations are published on. Raises `HubError` if no model could be looked at.
+    `configs` is the folder of recipe files. Every model is looked up on Hugging Face, because
+    models are always fetched from there, whichever hub has their rotations. Raises `HubError` if
+    no model could be checked.
     """
     hub = HuggingFace()
     recipes_by_path = {}
@@ -62,8 +63,10 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Hub
 
 
 def find_recipe_file(configs: Path, model: str | None) -> Path:
-    """The recipe file of a model, or any for None. Raises `RotationZooError` if the folder has
-    none."""
+    """The recipe file of a model, or the first file if `model` is None.
+
+    Raises `RotationZooError` if the folder has no such file.
+    """
     paths = sorted(configs.glob("*.yaml"))
     if not paths:
         raise RotationZooError(
@@ -80,7 +83,7 @@ def find_recipe_file(configs: Path, model: str | None) -> Path:
 
 
 def find_newest(index: Index, model: str) -> Entry | None:
-    """The newest artifact that is listed for a model."""
+    """The newest artifact that the index lists for a model; None if it lists none."""
     artifacts = []
     for entry in index.entries:
         if entry.model == model and entry.format == "rotationzoo":
@@ -103,11 +106,14 @@ def _look_at(hub: HuggingFace, path: Path, recipe: Recipe, index: Index) -> DueM
 def _find_reason(
     hub: HuggingFace, recipe: Recipe, published: Entry, revision: str, hashes: dict[str, str]
 ) -> str | None:
-    """Why new rotations are needed; None if they are not. `hashes` are the model's files at this
-    revision."""
+    """The reason why new rotations are needed, or None.
+
+    `hashes` maps the model's files at `revision` to their hashes.
+    """
     accepted = [recipe.hash]
     if recipe.search:
-        # What a search makes of the recipe where the keys of the model cannot be centred.
+        # A search turns centring off for models whose keys must keep their mean. The artifact
+        # then has the hash of this recipe.
         accepted.append(recipe.model_copy(update={"center_keys": False}).hash)
     if published.recipe_sha256 not in accepted:
         return "the recipe has changed"
@@ -127,4 +133,5 @@ def _find_reason(
 
 
 def _matters(name: str) -> bool:
+    """Whether a change of this file may change the rotations: a root file with such a suffix."""
     return "/" not in name and name.endswith(_SUFFIXES)

@@ -1,4 +1,4 @@
-"""`zoo_index.json`: what has been published, where, and with which hashes."""
+"""The schema of `zoo_index.json`: which rotations are published, where, and with which hashes."""
 
 import json
 import os
@@ -19,27 +19,27 @@ WHEEL_COPY = Path(__file__).parents[1] / "data" / NAME
 REPOSITORY = r"^[\w][\w.-]*/[\w][\w.-]*$"
 RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
 Place = Annotated[str, AfterValidator(files.plain)]
-"""A path inside a folder. Every one becomes a path on this machine."""
+"""A relative path inside a folder. It is checked, because it becomes a path on this machine."""
 PlainName = Annotated[Place, Field(pattern="^[^/]*$")]
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 
 class _Frozen(BaseModel):
-    # Keys that are not known are refused: an index says what to download.
+    # Unknown keys are refused, because an index decides what is downloaded.
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Copy(_Frozen):
-    """One place that holds the files: a folder of a repository at a revision."""
+    """One place that holds an entry's files: a folder of a repository at a revision."""
 
     hub: HubName
     repo: RepoId
     path: Annotated[str, AfterValidator(lambda path: path and files.plain(path))]
-    """The folder inside the repository; empty for the whole repository, or where nobody has seen
-    the folder."""
+    """The folder inside the repository. Empty if it is the whole repository, or if we have not
+    seen which folder it is."""
     revision: Place | None = None
-    """A commit on Hugging Face, a tag on ModelScope; None where the index came with the files, or
-    nobody has looked."""
+    """A commit on Hugging Face, a tag on ModelScope. None if the index lies in the same repository
+    as the files, or if the revision was never looked up."""
 
     def path_of(self, name: str) -> str:
         """The path of a file in the repository."""
@@ -47,7 +47,7 @@ class Copy(_Frozen):
 
 
 class File(_Frozen):
-    """Size and sha256 of a file; None where nobody has published them."""
+    """Size in bytes and sha256 of a file; None if they have not been published."""
 
     size: Annotated[int, Field(ge=0)] | None = None
     sha256: Sha256 | None = None
@@ -57,26 +57,29 @@ class Entry(_Frozen):
     """One published rotation of one model."""
 
     model: RepoId | PlainName
-    """Hub id, or the name of a model that is on no hub, such as `demo`."""
+    """The hub id, or a plain name for a model that is not on a hub, such as `demo`."""
     model_revision: Place | None = None
     config_sha256: Sha256 | None = None
     weights_fingerprint: Sha256 | None = None
     format: Literal["rotationzoo", "oscar", "latent", "gguf"] = "rotationzoo"
-    """`rotationzoo` is an artifact. The others are what OSCAR's authors publish: `oscar`, two `.pt`
-    files; `latent`, one matrix a layer for the latent that MLA stores, which nothing here reads;
-    `gguf`, a whole model with rotations in it, which is listed and not pulled."""
+    """`rotationzoo` is an artifact. OSCAR's authors publish the other formats:
+
+    * `oscar`: two `.pt` files.
+    * `latent`: one matrix per layer for the latent that MLA stores. Nothing here reads it.
+    * `gguf`: a whole model with rotations in it. It is listed but not pulled.
+    """
     note: Annotated[str, Field(max_length=500)] | None = None
-    """One sentence for the reader of the list."""
+    """One sentence for people who read the list."""
     recipe: PlainName
     recipe_sha256: Sha256 | None = None
     geometry: list[dict[str, bool | int]] | None = None
     files: dict[PlainName, File]
     copies: list[Copy]
     evaluation: dict[str, Any] | None = None
-    """The summary of what `evaluate` measured."""
+    """A summary of what `evaluate` measured."""
     validation: dict[str, Any] | None = None
     created: Annotated[str, Field(pattern=r"^[0-9T:Z.+-]{1,40}$")] | None = None
-    """Day of publication, ISO 8601."""
+    """The day of publication, in ISO 8601."""
 
     @model_validator(mode="after")
     def _can_be_checked(self) -> "Entry":
@@ -103,20 +106,22 @@ class Entry(_Frozen):
 
     @property
     def pullable(self) -> bool:
-        """Whether `pull` can fetch and check it; other formats are only listed."""
+        """Whether `pull` can fetch and check the entry. Other formats are only listed."""
         return self.format in ("rotationzoo", "oscar")
 
     @property
     def identity(self) -> str:
-        """The sha256 of the rotations, or the place of files without hashes. Two entries of a model
-        differ in it."""
+        """What tells two entries of one model apart.
+
+        It is the sha256 of the rotations, or for files without hashes their repository and folder.
+        """
         if self.format == "rotationzoo":
             return self.files[ROTATIONS].sha256 or ""
         return f"{self.copies[0].repo}/{self.copies[0].path}"
 
 
 class Index(_Frozen):
-    """`zoo_index.json`: everything that a repository has published."""
+    """The content of `zoo_index.json`: everything that a repository has published."""
 
     schema_: Annotated[int, Field(alias="schema")] = SCHEMA
     entries: list[Entry] = []
@@ -140,8 +145,8 @@ class Index(_Frozen):
     def extended(self, entry: Entry) -> "Index":
         """This index with one more entry.
 
-        If the same files of the same model are listed already, the entries become one: with the
-        copies of both, and with the newer measurements.
+        If it already lists the same files of the same model, the two entries are merged: the result
+        has the copies of both and the newer measurements.
         """
         entries = []
         for listed in self.entries:
@@ -152,10 +157,10 @@ class Index(_Frozen):
         return Index(entries=_sorted([*entries, entry]))
 
     def text(self) -> str:
-        """The index as JSON with entries and keys in order, so that versions differ by little.
+        """The index as JSON, with sorted entries and keys to keep diffs between versions small.
 
-        Keys that are None are left out, except in copies and files: there null says that nobody
-        knows the revision or the hash.
+        Fields that are None are left out, except in copies and files. There null says that the
+        revision or the hash is unknown.
         """
         entries = []
         for entry in _sorted(self.entries):
@@ -168,8 +173,11 @@ class Index(_Frozen):
 
 
 def parse(text: str | bytes, origin: str) -> Index:
-    """Raises `RotationZooError`, naming `origin`, for what is no index, or one of a newer
-    schema."""
+    """Parse and validate the text of an index.
+
+    Raises `RotationZooError`, which names `origin`, if the text is not an index or has a schema
+    other than `SCHEMA`.
+    """
     content = strict_json.parse(text, origin, _OTHER_INDEX_HINT)
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, int) or isinstance(schema, bool):
@@ -185,12 +193,15 @@ def parse(text: str | bytes, origin: str) -> Index:
 
 
 def read(path: Path) -> Index:
-    """The index at a path that the user names, which may be a link. Raises `RotationZooError`."""
+    """Read the index at a path that the user named, which may be a symbolic link.
+
+    Raises `RotationZooError`.
+    """
     return parse(files.read(Path(os.path.realpath(path)), strict_json.LIMIT), str(path))
 
 
 def _merged(listed: Entry, entry: Entry) -> Entry:
-    """The newer entry, with the copies of both and the earlier day of publication."""
+    """The newer entry with the copies of both entries and the earlier day of publication."""
     copies = {(copy.hub, copy.repo): copy for copy in (*listed.copies, *entry.copies)}
     changes = {"copies": list(copies.values()), "created": listed.created or entry.created}
     return entry.model_copy(update=changes)

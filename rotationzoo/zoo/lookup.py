@@ -1,4 +1,4 @@
-"""Which index is read, and which of its entries is meant."""
+"""Finding the index to read, and choosing the entry of a model in it."""
 
 import http.client
 import urllib.request
@@ -19,30 +19,35 @@ BUNDLED_INDEX = "bundled"
 
 @dataclass(frozen=True)
 class LoadedIndex:
-    """An index and where it was read. `hub`, `repo` and `revision` are None unless it is the index
-    of a repository."""
+    """An index and where it was read.
+
+    `hub`, `repo` and `revision` are None unless the index was read from a zoo repository.
+    """
 
     content: Index
     origin: str
-    """Where it was read, in words."""
+    """Where the index was read, in words."""
     hub: str | None = None
     repo: str | None = None
     revision: str | None = None
 
     def revision_of(self, copy: Copy) -> str | None:
-        """The revision that holds a copy. If the copy names none and lies in the same repository as
-        the index, that is the revision at which the index was read."""
+        """The revision that holds a copy.
+
+        If the copy names none but lies in the same repository as the index, its revision is the one
+        at which the index was read.
+        """
         lies_beside = (self.hub, self.repo) == (copy.hub, copy.repo)
         return copy.revision or (self.revision if lies_beside else None)
 
 
 def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB) -> LoadedIndex:
-    """The index at a path, a URL or `bundled`; or else that of a zoo repository on one hub.
+    """The index at `place` (a path, a URL or `bundled`), or else that of a zoo repository on a hub.
 
-    The copy that came with this package is read instead if nobody named a repository and the
-    default one, `ZOO`, does not exist. Raises `HubError` for a named repository that does not
-    exist, and for whatever else keeps a hub from answering. Other hubs are not tried: a repository
-    of the same name there may be anybody's.
+    If the user named no repository and the default one, `ZOO`, does not exist or is hidden, this
+    reads the copy that came with the package. Raises `HubError` if a named repository does not
+    exist, or if the hub cannot be read for any other reason. Other hubs are never tried: a
+    repository of the same name there may belong to anybody.
     """
     if place == BUNDLED_INDEX:
         return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
@@ -56,6 +61,7 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
         if repo is not None:
             elsewhere = _elsewhere_hint(hub_name) if error.missing else ""
             raise HubError(str(error), hint=f"{error.hint}{elsewhere}") from error
+        # Without a token, a hub may not say whether a repository is missing or private.
         if error.missing or error.hidden:
             origin = f"the index that came with rotationzoo ({error})"
             return LoadedIndex(index.read(index.WHEEL_COPY), origin)
@@ -64,8 +70,10 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
 
 
 def read_index(repo: str, hub_name: str) -> LoadedIndex:
-    """A repository's own index. Raises `HubError`, `missing` where there is no repository, or none
-    with an index."""
+    """Read a repository's own index.
+
+    Raises `HubError`, with `missing` set if there is no such repository or no index in it.
+    """
     hub = open_hub(hub_name)
     revision = hub.resolve(repo)
     text = hub.read(repo, revision, index.NAME)
@@ -79,10 +87,11 @@ def read_index(repo: str, hub_name: str) -> LoadedIndex:
 def choose_entry(
     loaded: LoadedIndex, model: str, revision: str | None, recipe: str | None, hubs: list[str]
 ) -> tuple[Entry, list[Copy], str]:
-    """The best entry of a model, its copies on these hubs, and a sentence that says what it is.
+    """The best entry of a model, its copies on these hubs, and a phrase that describes the choice.
 
-    Entries for the model's revision come first, then artifacts, then the newest. Raises
-    `RotationZooError` if the model has no entry that can be pulled.
+    An entry for the requested revision of the model wins, then an artifact over other formats, then
+    the newest. `hubs` is also the order of the copies. Raises `RotationZooError` if the model has
+    no entry that can be pulled.
     """
     matching = []
     for listed in loaded.content.entries:
@@ -123,7 +132,7 @@ def _preference(entry: Entry) -> tuple[bool, str]:
 
 
 def _elsewhere_hint(hub_name: str) -> str:
-    """What to add to a command whose repository is not on the default hub."""
+    """A hint that names the options for the other hubs, if the default hub was asked."""
     if hub_name != DEFAULT_HUB:
         return ""
     hints = []
@@ -134,7 +143,7 @@ def _elsewhere_hint(hub_name: str) -> str:
 
 
 def _download(url: str) -> bytes:
-    """What is at an address, within the limits of an index."""
+    """Download an index, within the limits on time and size for small answers."""
 
     def download() -> bytes:
         with urllib.request.urlopen(url, timeout=limits.ANSWER_SECONDS) as answer:

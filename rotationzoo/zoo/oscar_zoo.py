@@ -1,7 +1,7 @@
-"""The rotations that OSCAR's authors publish: two `.pt` files, and no hashes.
+"""Pulling the rotations that OSCAR's authors publish: two `.pt` files without hashes.
 
-What is downloaded first is recorded in `zoo.lock.json` beside the files, and later downloads must
-agree with it.
+The first download records the hashes in `zoo.lock.json` beside the files. Later downloads must
+agree with them.
 """
 
 from pathlib import Path
@@ -21,25 +21,26 @@ from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place, PlainName
 
 MAX_BYTES = 4 << 30
-"""The most that is downloaded of files whose sizes nobody has published but the hub that serves
-them."""
+"""The most bytes to download for one entry. The index gives no sizes for these files, so the only
+sizes are those that the hub itself claims."""
 _UNHASHED_NOTE = (
     "no hash was published for these files: revision and hashes are recorded beside them"
 )
 
 
 class Lock(strict_json.Strict):
-    """`zoo.lock.json`: what was downloaded first."""
+    """The content of `zoo.lock.json`: the revision and the hashes of the first download."""
 
     revision: Place
     files: dict[PlainName, File]
 
 
 def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pulled:
-    """Download the files of an entry without hashes, and check them against those recorded earlier.
+    """Download the files of an entry without hashes, and check them against an earlier record.
 
-    If the hub does not answer, the files that were recorded are what is pulled. Raises
-    `RotationZooError` if a file is not the one that was recorded, or holds no rotations.
+    If the hub does not answer, this returns the recorded files, provided that they are still there
+    and unchanged. Raises `RotationZooError` if a file differs from the record, or does not hold
+    rotations.
     """
     lock = _read_lock(target)
     recorded = hash_files(target, lock.files) if lock else None
@@ -77,8 +78,10 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
 
 
 def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
-    """Name -> bytes, as the index says or else as the hub lists it. Raises `HubError` for a file
-    that the hub does not list, and for more than rotations take."""
+    """Name -> size in bytes, from the index or else from the hub's listing.
+
+    Raises `HubError` if the hub does not list a file, or if the total exceeds `MAX_BYTES`.
+    """
     listed = open_hub(copy.hub).list_files(copy.repo, revision)
     sizes = {}
     for name, file in entry.files.items():
@@ -89,6 +92,7 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
             )
         sizes[name] = listed[path].size if file.size is None else file.size
     total = sum(sizes.values())
+    # The sizes come from the hub, which may claim anything, even a negative number.
     if total > MAX_BYTES or min(sizes.values()) < 0:
         raise HubError(
             f"{copy.repo} lists {total:,} bytes for {copy.path}, more than rotations of a model "
@@ -99,7 +103,7 @@ def _find_sizes(entry: Entry, copy: Copy, revision: str) -> dict[str, int]:
 
 
 def _is_as_recorded(name: str, sha256: str, entry: Entry, lock: Lock | None) -> bool:
-    """Whether a file's hash agrees with the index and with the lock, as far as they know it."""
+    """Whether a file's hash agrees with the index and the lock, where these have a hash."""
     recorded = [entry.files[name]]
     if lock is not None and name in lock.files:
         recorded.append(lock.files[name])
@@ -107,7 +111,7 @@ def _is_as_recorded(name: str, sha256: str, entry: Entry, lock: Lock | None) -> 
 
 
 def _read_lock(target: Path) -> Lock | None:
-    """The lock of a folder; None where there is none, or a damaged one, which records nothing."""
+    """The lock of a folder. None if it has none; a damaged lock counts as none."""
     recover(target)
     try:
         return Lock.model_validate(strict_json.read(target / LOCK))

@@ -1,5 +1,7 @@
-"""Whose an artifact is: the model that its manifest names must be the one that an index lists, and
-the one that has this config."""
+"""Checks that an artifact belongs to the model that an index lists it for.
+
+The manifest must name that model, and the model must have the config that the manifest records.
+"""
 
 import re
 from pathlib import Path
@@ -19,16 +21,16 @@ _DESCRIPTIONS = {
     "recipe_sha256": "recipe's hash",
     "geometry": "geometry",
 }
-"""Field of an entry -> what it is called in a sentence."""
+"""Field of an entry -> its name in an error message."""
 _OWNERS_HINT = "tell the owners of the repository; to look at what else there is: rotationzoo list"
 _OTHER_NAME_HINT = "give the model's folder a name of its own, and calibrate it again"
 
 
 def listed_name(model: Model) -> str:
-    """What an index calls a manifest's `model`: its hub id, `demo`, or for a local folder the
-    folder's name, which has no owner.
+    """The name under which an index lists a manifest's `model`.
 
-    Raises `RotationZooError` for a name that is not the model's own.
+    That is its hub id, `demo`, or for a local folder the folder's name, without an owner. Raises
+    `RotationZooError` if the id is not a valid hub id, or if a local folder is called `demo`.
     """
     if model.revision is not None:
         if not re.fullmatch(REPOSITORY, model.id):
@@ -47,7 +49,7 @@ def listed_name(model: Model) -> str:
 
 
 def _is_demo(model: Model) -> bool:
-    """Whether a manifest's model is the one that comes with this package, as far as it says."""
+    """Whether the hashes in a manifest, where it has them, are those of the bundled demo model."""
     demo = Source(DEMO_NAME, DEMO, None)
     return model.config_sha256 in (config_hash(demo), None) and model.weights_fingerprint in (
         weights_fingerprint(demo),
@@ -56,8 +58,11 @@ def _is_demo(model: Model) -> bool:
 
 
 def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
-    """Raise `RotationZooError` where a manifest is of another model, revision or recipe than the
-    entry that lists it. `what` names the artifact in the sentence."""
+    """Raise `RotationZooError` if an artifact contradicts the entry that lists it.
+
+    Compares the model, its revision, hashes and geometry, and the recipe. `what` names the artifact
+    in the message.
+    """
     manifest = artifact.manifest
     name = listed_name(manifest.model)
     if name != entry.model:
@@ -85,8 +90,11 @@ def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
 
 
 def check_model(artifact: Artifact) -> None:
-    """Raise `RotationZooError` unless the model that a manifest names has, at that revision, the
-    config of the manifest."""
+    """Raise `RotationZooError` if the named model has another config than the manifest records.
+
+    Compares with the config at the manifest's revision, and raises the same error if that cannot be
+    read. A model from a local folder has no revision, and is not checked.
+    """
     model = artifact.manifest.model
     if model.revision is None:
         return
@@ -107,8 +115,10 @@ def check_model(artifact: Artifact) -> None:
 
 
 def check_unclaimed(content: Index, entry: Entry, repo: str) -> None:
-    """Raise `RotationZooError` where a zoo lists another model under the name of a local one, which
-    nobody owns."""
+    """Raise `RotationZooError` if a zoo already lists another model under a local model's name.
+
+    Names of local models have no owner, so two different models may claim the same one.
+    """
     if "/" in entry.model:
         return
     for listed in content.entries:

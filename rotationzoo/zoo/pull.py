@@ -1,5 +1,5 @@
-"""A published rotation -> a folder on this machine, with every hash checked: all of it or
-nothing."""
+"""Pulling a published rotation into a local folder: every hash is checked, and a failed pull leaves
+nothing behind."""
 
 from pathlib import Path
 
@@ -30,8 +30,11 @@ def pull_first(
     local_dir: Path | None = None,
     progress: Progress = silent,
 ) -> Pulled:
-    """Pull the first of an entry's copies that exists. Raises whatever else goes wrong with one:
-    a hub that fails is not replaced by another."""
+    """Pull the first of an entry's copies that exists.
+
+    Only a missing copy makes this try the next one. Any other error is raised, because a hub that
+    fails must not be replaced by another.
+    """
     for copy in copies[:-1]:
         try:
             return pull(loaded, entry, copy, local_dir, progress)
@@ -48,16 +51,16 @@ def pull(
     local_dir: Path | None = None,
     progress: Progress = silent,
 ) -> Pulled:
-    """Download what is not here yet, check it, and put it in place.
+    """Download one copy of an entry unless it is here already, check it, and move it into place.
 
-    `local_dir` is the place, by default one in the cache. Raises `RotationZooError`, and leaves
-    nothing behind, if a hash differs, or if the artifact is not sound or is of another model than
-    the entry's.
+    `local_dir` is the target folder, by default one in the cache. Raises `RotationZooError` and
+    leaves nothing behind if a hash differs, if the artifact is not sound, or if it belongs to
+    another model than the entry's.
     """
     hub = open_hub(copy.hub)
     revision = loaded.revision_of(copy)
     if entry.format == "oscar":
-        # Of these an update takes the place of what was there, so the cache has one folder.
+        # An update replaces the earlier files, so the cache folder does not depend on the revision.
         return pull_oscar(entry, copy, local_dir or cache_folder(copy, None), progress)
     target = local_dir or cache_folder(copy, revision)
     what = f"{copy.path} of {copy.repo}"

@@ -1,5 +1,4 @@
-"""An artifact -> a folder of a zoo repository, with the repository's own index, in one commit a
-hub."""
+"""Publishing an artifact to a zoo repository, together with its index, in one commit per hub."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,17 +14,16 @@ from rotationzoo.zoo.ownership import check_unclaimed
 from rotationzoo.zoo.repository_files import render_root_files
 from rotationzoo.zoo.upload import Upload
 
-_ATTEMPTS = 4  # each on top of what somebody else has just committed
+_ATTEMPTS = 4  # another attempt follows when somebody else has committed in between
 
 
 def push(
     upload: Upload, repo: str, hubs: list[str], create_pr: bool = False, name: str = "ARTIFACT"
 ) -> dict[str, Published]:
-    """Publish to each hub, in this order; hub -> where it is. What is there already makes no
-    commit.
+    """Publish to each hub in the given order, and return hub -> where the artifact is.
 
-    `name` is the artifact's, for the hint. Raises `HubError` if the first hub refuses, and
-    `PartlyDone` if a later one does.
+    Files that a hub already holds make no new commit. `name` is the name of the artifact in the
+    hint. Raises `HubError` if the first hub refuses, and `PartlyDone` if a later one does.
     """
     published: dict[str, Published] = {}
     for hub_name in hubs:
@@ -42,16 +40,16 @@ def push(
 
 
 def extend_index_file(path: Path, entry: Entry) -> None:
-    """Add an entry to an index file, which is created if it does not exist and replaced whole."""
+    """Add an entry to an index file. Creates the file if necessary, and replaces it whole."""
     path = path.resolve()
+    # Under a lock, so that simultaneous commands cannot lose each other's entries.
     with locked(path.with_name(f".{path.name}.lock"), f"writing {path}"):
         before = index.read(path) if path.exists() else Index()
         replace(path, before.extended(entry).text().encode())
 
 
 def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) -> Entry:
-    """The entry of what was published, with revisions that do not move, for another index to
-    list."""
+    """The entry of a published artifact with fixed revisions, for another index to list."""
     copies = []
     for hub_name, place in published.items():
         copies.append(Copy(hub=hub_name, repo=repo, path=upload.path, revision=place.revision))
@@ -60,8 +58,8 @@ def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) 
 
 def _push_to_hub(upload: Upload, repo: str, hub_name: str, create_pr: bool) -> Published:
     hub = open_hub(hub_name)
-    # A commit is not known before it is made: the repository's own index names none and is read at
-    # the commit that holds the files.
+    # The index is part of the commit, so it cannot contain the commit's own hash. It leaves the
+    # revision out, and readers use the commit at which they read the index.
     revision = upload.tag if hub.pins_by_tag else None
     copy = Copy(hub=hub_name, repo=repo, path=upload.path, revision=revision)
     entry = upload.entry.model_copy(update={"copies": [copy]})
@@ -75,14 +73,14 @@ def _push_to_hub(upload: Upload, repo: str, hub_name: str, create_pr: bool) -> P
         try:
             return hub.publish(publication)
         except StaleParent:
-            continue  # somebody else's commit came between: extend their index
+            continue  # somebody else committed in between, so extend their index
     raise HubError(
         f"{repo} changes faster than it can be extended", hint="run the same command again later"
     )
 
 
 def _find_head(hub: Hub, repo: str) -> str | None:
-    """The newest revision of a repository; None if there is none yet, for then it is created."""
+    """The newest revision of a repository. None if it does not exist: publishing creates it."""
     try:
         return hub.resolve(repo)
     except HubError as error:

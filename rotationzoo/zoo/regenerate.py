@@ -1,4 +1,4 @@
-"""New rotations for a model, compared with the published ones: they must not be worse."""
+"""Making new rotations for a model, which must not be worse than the published ones."""
 
 import math
 from dataclasses import replace
@@ -21,16 +21,17 @@ from rotationzoo.zoo.index import Index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import pull
 
-_WORSE = 1e-3  # a relative increase of perplexity that matters
+_WORSE = 1e-3  # the smallest relative increase of perplexity that matters
 _SHARED = ("model", "revision", "device", "dtype", "device_map", "max_memory")
-"""Fields that a calibration's job and an evaluation have in common."""
+"""The fields that `Job` and `Evaluation` share."""
 
 
 def load_published_index(place: str | None, repo: str, hub_name: str) -> LoadedIndex:
-    """The index to compare with: at `place`, or else the repository's own.
+    """The index to compare with: the one at `place`, or else the repository's own.
 
-    It is empty only where the hub says that there is no such repository, or no index in it. Raises
-    `HubError` for whatever else keeps the hub from answering.
+    The index is empty only if the hub says that there is no such repository, or no index in it.
+    Raises `HubError` if the hub cannot be read: an empty index would let rotations through that are
+    worse than the published ones.
     """
     if place is not None:
         return lookup.find_index(place, repo)
@@ -45,16 +46,16 @@ def load_published_index(place: str | None, repo: str, hub_name: str) -> LoadedI
 def regenerate(
     job: Job, loaded: LoadedIndex, evaluation: Evaluation, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Calibrate, evaluate beside the published rotations if there are any, and validate. The
-    artifact is then ready to publish.
+    """Calibrate, evaluate next to the published rotations, and validate.
 
-    `evaluation` says on what text and how; its model and artifacts are filled in here. Raises
+    The artifact is then ready to publish. If nothing is published, it is evaluated alone.
+    `evaluation` has the text and the settings; its model and artifacts are filled in here. Raises
     `RotationZooError` if the new rotations are worse than the published ones on the new revision.
     """
     artifact = calibrate(job, progress)
     published = _pull_published(loaded, job.model, progress)
     if published is not None and Artifact.open(published).identity == artifact.identity:
-        published = None  # there is nothing to compare
+        published = None  # these are the same rotations
     folders = [artifact.folder]
     if published is not None:
         folders.append(published)
@@ -66,9 +67,9 @@ def regenerate(
     }
     if published is not None:
         verdict |= _compare(report, job.model, artifact.folder)
-    if find_spec("matplotlib"):
+    if find_spec("matplotlib"):  # it is an optional dependency
         add_pictures(Artifact.open(artifact.folder))
-    # Opened again, because the evaluation and the pictures added to it.
+    # Open the artifact again, because the evaluation and the pictures have changed its manifest.
     on_device = Validation(device=job.device)
     validation = validate_kernel(Artifact.open(artifact.folder), on_device, progress)
     return verdict | {
@@ -78,18 +79,20 @@ def regenerate(
 
 
 def is_worse(difference: float, error: float | None) -> bool:
-    """Whether a difference of log perplexities matters and is no accident.
+    """Whether an increase of log perplexity is both large enough to matter and significant.
 
-    It matters above 0.1 % of perplexity. It is no accident above two standard errors, where these
-    are known.
+    It matters above 0.1 % of perplexity. It is significant above two standard errors, or if the
+    standard error is unknown.
     """
     is_significant = error is None or difference > 2 * error
     return math.expm1(difference) > _WORSE and is_significant
 
 
 def _compare(report: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
-    """The difference between the first two arms, the new and the published rotations. Raises
-    `RotationZooError` if the new ones are worse."""
+    """Compare the first two arms of a report: the new and the published rotations.
+
+    Raises `RotationZooError` if the new ones are worse.
+    """
     new, old = list(report["arms"].values())[:2]
     difference, error = paired_difference(
         new["text_losses"], old["text_losses"], report["exact"]["text_tokens"]
@@ -112,6 +115,6 @@ def _pull_published(loaded: LoadedIndex, model: str, progress: Progress) -> Path
 
 
 def _complete_evaluation(evaluation: Evaluation, job: Job, folders: list[Path]) -> Evaluation:
-    """The evaluation of these artifacts, saved to the first, with the model as the job has it."""
+    """The evaluation of these artifacts on the job's model, saved to the first artifact."""
     shared = {name: getattr(job, name) for name in _SHARED}
     return replace(evaluation, artifacts=folders, save_to=folders[:1], **shared)

@@ -1,5 +1,5 @@
-"""What a zoo repository has at its root: the index, the card, and the file by which Hugging Face
-counts downloads."""
+"""The files at the root of a zoo repository: the index, the card, and the file that makes Hugging
+Face count downloads."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ Orthogonal matrices for 2-bit key/value caches, one folder each. `{index_name}` 
 
 
 def render_root_files(repo: str, content: Index) -> dict[str, Path | bytes]:
-    """Path -> content of the files at the root of a repository with this index."""
+    """Path -> content of the root files of a repository with this index."""
     return {
         index.NAME: content.text().encode(),
         "README.md": _render_card(repo, content).encode(),
@@ -36,7 +36,7 @@ def render_root_files(repo: str, content: Index) -> dict[str, Path | bytes]:
 
 def _render_card(repo: str, content: Index) -> str:
     models = sorted({entry.model for entry in content.entries})
-    # Only a hub id is a base model to Hugging Face: a local model's name has no owner.
+    # Hugging Face accepts only hub ids as base models, and a local model's name has no owner.
     bases = "".join(f"- {model}\n" for model in models if "/" in model)
     base_models = f"base_model:\n{bases}base_model_relation: quantized\n" if bases else ""
     rows = ""

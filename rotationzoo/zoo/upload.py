@@ -1,5 +1,4 @@
-"""An artifact as it is published: the files to send, where they go, and the entry that lists
-them."""
+"""Preparing an artifact for publication: the files to send, their folder, and their index entry."""
 
 import datetime
 import re
@@ -21,7 +20,7 @@ from rotationzoo.zoo.ownership import listed_name
 
 @dataclass(frozen=True)
 class Upload:
-    """What goes into a repository."""
+    """Everything that one artifact adds to a repository."""
 
     files: dict[str, Path | bytes]
     """Name -> file of the artifact, or content that was rendered for this upload."""
@@ -29,7 +28,8 @@ class Upload:
     """The folder in the repository."""
     tag: str
     entry: Entry
-    """Its copy names the place, but neither the hub nor the revision, which `push` knows."""
+    """The index entry. Its one copy names repository and folder; `push` replaces it with one that
+    has the right hub and revision."""
 
     @property
     def message(self) -> str:
@@ -45,10 +45,10 @@ class Upload:
 
 
 def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Upload:
-    """Verify an artifact and make ready what is published of it.
+    """Verify an artifact and prepare its upload.
 
-    `statistics`: whether to publish them too. Raises `RotationZooError` for an artifact that is not
-    sound or of no known model, and `UsageError` for what is no repository.
+    `statistics`: whether to publish the statistics too. Raises `RotationZooError` if the artifact
+    is not sound or is bound to no model, and `UsageError` if `repo` is not a repository id.
     """
     if not re.fullmatch(REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
@@ -73,13 +73,14 @@ def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Up
 
 
 def _collect_files(artifact: Artifact, statistics: bool) -> dict[str, Path | bytes]:
-    """The files that the manifest lists, with a manifest and a card that list no others."""
+    """The files that the manifest lists, with a new manifest and card that list exactly these."""
     names = [name for name in artifact.manifest.files if statistics or name != STATISTICS]
     files: dict[str, Path | bytes] = {name: regular_file(artifact.folder, name) for name in names}
     listed = {name: artifact.content["files"][name] for name in names}
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
-    # Rendered again: the manifest has no hash of the card in the folder, which may say anything.
+    # Render the card again: the manifest has no hash of the one in the folder, so anybody may have
+    # changed it.
     files[CARD] = render_card(parse_manifest(content, "the manifest")).encode()
     return files
 

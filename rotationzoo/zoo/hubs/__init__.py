@@ -1,1 +1,1 @@
-"""The hubs that hold zoo repositories, one module each behind one protocol; see `registry`."""
+"""The hubs that hold zoo repositories: one module per hub behind a common protocol."""

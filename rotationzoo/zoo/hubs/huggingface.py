@@ -1,4 +1,7 @@
-"""Hugging Face: one commit, or a pull request, on top of a parent that must still be the head."""
+"""The Hugging Face hub: files are published in one commit, or in a pull request.
+
+The commit's parent must still be the head, so that nobody else's commit is overwritten.
+"""
 
 import itertools
 import re
@@ -19,11 +22,11 @@ from rotationzoo.zoo.hubs.retry import retry
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-_MAX_PULL_REQUESTS = 500  # a hub that lists everybody's must not keep us for hours
+_MAX_PULL_REQUESTS = 500  # in case a hub ignores `author` and lists everybody's
 
 
 class HuggingFace(Hub):
-    """The Hugging Face hub, by its own client."""
+    """The Hugging Face hub, accessed through its own client."""
 
     def __init__(self) -> None:
         from huggingface_hub import HfApi
@@ -37,8 +40,10 @@ class HuggingFace(Hub):
             return _check_commit(info.sha, repo)
 
     def contents(self, repo: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
-        """The commit of a revision, and path -> hash of every file in it, by which one sees
-        whether a model has changed."""
+        """The commit of a revision, and path -> hash of every file in it.
+
+        Comparing the hashes of two revisions shows whether a model has changed.
+        """
         with self._errors(repo, revision):
             info = self._info(repo, revision)
             hashes = {}
@@ -55,8 +60,11 @@ class HuggingFace(Hub):
             return listed
 
     def _info(self, repo: str, revision: str | None) -> Any:
-        """The commit and all of its files in one answer. A tree comes in pages, each of which the
-        client asks for again and again by itself, for half a minute, where a hub fails."""
+        """The commit and all of its files, in one answer.
+
+        The client's call for the file tree would fetch it in pages, and would retry each page by
+        itself for half a minute when a hub fails.
+        """
         return retry(
             lambda: self.api.model_info(repo, revision=revision, files_metadata=True), may_pass
         )
@@ -69,8 +77,11 @@ class HuggingFace(Hub):
                 retry(partial(self._save, repo, revision, path, size, folder), may_pass)
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
-        """Download one file by plain HTTP: xet would write whatever it is sent, and how much the
-        client downloads is known only afterwards."""
+        """Download one file by plain HTTP, and stop it if it is larger than `size` bytes.
+
+        The client's own download cannot be limited: xet writes whatever it is sent, and the size is
+        known only afterwards.
+        """
         import huggingface_hub
         from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
             build_hf_headers,
@@ -95,7 +106,7 @@ class HuggingFace(Hub):
             retry(lambda: self.api.create_repo(repo, exist_ok=True), may_pass)
             base = parent or self.resolve(repo)
             commit, pull = retry(lambda: self._commit(publication, operations, base), may_pass)
-            # A commit that was just made has an `oid`, one of a listing a `commit_id`.
+            # A new commit has an `oid`, but a commit from a listing has a `commit_id`.
             sha = getattr(commit, "oid", None) or commit.commit_id
             revision = _check_commit(sha, repo)
         url = getattr(commit, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
@@ -106,9 +117,10 @@ class HuggingFace(Hub):
     def _commit(
         self, publication: Publication, operations: "list[CommitOperationAdd]", base: str
     ) -> tuple[Any, Any]:
-        """The commit, and the pull request that it was added to, if there was one already.
+        """Commit, and return the commit and the open pull request that it was added to, if any.
 
-        An earlier run, or an attempt whose answer was lost, may have done all of this.
+        An earlier run, or an attempt whose answer was lost, may already have made the commit or the
+        pull request; both are recognised. Raises `StaleParent` if the head is no longer `base`.
         """
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -124,8 +136,9 @@ class HuggingFace(Hub):
                 parent_commit=None if pull else base,
             )
         except HfHubHTTPError as error:
-            if error.response.status_code != 412:
+            if error.response.status_code != 412:  # 412: the head is no longer `base`
                 raise
+            # The new head may be our own commit, from an attempt whose answer was lost.
             newest, *older = self.api.list_repo_commits(repo)
             if newest.title == message and older and older[0].commit_id == base:
                 return newest, None
@@ -133,8 +146,11 @@ class HuggingFace(Hub):
         return commit, pull
 
     def _find_pull_request(self, publication: Publication, base: str) -> Any:
-        """An open pull request of the token's own user, of the same title, made on this base, that
-        touches these files alone."""
+        """An open pull request that this publication may continue, or None.
+
+        It must belong to the token's own user, have the same title, stand on this base and touch
+        only these files.
+        """
         from huggingface_hub.errors import HfHubHTTPError
 
         repo, title = publication.repo, publication.message
@@ -146,7 +162,7 @@ class HuggingFace(Hub):
             repo, author=user, discussion_type="pull_request", discussion_status="open"
         )
         for pull in itertools.islice(pulls, _MAX_PULL_REQUESTS):
-            # Not every hub heeds `author`, so it is looked at again.
+            # Some hubs ignore `author`, so check it again.
             if (pull.author, pull.title) != (user, title):
                 continue
             if self._changes_only(repo, pull, base, set(publication.files)):
@@ -154,8 +170,8 @@ class HuggingFace(Hub):
         return None
 
     def _changes_only(self, repo: str, pull: Any, base: str, paths: set[str]) -> bool:
-        """Whether a pull request was made on this base, by its author alone, and changes no other
-        files than these."""
+        """Whether a pull request stands on this base, has no commits but its author's, and changes
+        only these files."""
         commits = self.api.list_repo_commits(repo, revision=pull.git_reference)
         above = list(itertools.takewhile(lambda commit: commit.commit_id != base, commits))
         if len(above) == len(commits):  # the base is not among them
@@ -172,7 +188,10 @@ class HuggingFace(Hub):
 
 
 def _check_commit(sha: Any, repo: str) -> str:
-    """A commit becomes part of paths and addresses, so it must be 40 hexadecimal digits."""
+    """The commit as a string. Raises `HubError` unless it is 40 hexadecimal digits.
+
+    It becomes part of paths and URLs, so a hub must not choose it freely.
+    """
     if not re.fullmatch(r"[0-9a-f]{40}", str(sha)):
         raise HubError(
             f"{repo} on Hugging Face has no commit that can be read", hint="check HF_ENDPOINT"

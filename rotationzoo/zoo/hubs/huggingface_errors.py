@@ -1,4 +1,4 @@
-"""What goes wrong on Hugging Face, as one sentence each; and which of it may pass."""
+"""Failures of Hugging Face as errors of one sentence, and which of them are worth a retry."""
 
 import json
 from collections.abc import Iterator
@@ -19,15 +19,17 @@ _UNREADABLE = (
     TypeError,
     AttributeError,
 )
-"""What the client raises while it takes apart an answer that no hub sends."""
+"""What the client raises when it parses an answer that no real hub would send."""
 
 
 @contextmanager
 def huggingface_errors(
     endpoint: str, repo: str, revision: str | None, token: str | None
 ) -> Iterator[None]:
-    """Inside the block the endpoint alone is told the token, and whatever fails is a
-    `RotationZooError`."""
+    """Turn every failure inside the block into a `RotationZooError`.
+
+    Inside the block, the token is sent to the endpoint alone.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -46,18 +48,18 @@ def huggingface_errors(
         raise HubError(
             f"{repo} on Hugging Face cannot be reached ({reason})", hint=NETWORK_HINT
         ) from error
-    except Exception as error:  # the client, its transport and the disk each raise their own
+    except Exception as error:  # the client, its transport and the disk raise types of their own
         raise _as_hub_error(error, f"{repo} on Hugging Face", revision, token) from error
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same call may succeed the next time."""
+    """Whether a retry of the same call may succeed."""
     status = _status(error)
     if status is not None:
         return status in (408, 429) or status >= 500
     if isinstance(error, BrokenAnswer):
         return True
-    # These have taken the longest that a call may take already.
+    # These failures have already used up the time limit of a call.
     has_waited = type(error).__name__.startswith(("Connect", "ReadTimeout"))
     return _is_of_transport(error) and not has_waited
 
@@ -75,6 +77,7 @@ def _as_hub_error(
         return HubError(f"{where} has no such file at {place}", hint=SPELLING_HINT, missing=True)
     if isinstance(error, client_errors.RepositoryNotFoundError) and status == 404:
         return HubError(f"there is no {where}", hint=SPELLING_HINT, missing=True)
+    # Without a token, Hugging Face gives one answer for missing and for private repositories.
     if isinstance(error, client_errors.RepositoryNotFoundError) and token is None:
         hint = f"{SPELLING_HINT}; or {_LOGIN_HINT}"
         return HubError(f"{where} does not exist, or is private", hint=hint, hidden=True)

@@ -1,4 +1,4 @@
-"""ModelScope: a commit, and then a tag, which says that the commit is complete."""
+"""The ModelScope hub: files are published in a commit, then tagged to mark them complete."""
 
 import contextlib
 import io
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from rotationzoo.zoo.hubs.modelscope_session import LimitedAdapter
 
 _BRANCH = "master"
-# The client reads these when it is imported. Calls are repeated by `retry` and nowhere else: the
-# client would wait for minutes without a word, and for half an hour if a hub said so.
+# The client reads these variables when it is imported. Only `retry` repeats calls: the client
+# itself would wait silently for minutes, or for half an hour if a hub told it to.
 _SETTINGS = {
-    "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # its probe of a cloud's inner network costs 0.2 s
+    "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "false",  # the probe for an internal network costs 0.2 s
     "MODELSCOPE_UPLOAD_BLOB_MAX_ATTEMPTS": "1",
     "MODELSCOPE_UPLOAD_COMMIT_MAX_ATTEMPTS": "1",
     "MODELSCOPE_UPLOAD_COMMIT_MAX_RETRY_AFTER_SECONDS": "10",
@@ -38,7 +38,10 @@ _SETTINGS = {
 
 
 class ModelScope(Hub):
-    """ModelScope, by its own client, which reads these settings when it is imported."""
+    """ModelScope, accessed through its own client.
+
+    Sets `_SETTINGS` before it imports the client.
+    """
 
     pins_by_tag = True
 
@@ -51,7 +54,7 @@ class ModelScope(Hub):
         from rotationzoo.zoo.hubs.modelscope_session import LimitedAdapter
 
         self.token = _read_token()
-        # An empty token, unlike None, keeps the client from looking for one by itself.
+        # With None, the client would look for a token by itself; with an empty string it does not.
         config = HubConfig(token=self.token or "")
         self.endpoint = str(config.endpoint)
         self.api, self.files = HubApi(config=config), requests.Session()
@@ -61,11 +64,11 @@ class ModelScope(Hub):
                 _mount(session, LimitedAdapter(self.endpoint, reads_all=True))
         _mount(self.files, LimitedAdapter(self.endpoint, reads_all=False))
         if not _is_debugging():
-            # It logs every step, and every failure that it then raises.
+            # The client logs every step, and also every failure that it raises anyway.
             logging.getLogger("modelscope_hub").setLevel(logging.CRITICAL)
 
     def resolve(self, repo: str, revision: str | None = None) -> str:
-        """A tag, or the branch `master`: ModelScope reads from no commit."""
+        """The tag, or the branch `master`. ModelScope cannot read from a commit."""
         with modelscope_errors(repo):
             retry(lambda: self.api.get_repo(repo, "model"), may_pass)
         return revision or _BRANCH
@@ -100,7 +103,10 @@ class ModelScope(Hub):
             save_chunks(read_chunks(response), folder / path, size, what)
 
     def publish(self, publication: Publication) -> Published:
-        """Commit to `master`, then tag: a tag means complete. There are no pull requests here."""
+        """Commit to `master`, then add the tag that marks the files as complete.
+
+        ModelScope has no pull requests, so `create_pr` has no effect.
+        """
         repo, tag = publication.repo, publication.tag
         with (
             modelscope_errors(repo),
@@ -108,7 +114,7 @@ class ModelScope(Hub):
             tempfile.TemporaryDirectory() as scratch,
         ):
             self._create_repository(repo)
-            # The client uploads folders, so that is what it gets.
+            # The client uploads only folders, so copy the files into one.
             for path, content in publication.files.items():
                 target = Path(scratch) / path
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +127,11 @@ class ModelScope(Hub):
         return Published(tag, f"{self.endpoint}/models/{repo}/files?revision={tag}", changed)
 
     def _create_repository(self, repo: str) -> None:
-        """Unless it exists. An upload would make a missing repository by itself, public, whatever
-        the reason for which it seems to be missing."""
+        """Create the repository unless it exists.
+
+        Otherwise the upload would create a public repository by itself whenever it finds none, for
+        whatever reason.
+        """
         from modelscope_hub.errors import AlreadyExistsError
 
         def create() -> None:
@@ -142,7 +151,7 @@ class ModelScope(Hub):
         )
 
     def _create_tag(self, repo: str, tag: str) -> None:
-        """Unless it exists."""
+        """Create the tag unless it exists."""
         rows = retry(lambda: self.api.list_repo_revisions(repo, "model"), may_pass)
         tags = {row.get("Revision") or row.get("revision") for row in rows}
         if tag not in tags:
@@ -155,7 +164,7 @@ def _mount(session: "requests.Session", adapter: "LimitedAdapter") -> None:
 
 
 def _read_token() -> str | None:
-    """The token of the environment, or else the one that `modelscope login` stored."""
+    """The token from the environment, or else the one that `modelscope login` stored."""
     from modelscope_hub import HubConfig
 
     if MODELSCOPE_VARIABLE in os.environ:
@@ -177,8 +186,10 @@ def _is_debugging() -> bool:
 
 @contextlib.contextmanager
 def _client_output_hidden() -> Iterator[None]:
-    """The client prints its reports to stdout, where only results belong, and draws progress bars
-    of its own. With ROTATIONZOO_DEBUG=1 they go to stderr."""
+    """Discard what the client prints. With ROTATIONZOO_DEBUG=1, send it to stderr instead.
+
+    The client prints reports to stdout, which is for results only, and draws its own progress bars.
+    """
     if _is_debugging():
         with contextlib.redirect_stdout(sys.stderr):
             yield

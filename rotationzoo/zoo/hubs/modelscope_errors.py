@@ -1,4 +1,4 @@
-"""What goes wrong on ModelScope, as one sentence each; and which of it may pass."""
+"""Failures of ModelScope as errors of one sentence, and which of them are worth a retry."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
 
 @contextmanager
 def modelscope_errors(repo: str) -> Iterator[None]:
-    """Whatever fails inside the block is a `RotationZooError`."""
+    """Turn every failure inside the block into a `RotationZooError`."""
     import requests
     from huggingface_hub import constants
     from modelscope_hub import errors as client_errors
@@ -39,7 +39,7 @@ def modelscope_errors(repo: str) -> Iterator[None]:
     except (client_errors.NetworkError, requests.ConnectionError, requests.Timeout) as error:
         raise HubError(f"{where} broke off its answer", hint=NETWORK_HINT) from error
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        # What the client raises while it takes apart an answer that no hub sends.
+        # The client raises these when it parses an answer that no real hub would send.
         raise HubError(
             f"{where} sent an answer that is none of a hub's",
             hint="check MODELSCOPE_ENDPOINT, and the network's proxy",
@@ -51,7 +51,7 @@ def modelscope_errors(repo: str) -> Iterator[None]:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same call may succeed the next time."""
+    """Whether a retry of the same call may succeed."""
     import requests
     from modelscope_hub import errors as client_errors
 

@@ -1,5 +1,5 @@
-"""The sessions of the ModelScope client, with limits, and with the token sent to the right host
-only."""
+"""The ModelScope client's HTTP sessions, with limits on time and size and a token that reaches only
+the right hosts."""
 
 import io
 from collections.abc import Iterator
@@ -20,25 +20,28 @@ _CHUNK_BYTES = 1 << 20
 
 
 def may_see_token(endpoint: str, url: str) -> bool:
-    """Whether an address is the endpoint's own, or that of its storage, which asks for the token
-    too."""
+    """Whether a URL is at the endpoint, or at its storage, which needs the token too."""
     return trust.is_at(url, [endpoint]) or trust.is_at_storage(url, endpoint, _STORAGE_PREFIXES)
 
 
 class LimitedAdapter(HTTPAdapter):
-    """Mounted on a session, sends every request that leaves it, including those to which a redirect
-    leads."""
+    """Applies the limits to every request of the session that it is mounted on.
+
+    Requests that follow a redirect pass through it too.
+    """
 
     def __init__(self, endpoint: str, reads_all: bool):
-        """`reads_all`: read all of an answer, which is small. Otherwise whoever reads the answer
-        limits it."""
+        """`reads_all`: read the whole answer here, up to the limit for small answers.
+
+        Otherwise the caller reads the answer and must limit its size.
+        """
         super().__init__(max_retries=0)
         self.endpoint, self.reads_all = endpoint, reads_all
 
     def send(  # type: ignore[override]
         self, request: Any, stream: bool = False, timeout: Any = None, **options: Any
     ) -> requests.Response:
-        """`stream` and `timeout` are the client's wishes, which the limits replace."""
+        """Send one request. Our limits replace the client's `stream` and `timeout`."""
         host = urlsplit(request.url).netloc
         if not may_see_token(self.endpoint, request.url):
             for name in _CREDENTIALS:
@@ -64,7 +67,7 @@ class LimitedAdapter(HTTPAdapter):
                 hint=NETWORK_HINT,
             ) from error
         except requests.ConnectionError as error:
-            # requests has no type of its own for these two.
+            # requests has no separate exception types for these two failures.
             if "NewConnectionError" in str(error) or "NameResolutionError" in str(error):
                 raise HubError(
                     f"ModelScope ({host}) cannot be reached", hint=NETWORK_HINT
@@ -73,7 +76,7 @@ class LimitedAdapter(HTTPAdapter):
 
 
 def _read_body(response: requests.Response, host: str) -> None:
-    """Read all of an answer, within the limits, and put it where the client will read it."""
+    """Read the whole answer within the limits, and store it where the client will read it."""
     chunks = limits.limit_chunks(
         read_chunks(response), limits.ANSWER_BYTES, host, limits.UPLOAD_SECONDS
     )
@@ -83,8 +86,11 @@ def _read_body(response: requests.Response, host: str) -> None:
 
 
 def read_chunks(response: requests.Response) -> Iterator[bytes]:
-    """The body of an answer, as it arrives. Raises `requests.ConnectionError` if less arrives than
-    was announced."""
+    """The body of an answer in chunks, as they arrive.
+
+    Raises `requests.ConnectionError` if fewer bytes arrive than were announced, and `HubError` if
+    the hub is silent for too long.
+    """
     raw: Any = response.raw
     announced, count = response.headers.get("Content-Length", ""), 0
     try:

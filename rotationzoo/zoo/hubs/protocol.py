@@ -1,7 +1,7 @@
-"""What a hub can do: say where the head is and what it holds, fetch files, and publish files.
+"""The interface of a hub: resolve a revision, list and fetch files, and publish files.
 
-A hub imports its client when it is used. It limits what it reads, and repeats what may pass; hashes
-are checked by the caller.
+A hub imports its client only when it is used. It limits what it reads and retries failures that may
+be temporary. The caller checks the hashes.
 """
 
 import tempfile
@@ -18,54 +18,52 @@ SPELLING_HINT = "check the spelling of the repository and the revision"
 
 @dataclass(frozen=True)
 class Publication:
-    """Files to put into a repository in one step."""
+    """Files to publish to a repository in one step."""
 
     repo: str
     files: Mapping[str, Path | bytes]
-    """Path in the repository -> file on this machine, or content."""
+    """Path in the repository -> local file, or content."""
     message: str
     parent: str | None
-    """The head that the files were made for; None if there was no repository."""
+    """The head on which the files build; None if there was no repository."""
     tag: str
-    """The name of what is published, on a hub that pins by tags."""
+    """The tag that marks the published files, on a hub that pins by tags."""
     create_pr: bool
     """Whether to open a pull request, on a hub that has them."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """Where published files are: a revision that does not move, and the page of the commit or pull
-    request."""
+    """Where published files are: a fixed revision, and the page of the commit or pull request."""
 
     revision: str
     url: str
     changed: bool
-    """False if the repository held the very same files already."""
+    """False if the repository already held the same files."""
 
 
 @dataclass(frozen=True)
 class ListedFile:
-    """What a hub says of a file; `sha256` where it says so much."""
+    """What a hub says about a file: its size in bytes and, if the hub knows it, its sha256."""
 
     size: int
     sha256: str | None
 
 
 class Hub(ABC):
-    """One hub. Every method raises `HubError`, in one sentence, for what the hub or the network
-    refuses."""
+    """One hub. Every method raises a `HubError` of one sentence if the hub or the network fails."""
 
     pins_by_tag = False
-    """Whether the revision of what is published is the publication's tag, and so is known before
-    it is published. Otherwise it is a commit, which the hub names afterwards."""
+    """Whether the published revision is the publication's tag, which is known in advance. Otherwise
+    it is a commit, whose name is known only afterwards."""
 
     @abstractmethod
     def resolve(self, repo: str, revision: str | None = None) -> str:
-        """The revision that a branch, tag or None (the newest) stands for, to read from."""
+        """The revision to read from, for a branch, a tag, or None (the newest)."""
 
     @abstractmethod
     def list_files(self, repo: str, revision: str | None) -> dict[str, ListedFile]:
-        """Path -> size and hash of every file."""
+        """Path -> size and hash of every file at a revision."""
 
     @abstractmethod
     def fetch(
@@ -73,20 +71,22 @@ class Hub(ABC):
     ) -> None:
         """Download these files into `folder`, under the same paths.
 
-        `sizes`: path -> the size in bytes at which a larger file is given up.
+        `sizes`: path -> the most bytes to accept. A download that exceeds it is aborted.
         """
 
     @abstractmethod
     def publish(self, publication: Publication) -> Published:
-        """Put files into a repository, which is created if it does not exist. Readers see all of
-        the files or none.
+        """Publish files to a repository, and create the repository if it does not exist.
 
-        Raises `StaleParent` if the repository has moved on since `publication.parent`.
+        Readers see all of the files or none. Raises `StaleParent` if the repository has changed
+        since `publication.parent`.
         """
 
     def read(self, repo: str, revision: str | None, path: str) -> bytes | None:
-        """One small file, or None if the revision has no file of that name. Raises `HubError` for a
-        large one."""
+        """The content of one small file, or None if the revision has no such file.
+
+        Raises `HubError` if the file is larger than `ANSWER_BYTES`.
+        """
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 self.fetch(repo, revision, {path: ANSWER_BYTES}, Path(scratch))

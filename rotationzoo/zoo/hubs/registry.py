@@ -1,6 +1,6 @@
-"""The hubs, one row each: the command line, the index and the tests take them from here.
+"""The table of hubs, from which the command line, the index and the tests take their names.
 
-A new hub is a module beside this one (see `protocol.Hub` for what it defines) and a row here.
+To add a hub, write a module beside this one with a subclass of `protocol.Hub`, and add a row here.
 """
 
 import importlib
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HubEntry:
-    """What is known of a hub without importing its client."""
+    """What the program knows about a hub without importing its client."""
 
     title: str
     """Its name in sentences."""
     abbreviation: str
     """Its name in the narrow column of `list`."""
     module: str
-    """A module of `zoo/hubs`. It is imported when it is used: `--help` must not wait for it."""
+    """A module of `zoo/hubs`. It is imported only on use, so that `--help` does not wait for it."""
     class_name: str
 
 
@@ -29,10 +29,10 @@ HUBS = {
     "modelscope": HubEntry("ModelScope", "ms", "modelscope", "ModelScope"),
 }
 HUB_NAMES = tuple(HUBS)
-DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish when nobody names a hub
+DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub
 
-# Typer makes the choices of an option, and pydantic the check of a field, from a Literal; mypy
-# takes no computed one.
+# Typer derives an option's choices from a Literal, and pydantic a field's check. mypy does not
+# accept a computed Literal, so it sees `str`.
 if TYPE_CHECKING:
     HubName = str
 else:
@@ -40,7 +40,7 @@ else:
 
 
 def open_hub(name: str) -> "Hub":
-    """A client of the hub. Raises `KeyError` for a name that has no row."""
+    """The client of a hub. Raises `KeyError` if the table has no such name."""
     entry = HUBS[name]
     module = importlib.import_module(f"rotationzoo.zoo.hubs.{entry.module}")
     return cast("Hub", getattr(module, entry.class_name)())

@@ -1,8 +1,8 @@
-"""Repeating calls whose failure may pass.
+"""Retrying calls to a hub whose failures may be temporary.
 
-What the hubs' clients repeat by themselves is known from trying every fault against them. Hugging
-Face's client repeats neither a 503 on the body of a file nor one on a commit; ModelScope's waits
-for minutes without a word. So both are told to repeat nothing, and calls are repeated here.
+The clients' own retries were tested with every kind of fault. Hugging Face's client does not retry
+a 503 on the body of a file or on a commit, and ModelScope's waits silently for minutes. Both are
+therefore told not to retry, and all retries happen here.
 """
 
 import time
@@ -13,12 +13,14 @@ from rotationzoo.errors import HubError
 
 T = TypeVar("T")
 _ATTEMPTS = 4
-_PAUSE_SECONDS = 1.0  # before the second attempt; doubled each time
+_PAUSE_SECONDS = 1.0  # before the second attempt; doubles each time
 
 
 def retry(call: Callable[[], T], may_pass: Callable[[Exception], bool]) -> T:
-    """The result of a call, which is repeated with growing pauses while `may_pass` says of its
-    failure that it may be gone the next time. A `HubError` is final."""
+    """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses, and return the result.
+
+    A failure is retried only if `may_pass` says that it may be temporary. A `HubError` never is.
+    """
     for attempt in range(_ATTEMPTS - 1):
         try:
             return call()
