@@ -34,23 +34,28 @@ def render_card(manifest: Manifest) -> str:
 
 # 2-bit KV cache rotations for {_title(manifest.model)}
 
-Orthogonal matrices to multiply keys and values with before they are stored in 2 bits: {each}, key and value, in
+Orthogonal matrices to multiply keys and values with before they are stored in 2 bits: \
+{each}, key and value, in
 {len(cached)} layers. {_origin(manifest, recipe)}.
 
 * Model: {_describe_model(manifest.model)}
 * Calibration text: {_describe_text(manifest)}
 * Largest `|R R^T - I|`: {manifest.metrics.orthogonality_error:.1e}
 {notes}
-Row vectors, after RoPE: `q R_K`, `{stored_key}`, `{stored_value}`, and the attention output times `{output}`.
-Scores (but for what a softmax ignores) and outputs are unchanged before quantization. In `rotations.safetensors`,
-`layers.N.key.rotation` and `layers.N.value.rotation` are float32 `[KV heads, D, D]`, with a first dimension of 1 when the
+Row vectors, after RoPE: `q R_K`, `{stored_key}`, `{stored_value}`, and the attention \
+output times `{output}`.
+Scores (but for what a softmax ignores) and outputs are unchanged before quantization. In \
+`rotations.safetensors`,
+`layers.N.key.rotation` and `layers.N.value.rotation` are float32 `[KV heads, D, D]`, \
+with a first dimension of 1 when the
 heads share one; N counts all layers of the model.
 
 ## Use
 
     rotationzoo verify FOLDER --model {name}   # whole, orthogonal, and of this model
     rotationzoo evaluate {name} FOLDER        # what it costs, on your text
-    rotationzoo export FOLDER --to sglang     # or vllm, llama.cpp, mlx, onnx: files, and the command that starts it
+    rotationzoo export FOLDER --to sglang     # or vllm, llama.cpp, mlx, onnx: files, \
+and the command that starts it
 
 To serve with: clip ratios {clips["key"]:g} for keys and {clips["value"]:g} for values,
 the first {recipe.sink} and the last {recipe.recent} tokens exact, {_groups(recipe)}.
@@ -61,7 +66,8 @@ the first {recipe.sink} and the last {recipe.recent} tokens exact, {_groups(reci
 
 ## Size
 
-Bits per cached element, with a scale and an offset for each quantization group, and of {CONTEXT:,} tokens the first
+Bits per cached element, with a scale and an offset for each quantization group, \
+and of {CONTEXT:,} tokens the first
 {recipe.sink} and the last {recipe.recent} in bfloat16:
 
 | format | scale, offset | bits | smaller than bfloat16 |
@@ -79,7 +85,7 @@ Bits per cached element, with a scale and an offset for each quantization group,
 | file | bytes | sha256 |
 |---|---|---|
 {_checksums(manifest.files)}
-"""  # noqa: E501  (lines of the card)
+"""
 
 
 def _front_matter(model: Model) -> dict[str, Any]:

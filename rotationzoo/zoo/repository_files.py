@@ -16,13 +16,14 @@ tags:
 
 # A rotation zoo
 
-Orthogonal matrices for 2-bit key/value caches, one folder each. `{index_name}` lists them with the sha256 of every file.
+Orthogonal matrices for 2-bit key/value caches, one folder each. \
+`{index_name}` lists them with the sha256 of every file.
 
     rotationzoo pull {model} --repo {repo}
 
 | model | revision | recipe | folder |
 |---|---|---|---|
-{rows}"""  # noqa: E501
+{rows}"""
 
 
 def render_root_files(repo: str, content: Index) -> dict[str, Path | bytes]:

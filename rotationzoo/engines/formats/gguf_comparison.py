@@ -170,7 +170,8 @@ def _original_rows(source: Source, ending: str) -> np.ndarray | None:
     for path in weight_files(source.folder):
         try:
             with safe_open(path, "pt") as file:
-                names = [name for name in file.keys() if f".{name}".endswith(ending)]  # noqa: SIM118 (no mapping)
+                names = list(file.keys())  # a safetensors file is no mapping
+                names = [name for name in names if f".{name}".endswith(ending)]
                 if ending == ".norm.weight":  # leave out the norms inside layers
                     names = [name for name in names if "layers." not in name]
                 matches += [file.get_slice(name)[:_ROWS] for name in names]
