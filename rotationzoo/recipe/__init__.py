@@ -3,7 +3,9 @@
 from rotationzoo.recipe.loading import from_dict, load, override
 from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
-from rotationzoo.recipe.schema import SELF, Data, Recipe, Search
+from rotationzoo.recipe.schema import SELF, Data, Recipe
+from rotationzoo.recipe.search import Search
+from rotationzoo.recipe.variants import variants, without_centering
 
 __all__ = [
     "FILES",
@@ -17,5 +19,7 @@ __all__ = [
     "load",
     "name_of",
     "override",
+    "variants",
+    "without_centering",
     "without_paths",
 ]
