@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.published import digest, name_of, without_paths
-from rotationzoo.recipe.search import Search
+from rotationzoo.recipe.search import ADDED_TO_SEARCH, Search
 from rotationzoo.recipe.section import Section, nearest
 
 SELF = "self"
@@ -157,10 +157,11 @@ class Recipe(Section):
 
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, with the names of local files and folders instead of their paths. The
-        fingerprints stored beside it identify their content. Keys in `ADDED` are left out at their
-        default."""
-        fields = type(self).model_fields
-        unused = {key for key in ADDED if getattr(self, key) == fields[key].default}
+        fingerprints stored beside it identify their content. Keys that were added later are left
+        out at their default."""
+        unused: dict[str, Any] = dict.fromkeys(self.keys_at_default(ADDED), True)
+        if self.search is not None:
+            unused["search"] = self.search.keys_at_default(ADDED_TO_SEARCH)
         return without_paths(self.model_dump(exclude=unused))
 
     @property

@@ -8,6 +8,9 @@ from rotationzoo.codec.formats import FORMATS
 from rotationzoo.linalg.compositions import COMPOSITIONS
 from rotationzoo.recipe.section import Section, nearest
 
+ADDED_TO_SEARCH = ("prompts", "composition", "center_keys", "equalize", "heads")
+"""Keys that artifacts have been published without, as `ADDED` in `recipe.schema`."""
+
 
 class Search(Section):
     """How rotations and clip ratios are chosen, on calibration text that the statistics have not
@@ -28,6 +31,8 @@ class Search(Section):
     """Compositions that compete with the recipe's own."""
     center_keys: tuple[bool, ...] = ()
     """Values of `center_keys` that compete with the recipe's own."""
+    equalize: tuple[bool, ...] = ()
+    """Values of `equalize` that compete with the recipe's own."""
     heads: bool = True
     """Whether to choose, and learn, a rotation for every head, too. The keys below are for this."""
     queries: Annotated[int, Field(gt=0)] = 64

@@ -11,6 +11,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
+    def keys_at_default(self, keys: Iterable[str]) -> set[str]:
+        """Those of the keys whose values are their defaults."""
+        fields = type(self).model_fields
+        return {key for key in keys if getattr(self, key) == fields[key].default}
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of an error message: a known word that was probably meant, or nothing if none is

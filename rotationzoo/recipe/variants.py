@@ -13,6 +13,7 @@ from rotationzoo.recipe.schema import Recipe
 _CHOSEN: dict[str, dict[bool, str]] = {
     "composition": {},
     "center_keys": {True: "keys centred", False: ""},
+    "equalize": {True: "equalized", False: ""},
 }
 
 
