@@ -23,7 +23,8 @@ from rotationzoo.calibration.generate import (
 )
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.calibration.recipe_checks import check_held_out, check_recipe, settle_centering
-from rotationzoo.calibration.search.run import SearchTask, search_rotations
+from rotationzoo.calibration.search.run import search_rotations
+from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.soundness import check_before_search
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
@@ -32,7 +33,7 @@ from rotationzoo.model.centering import layers_moved
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
 from rotationzoo.progress import Progress
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import SELF, Recipe, variants
 from rotationzoo.rotations import Rotations
 from rotationzoo.text.rows import Corpus, pack_texts
 from rotationzoo.text.tokenizing import start_tokens
@@ -45,8 +46,8 @@ class CalibrationResult:
     """What a run produces."""
 
     recipe: Recipe
-    """The recipe that was followed. Keys keep their mean if the loaded model shows that they must;
-    `notes` then say so."""
+    """The recipe that was followed: the variant that a search chose. Keys keep their mean if the
+    loaded model shows that they must; `notes` then say so."""
     geometry: Geometry
     rotations: Rotations
     statistics: Statistics | None = None
@@ -101,9 +102,12 @@ def run_model(
 
         # A search takes most of a job's time, so what would be refused after it is refused now.
         check_before_search(rotations, average(statistics), recipe, geometry)
-        task = SearchTask(model, geometry, recipe, statistics, rotations, fitted.rows, held_out)
-        searched, record = search_rotations(task, _search_deadline(job), checkpoint, progress)
-        return replace(result, rotations=searched, search=record)
+        tokenizer = loading.load_tokenizer(planned.source)
+        task = SearchTask(
+            model, geometry, recipe, statistics, rotations, fitted.rows, held_out, tokenizer
+        )
+        found = search_rotations(task, _search_deadline(job), checkpoint, progress)
+        return replace(result, recipe=found.recipe, rotations=found.rotations, search=found.record)
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
@@ -141,7 +145,8 @@ def _check_capture(
     """
     with torch.no_grad():
         check_transparent(model, ids)
-    moved = layers_moved(model, ids) if recipe.center_keys else []
+    centers = any(variant.center_keys for variant in variants(recipe).values())
+    moved = layers_moved(model, ids) if centers else []
     return settle_centering(recipe, sorted({*shifted_layers(geometry), *moved}))
 
 

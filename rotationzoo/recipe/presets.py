@@ -15,9 +15,7 @@ _RECIPES = (
     Recipe(name="oscar"),
     Recipe(name="oscar-clip", search=_CLIP, data=_LONG_MIXED),
     _PUBLISHED,
-    _PUBLISHED.model_copy(
-        update={"name": "oscar-v1-clip", "search": _CLIP, "data": _LONG_MIXED}
-    ),
+    _PUBLISHED.model_copy(update={"name": "oscar-v1-clip", "search": _CLIP, "data": _LONG_MIXED}),
     _SEARCHED.model_copy(
         update={
             "name": "best",

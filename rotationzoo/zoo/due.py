@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rotationzoo import recipe as recipes
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import Recipe, variants, without_centering
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 
@@ -110,11 +110,12 @@ def _find_reason(
 
     `hashes` maps the model's files at `revision` to their hashes.
     """
-    accepted = [recipe.hash]
+    # The artifact of a search has the hash of the variant that it chose. No variant centres keys
+    # where the model's keys must keep their mean.
+    followed = [*variants(recipe).values()]
     if recipe.search:
-        # A search turns centring off for models whose keys must keep their mean. The artifact
-        # then has the hash of this recipe.
-        accepted.append(recipe.model_copy(update={"center_keys": False}).hash)
+        followed += variants(without_centering(recipe)).values()
+    accepted = {recipe.hash for recipe in followed}
     if published.recipe_sha256 not in accepted:
         return "the recipe has changed"
     if published.model_revision == revision:

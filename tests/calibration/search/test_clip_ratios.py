@@ -26,7 +26,8 @@ def test_nothing_better_keeps_what_the_recipe_says(task, monkeypatch):
         "clearly_less",
         lambda after, before: torch.zeros(after.shape[1:], dtype=torch.bool),
     )
-    rotations, record = search_rotations(task)
+    result = search_rotations(task)
+    rotations, record = result.rotations, result.record
     assert record["model"]["kept"] == "own"
     baseline = rotation_tensors(task.baseline)
     for name, tensor in rotation_tensors(rotations).items():
