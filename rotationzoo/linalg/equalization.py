@@ -64,9 +64,9 @@ def value_matrix(value: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
     `C^-1/2 (C^1/2 M C^1/2)^1/2 C^-1/2` (Bhatia, Positive Definite Matrices, chapter 4). The
     determinant of A is 1, because the size of all rows means nothing to a codec and should mean
     nothing to the weights. The eigenvalues of A are clamped around their geometric middle first, so
-    that its condition number is at most `CONDITION`; the identity holds where none is clamped. At that condition number, rows come
-    back from the float32 transform and its inverse to within 7e-6 of their norm (head dimensions up
-    to 256); at ten times as much, to within 4e-5.
+    that its condition number is at most `CONDITION`; the identity holds where none is clamped. At
+    that condition number, rows come back from the float32 transform and its inverse to within 7e-6
+    of their norm (head dimensions up to 256); at ten times as much, to within 4e-5.
     """
     root, inverse_root = _roots(value)
     inner, _ = _roots(root @ metric.double() @ root)
