@@ -9,13 +9,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.absorbed import RECORD, record_text
-from rotationzoo.engines.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.engines.weight_edits import Change, apply_change, find_places
 from rotationzoo.errors import RotationZooError, UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
 from rotationzoo.model.files import weight_files
 from rotationzoo.model.geometry import geometry_on_meta, same_shapes
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
+from rotationzoo.model.value_projections import SERVE_UNABSORBED, find_projections
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.folders import install, temporary_sibling
