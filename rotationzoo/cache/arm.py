@@ -39,7 +39,9 @@ class Arm:
         rotation = self.rotations[layer][side]
         mean = self._mean(rows, layer, side)
         centered = rows.float() if mean is None else rows.float() - mean
-        restored = fake_quantize(centered, rotation.matrix, rotation.clip, self.group_size, format)
+        restored = fake_quantize(
+            centered, rotation.transform, rotation.clip, self.group_size, format, rotation.inverse
+        )
         if mean is not None and side == "value":
             restored = restored + mean
         return restored.to(rows.dtype)
@@ -57,6 +59,7 @@ def fake_quantize(
     clip: torch.Tensor,
     group_size: int | None,
     format: int2.Format,
+    inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate rows, store them in 2 bits, restore them and rotate them back.
 
@@ -64,7 +67,9 @@ def fake_quantize(
     * `matrix`: `[H, D, D]` or `[B, H, D, D]`, on any device;
     * `clip`: clip ratios, `[H]` or `[B, H]`;
     * `group_size`: channels that share a scale; None means the whole head;
-    * `format`: how an engine stores codes and scales.
+    * `format`: how an engine stores codes and scales;
+    * `inverse`: the inverse of `matrix`; None means its transpose.
     """
     matrix = matrix.to(rows.device)
-    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ matrix.mT
+    inverse = matrix.mT if inverse is None else inverse.to(rows.device)
+    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ inverse
