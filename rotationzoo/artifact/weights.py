@@ -62,19 +62,23 @@ def read_record(folder: Path) -> Record | None:
 def folded_record(artifact: Artifact, source: Source) -> Record | None:
     """The record of a model whose weights carry this artifact's equalizer; None for other models.
 
-    Raises `RotationZooError` for a model that carries the equalizer of another artifact: this one's
-    rotations fit neither its keys nor its values.
+    Raises `RotationZooError` for a model that carries the equalizer of another artifact, unless
+    this one was made for those very weights: its rotations would fit neither keys nor values.
     """
     record = read_record(source.folder)
     if record is None or record.absorbed != EQUALIZER:
         return None
-    if record.artifact != artifact.identity:
-        raise RotationZooError(
-            f"the weights of {source.name} carry the equalizer of another artifact than "
-            f"{artifact.folder}",
-            hint="give the model as it was published, or the artifact that was folded into it",
-        )
-    return record
+    if record.artifact == artifact.identity:
+        return record
+    made_for = artifact.manifest.model.weights_fingerprint
+    # Rotations that need no statistics are for any weights.
+    if made_for == record.weights or not artifact.recipe.needs_statistics:
+        return None
+    raise RotationZooError(
+        f"the weights of {source.name} carry the equalizer of another artifact than "
+        f"{artifact.folder}",
+        hint="give the model as it was published, or the artifact that was folded into it",
+    )
 
 
 def rotations_for(artifact: Artifact, source: Source) -> Rotations:

@@ -41,7 +41,9 @@ def equalized(folder: Path, name: str = "equalized", **changes) -> Artifact:
     A side that the model's weights cannot carry gets an equalizer all the same.
     """
     recipe = PRESETS["random"].model_copy(update=changes)
-    made = calibrate(Job(str(folder), recipe, folder.with_name(f"{folder.name}-{name}"), device="cpu"))
+    made = calibrate(
+        Job(str(folder), recipe, folder.with_name(f"{folder.name}-{name}"), device="cpu")
+    )
     source = find(str(folder))
     model = loading.on_meta(loading.load_config(source), source.name)
     geometry = geometry_on_meta(model)
