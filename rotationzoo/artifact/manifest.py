@@ -57,6 +57,9 @@ class Layer(Strict, extra="forbid"):
     key_dim: _Size
     value_dim: _Size
     shift_invariant: bool | None = None
+    rope_pairs: _Number | None = None
+    rope_distance: _Number | None = None
+    shared_norm: bool | None = None
 
 
 class Calibration(Strict):

@@ -10,6 +10,7 @@ import torch
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import sentences, tensor_problems
+from rotationzoo.calibration.equalizer_checks import equalizer_problems, stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
@@ -114,6 +115,10 @@ class Claim:
                 layers[f"{side} mean not that of the statistics"].append(layer)
         return sentences(layers)
 
+    def equalizer_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
+        """Equalizers that cannot be folded, or that the recipe does not make."""
+        return equalizer_problems(rotations, statistics, self.recipe, self.geometry)
+
     def centering_problems(self, rotations: Rotations) -> list[str]:
         """Keys stored without their mean, although a layer's attention is known not to ignore
         it."""
@@ -126,10 +131,11 @@ class Claim:
     def _formula_problems(self, rotations: Rotations) -> list[str]:
         """Rotations that differ from those that a recipe without an eigenbasis makes, which are
         recomputed."""
-        # Leave out means: they come from statistics, and `mean_problems` checks them.
-        uncentered = self.recipe.model_copy(update={"center_keys": False, "center_values": False})
+        # Leave out what comes from statistics, means and equalizers, which are checked elsewhere.
+        formula = dict.fromkeys(("center_keys", "center_values", "equalize"), False)
+        alone = self.recipe.model_copy(update=formula)
         layers: _Layers = defaultdict(list)
-        for layer, side, rotation in fit(None, uncentered, self.geometry).each():
+        for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
             if not torch.allclose(rotation.matrix, stored, atol=ORTHOGONAL):
                 what = f"{side} rotation not the one that {self.recipe.name} makes"
@@ -141,7 +147,7 @@ class Claim:
         from."""
         layers: _Layers = defaultdict(list)
         for layer, sides in rotations.items():
-            averages = statistics.get(layer, {})
+            averages = self._in_frame(sides, statistics.get(layer, {}))
             if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
                 continue
             # Swapped sides are the likeliest mistake, so they get a message of their own.
@@ -151,6 +157,17 @@ class Claim:
                 what = "rotations that do not come from the statistics beside them"
                 layers[what].append(layer)
         return sentences(layers)
+
+    def _in_frame(
+        self, sides: LayerRotations, averages: Mapping[str, Average]
+    ) -> Mapping[str, Average]:
+        """The averages of one layer in the frame that its rotations were made in, which is the
+        folded one where the recipe equalizes."""
+        if not self.recipe.equalize:
+            return averages
+        moments = {kind: average.sums for kind, average in averages.items()}
+        folded = stored_equalizers(sides).fold(moments)
+        return {kind: Average(moment.second_moment) for kind, moment in folded.items()}
 
     def _diagonalise(
         self, sides: LayerRotations, averages: Mapping[str, Average], statistic_of: dict[str, str]
