@@ -35,7 +35,7 @@ from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
 from rotationzoo.model.rope_pairs import with_rope_pairs
 from rotationzoo.progress import Progress
-from rotationzoo.recipe import SELF, Recipe, variants
+from rotationzoo.recipe import SELF, Recipe, tries, without
 from rotationzoo.rotations import Rotations
 from rotationzoo.text.rows import Corpus, pack_texts
 from rotationzoo.text.tokenizing import start_tokens
@@ -151,8 +151,7 @@ def _check_capture(
     """
     with torch.no_grad():
         check_transparent(model, ids)
-    centers = any(variant.center_keys for variant in variants(recipe).values())
-    moved = layers_moved(model, ids) if centers else []
+    moved = layers_moved(model, ids) if tries(recipe, "center_keys") else []
     return settle_centering(recipe, sorted({*shifted_layers(geometry), *moved}))
 
 

@@ -9,7 +9,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.recipe import SELF, Recipe, variants, without_centering
+from rotationzoo.recipe import SELF, Recipe, tries, without
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
@@ -50,8 +50,7 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
     A recipe with a search then keeps the mean of the keys. Raises `RotationZooError` for any other
     recipe that centres keys.
     """
-    centers = any(variant.center_keys for variant in variants(recipe).values())
-    if not centers or not layers:
+    if not tries(recipe, "center_keys") or not layers:
         return recipe, []
     reason = centering.reason(layers)
     if recipe.search is None:
@@ -60,7 +59,7 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
             hint="set center_keys to false in the recipe",
         )
     note = f"keys keep their mean, although the recipe {recipe.name} centres them: {reason}"
-    return without_centering(recipe), [note]
+    return without(recipe, "center_keys"), [note]
 
 
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:

@@ -5,7 +5,7 @@ from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
 from rotationzoo.recipe.schema import SELF, Data, Recipe
 from rotationzoo.recipe.search import Search
-from rotationzoo.recipe.variants import variants, without_centering
+from rotationzoo.recipe.variants import followed_recipes, tries, variants, without
 
 __all__ = [
     "FILES",
@@ -15,11 +15,13 @@ __all__ = [
     "Recipe",
     "Search",
     "digest",
+    "followed_recipes",
     "from_dict",
     "load",
     "name_of",
     "override",
+    "tries",
     "variants",
-    "without_centering",
+    "without",
     "without_paths",
 ]

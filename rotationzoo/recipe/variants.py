@@ -9,12 +9,14 @@ from typing import Any
 
 from rotationzoo.recipe.schema import Recipe
 
-# Key of `Recipe` and of `Search` -> how a value of it is named.
+# Key of `Recipe` and of `Search` -> how a value of it is named, if not by itself.
 _CHOSEN: dict[str, dict[bool, str]] = {
     "composition": {},
     "center_keys": {True: "keys centred", False: ""},
     "equalize": {True: "equalized", False: ""},
 }
+_REFUSED_BY_SOME = ("center_keys", "equalize")
+"""Keys that not every model allows."""
 
 
 def variants(recipe: Recipe) -> dict[str, Recipe]:
@@ -31,10 +33,24 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
     return table
 
 
-def without_centering(recipe: Recipe) -> Recipe:
-    """The recipe for a model whose keys must keep their mean: no variant centres keys."""
-    search = recipe.search and recipe.search.model_copy(update={"center_keys": ()})
-    return recipe.model_copy(update={"center_keys": False, "search": search})
+def tries(recipe: Recipe, key: str) -> bool:
+    """Whether `center_keys` or `equalize` is true in any variant of a recipe."""
+    return any(_values(recipe, key))
+
+
+def without(recipe: Recipe, key: str) -> Recipe:
+    """The recipe for a model that does not allow `center_keys` or `equalize`: no variant has it."""
+    search = recipe.search and recipe.search.model_copy(update={key: ()})
+    return recipe.model_copy(update={key: False, "search": search})
+
+
+def followed_recipes(recipe: Recipe) -> list[Recipe]:
+    """Every recipe that the artifact of this one may follow, on whatever model."""
+    allowed = [recipe]
+    if recipe.search is not None:
+        for key in _REFUSED_BY_SOME:
+            allowed += [without(one, key) for one in allowed]
+    return [variant for one in allowed for variant in variants(one).values()]
 
 
 def _values(recipe: Recipe, key: str) -> list[Any]:

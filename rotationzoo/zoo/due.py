@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rotationzoo import recipe as recipes
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.recipe import Recipe, variants, without_centering
+from rotationzoo.recipe import Recipe, followed_recipes
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 
@@ -110,12 +110,8 @@ def _find_reason(
 
     `hashes` maps the model's files at `revision` to their hashes.
     """
-    # The artifact of a search has the hash of the variant that it chose. No variant centres keys
-    # where the model's keys must keep their mean.
-    followed = [*variants(recipe).values()]
-    if recipe.search:
-        followed += variants(without_centering(recipe)).values()
-    accepted = {recipe.hash for recipe in followed}
+    # The artifact of a search has the hash of the variant that it chose.
+    accepted = {followed.hash for followed in followed_recipes(recipe)}
     if published.recipe_sha256 not in accepted:
         return "the recipe has changed"
     if published.model_revision == revision:

@@ -8,6 +8,7 @@ import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
 from rotationzoo.calibration.search import memory
+from rotationzoo.calibration.search.frame import Frame
 from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.sampling import Rows, Samples, sample_queries, sample_rows
 from rotationzoo.calibration.search.task import SearchTask
@@ -37,13 +38,14 @@ def search_layers(
             progress("searching", done, total)
             # Pop the samples of a layer, so that they are freed once it is done: the search for
             # clip ratios needs the memory.
+            frame = Frame.of(task.baseline[layer.index])
             search = LayerSearch(
                 layer,
-                task.statistics[layer.index],
+                frame.fold_moments(task.statistics[layer.index]),
                 task.recipe,
                 task.baseline[layer.index],
-                samples.pop(layer.index),
-                rows.pop(layer.index, None),
+                frame.fold_samples(samples.pop(layer.index)),
+                frame.fold_rows(rows.pop(layer.index, None)),
             )
             key = search.choose_keys(next_deadline(deadline, total - done))
             done += 1
