@@ -37,7 +37,7 @@ class Footprint:
         if not self.recipe.needs_statistics:
             return 0
         two_passes = self.recipe.value_statistic == "key_energy"
-        value_moments = 2 + int(two_passes) + int(self.recipe.equalize)
+        value_moments = 2 + int(two_passes) + int(self.recipe.may_equalize)
         return sum(
             8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
             for layer in cached_layers(self.geometry)

@@ -77,7 +77,7 @@ def run_model(
         geometry = planned.geometry
         if geometry is None:
             geometry = _look_at_model(model, ids, job.recipe)
-        if job.recipe.equalize:
+        if job.recipe.may_equalize:
             geometry = with_rope_pairs(model, geometry)
         dtype = str(model.dtype).removeprefix("torch.")
         # The model was loaded only for its geometry.
@@ -95,7 +95,7 @@ def run_model(
         fitted, held_out = _split_rows(text, recipe)
         batches = fitted.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
-        if recipe.equalize:
+        if recipe.may_equalize:
             add_projections(statistics, model, geometry)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
