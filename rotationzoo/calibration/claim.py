@@ -10,7 +10,8 @@ import torch
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import sentences, tensor_problems
-from rotationzoo.calibration.equalizer_checks import equalizer_problems, stored_equalizers
+from rotationzoo.calibration.equalizer_checks import equalizer_problems
+from rotationzoo.calibration.equalizing import stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
@@ -146,8 +147,11 @@ class Claim:
         """Rotations whose eigenbasis does not diagonalise the statistic that they were made
         from."""
         layers: _Layers = defaultdict(list)
+        equalizers = stored_equalizers(rotations)
         for layer, sides in rotations.items():
-            averages = self._in_frame(sides, statistics.get(layer, {}))
+            averages = statistics.get(layer, {})
+            if layer in equalizers:
+                averages = equalizers[layer].fold_averages(averages)
             if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
                 continue
             # Swapped sides are the likeliest mistake, so they get a message of their own.
@@ -157,17 +161,6 @@ class Claim:
                 what = "rotations that do not come from the statistics beside them"
                 layers[what].append(layer)
         return sentences(layers)
-
-    def _in_frame(
-        self, sides: LayerRotations, averages: Mapping[str, Average]
-    ) -> Mapping[str, Average]:
-        """The averages of one layer in the frame that its rotations were made in, which is the
-        folded one where the recipe equalizes."""
-        if not self.recipe.equalize:
-            return averages
-        moments = {kind: average.sums for kind, average in averages.items()}
-        folded = stored_equalizers(sides).fold(moments)
-        return {kind: Average(moment.second_moment) for kind, moment in folded.items()}
 
     def _diagonalise(
         self, sides: LayerRotations, averages: Mapping[str, Average], statistic_of: dict[str, str]

@@ -6,14 +6,14 @@ from collections import defaultdict
 import torch
 
 from rotationzoo.artifact.tensor_check import sentences
-from rotationzoo.calibration.equalizing import Equalizers, equalize
+from rotationzoo.calibration.equalizing import Equalizers, equalize, stored_equalizers
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.equalization import CONDITION
 from rotationzoo.linalg.moments import Averages, sums
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.model.rope_pairs import partner_channels
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LayerRotations, Rotations
+from rotationzoo.rotations import Rotations
 
 # Factors are rounded to powers of two, so those of averages that were divided and summed again may
 # fall on the other side of a half.
@@ -31,8 +31,9 @@ def equalizer_problems(
     if not recipe.equalize:
         return []
     layers: dict[str, list[int]] = defaultdict(list)
+    stored = stored_equalizers(rotations)
     for layer in cached_layers(geometry):
-        for problem in _layer_problems(stored_equalizers(rotations[layer.index]), layer):
+        for problem in _layer_problems(stored[layer.index], layer):
             layers[problem].append(layer.index)
     if layers or statistics is None:
         return sentences(layers)
@@ -41,17 +42,9 @@ def equalizer_problems(
     except RotationZooError as error:
         return [str(error)]
     for index, equalizers in expected.items():
-        if not _agree(stored_equalizers(rotations[index]), equalizers):
+        if not _agree(stored[index], equalizers):
             layers["equalizers that do not come from the statistics beside them"].append(index)
     return sentences(layers)
-
-
-def stored_equalizers(sides: LayerRotations) -> Equalizers:
-    """The equalizers of a layer that has both."""
-    key, value = sides.key.equalizer, sides.value.equalizer
-    assert key is not None
-    assert value is not None
-    return Equalizers(key, value)
 
 
 def _layer_problems(stored: Equalizers, layer: Layer) -> list[str]:

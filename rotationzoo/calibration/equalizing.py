@@ -8,11 +8,12 @@ from transformers import PreTrainedModel
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.equalization import fold_moments, key_factors, value_matrix
-from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.model.projection import output_projections
 from rotationzoo.model.rope_pairs import partner_channels
 from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import Rotations
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Equalizers:
     def fold(self, moments: Mapping[str, Moment]) -> dict[str, Moment]:
         """The layer's moments in the folded frame, by kind."""
         return fold_moments(moments, self.key, self.value)
+
+    def fold_averages(self, averages: Mapping[str, Average]) -> dict[str, Average]:
+        """The second moments of the layer's averages in the folded frame, by kind."""
+        folded = self.fold({kind: average.sums for kind, average in averages.items()})
+        return {kind: Average(moment.second_moment) for kind, moment in folded.items()}
 
 
 def equalize(
@@ -75,6 +81,16 @@ def _spread(moment: Moment, centered: bool) -> torch.Tensor:
     """The covariance `[H, D, D]` of rows that are stored without their mean, else their second
     moment."""
     return (moment.covariance if centered else moment.second_moment).cpu()
+
+
+def stored_equalizers(rotations: Rotations) -> dict[int, Equalizers]:
+    """Layer -> the equalizers that rotations carry; empty where they carry none."""
+    stored = {}
+    for layer, sides in rotations.items():
+        key, value = sides.key.equalizer, sides.value.equalizer
+        if key is not None and value is not None:
+            stored[layer] = Equalizers(key, value)
+    return stored
 
 
 def fold_statistics(statistics: Statistics, equalizers: Mapping[int, Equalizers]) -> Statistics:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.recipe import SELF, Recipe, tries, variants
+from rotationzoo.recipe import SELF, Recipe, variants
 
 # torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
 _LIBRARIES = 450_000_000
@@ -37,7 +37,7 @@ class Footprint:
         if not self.recipe.needs_statistics:
             return 0
         two_passes = self.recipe.value_statistic == "key_energy"
-        value_moments = 2 + int(two_passes) + int(tries(self.recipe, "equalize"))
+        value_moments = 2 + int(two_passes) + int(self.recipe.may_equalize)
         return sum(
             8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
             for layer in cached_layers(self.geometry)
@@ -51,7 +51,7 @@ class Footprint:
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
             total += 4 * heads * (layer.key_dim**2 + layer.value_dim**2)
-            if tries(self.recipe, "equalize"):
+            if self.recipe.may_equalize:
                 total += 4 * layer.kv_heads * (layer.key_dim + layer.value_dim**2)
         return total
 

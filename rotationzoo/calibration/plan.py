@@ -16,10 +16,12 @@ from rotationzoo.calibration.recipe_checks import (
     check_length,
     check_recipe,
     settle_centering,
+    settle_equalizing,
     shorten_rows,
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
+from rotationzoo.model.foldable import check_equalizable
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
@@ -120,13 +122,32 @@ def plan(job: Job) -> Plan:
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
+    problem = _equalizing_problem(job.recipe, model, geometry)
+    if problem is not None and job.recipe.equalize:
+        refusal = UnsupportedModel(
+            f"equalizers cannot be folded into these weights: {problem}",
+            hint="leave --equalize out",
+        )
+        return Plan(job, source, config, geometry, refusal)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
+    recipe, equalizing_notes = settle_equalizing(recipe, problem)
+    notes += equalizing_notes
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
     job = replace(job, recipe=recipe)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
     return _with_sizes(known, model)
+
+
+def _equalizing_problem(
+    recipe: Recipe, model: PreTrainedModel, geometry: Geometry | None
+) -> str | None:
+    """Why the weights of a model on `meta` could not carry the recipe's equalizers; None also where
+    only the weights can tell."""
+    if not recipe.may_equalize or geometry is None:
+        return None
+    return check_equalizable(model, geometry)
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

@@ -62,6 +62,19 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
     return without(recipe, "center_keys"), [note]
 
 
+def settle_equalizing(recipe: Recipe, problem: str | None) -> tuple[Recipe, list[str]]:
+    """Adapt the recipe to a model whose weights cannot carry an equalizer, because of `problem`;
+    also return notes for the user.
+
+    A search then tries none. A recipe that equalizes whatever a search finds stays as it is; it is
+    refused elsewhere.
+    """
+    if problem is None or recipe.equalize or not recipe.may_equalize:
+        return recipe, []
+    note = f"no equalizer is tried, although the recipe {recipe.name} does: {problem}"
+    return without(recipe, "equalize"), [note]
+
+
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
     """The recipe, with rows cut to the number of positions that the model has."""
     positions = _positions(config)

@@ -20,7 +20,7 @@ _RECIPES = (
         update={
             "name": "best",
             "center_keys": True,
-            "search": Search(composition=("hadamard",), center_keys=(False,)),
+            "search": Search(composition=("hadamard",), center_keys=(False,), equalize=(True,)),
         }
     ),
     _SEARCHED.model_copy(update={"name": "best-uncentered"}),

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
+from rotationzoo.calibration.equalizing import stored_equalizers
 from rotationzoo.calibration.search import memory
-from rotationzoo.calibration.search.frame import Frame
+from rotationzoo.calibration.search.frame import LayerData
 from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.sampling import Rows, Samples, sample_queries, sample_rows
 from rotationzoo.calibration.search.task import SearchTask
@@ -25,6 +26,7 @@ def search_layers(
     Layers that the checkpoint already holds are not searched again.
     """
     projections = output_projections(task.model, task.geometry)
+    equalizers = stored_equalizers(task.baseline)
     layers = cached_layers(task.geometry)
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     remaining = [layer for layer in layers if str(layer.index) not in record]
@@ -38,14 +40,17 @@ def search_layers(
             progress("searching", done, total)
             # Pop the samples of a layer, so that they are freed once it is done: the search for
             # clip ratios needs the memory.
-            frame = Frame.of(task.baseline[layer.index])
+            data = LayerData(
+                task.statistics[layer.index], samples.pop(layer.index), rows.pop(layer.index, None)
+            )
+            data = data.fold(equalizers.get(layer.index))
             search = LayerSearch(
                 layer,
-                frame.fold_moments(task.statistics[layer.index]),
+                data.moments,
                 task.recipe,
                 task.baseline[layer.index],
-                frame.fold_samples(samples.pop(layer.index)),
-                frame.fold_rows(rows.pop(layer.index, None)),
+                data.samples,
+                data.rows,
             )
             key = search.choose_keys(next_deadline(deadline, total - done))
             done += 1
