@@ -124,11 +124,9 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     problem = _equalizing_problem(job.recipe, model, geometry)
     if problem is not None and job.recipe.equalize:
-        refusal = UnsupportedModel(
-            f"equalizers cannot be folded into these weights: {problem}",
-            hint="leave --equalize out",
-        )
-        return Plan(job, source, config, geometry, refusal)
+        reason = f"equalizers cannot be folded into these weights: {problem}"
+        refused = UnsupportedModel(reason, hint="leave --equalize out")
+        return Plan(job, source, config, geometry, refused)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
     recipe, equalizing_notes = settle_equalizing(recipe, problem)
