@@ -12,7 +12,7 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import geometry_json, geometry_of
-from rotationzoo.recipe import PRESETS, Search
+from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import LayerRotations, Rotations
 
 BATCHES = [torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed(0))]

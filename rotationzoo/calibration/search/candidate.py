@@ -36,7 +36,7 @@ class Candidate:
     def name(self) -> str:
         """A name that no other candidate has."""
         clips = self.clips
-        return f"{self.kind}, {clips['key']:g}/{clips['value']:g}"
+        return f"{self.kind}, clip {clips['key']:g}/{clips['value']:g}"
 
     def with_clip(self, side: str, ratio: float) -> "Candidate":
         """The same candidate with one clip ratio for all heads of a side."""

@@ -68,34 +68,46 @@ def rank(criterion: Criterion, candidates: Sequence[Candidate]) -> list[Candidat
 def pick_finalists(
     criterion: Criterion, simple: Sequence[Candidate], by_head: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The candidates whose clip ratios are worth a search: the best few simple ones, and the best
-    of those that were chosen head by head.
+    """The candidates whose clip ratios are worth a search: the best few simple ones, one that asks
+    for no folded weights among them, and the best of those that were chosen head by head.
 
     Some rotations depend on clipping and others do not, so candidates are compared at their own
     best ratios.
     """
-    return [*rank(criterion, simple)[:_SIMPLE_FINALISTS], *rank(criterion, by_head)[:1]]
+    ranked = rank(criterion, simple)
+    finalists = ranked[:_SIMPLE_FINALISTS]
+    if all(candidate.recipe.equalize for candidate in finalists):
+        finalists += [candidate for candidate in ranked if not candidate.recipe.equalize][:1]
+    return [*finalists, *rank(criterion, by_head)[:1]]
 
 
-def pick_winner(
-    criterion: Criterion, finalists: Sequence["Finalist"]
-) -> tuple[Candidate, Candidate | None]:
-    """The winner, and the runner-up if there is one.
+def pick_winner(criterion: Criterion, candidates: Sequence[Candidate]) -> Candidate:
+    """The best candidate, where simple ones win ties.
 
-    A choice by head wins only if it is clearly better than the best simple candidate: where a
-    simple rule does as well, it is the better rule.
+    An equalizer asks for folded weights, and a choice by head rests on many small decisions. Either
+    must be clearly better than the best candidate without.
     """
-    ranked = rank(criterion, [finalist.candidate for finalist in finalists])
-    scores = measure(criterion, ranked)
-    winner = next(candidate for candidate in ranked if candidate.heads == BASELINE)
-    for candidate in ranked:
-        if candidate.heads != BASELINE and is_better(scores[candidate.name], scores[winner.name]):
-            winner = candidate
-    return winner, next((candidate for candidate in ranked if candidate is not winner), None)
+    scores = measure(criterion, candidates)
+    winner: Candidate | None = None
+    for group in _by_simplicity(candidates):
+        best = rank(criterion, group)[0]
+        if winner is None or is_better(scores[best.name], scores[winner.name]):
+            winner = best
+    assert winner is not None
+    return winner
+
+
+def _by_simplicity(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """The candidates in groups, simplest first."""
+    groups: dict[tuple[bool, bool], list[Candidate]] = {}
+    for candidate in candidates:
+        by_head = candidate.heads != BASELINE
+        groups.setdefault((by_head, candidate.recipe.equalize), []).append(candidate)
+    return [groups[key] for key in sorted(groups)]
 
 
 def run_test(
-    criterion: Criterion, baseline: Candidate, winner: Candidate, runner_up: Candidate | None
+    criterion: Criterion, winner: Candidate, baseline: Candidate, runner_up: Candidate | None
 ) -> "FinalTest":
     """Test the winner on text and questions that did not choose it.
 

@@ -72,7 +72,7 @@ def search_rotations(
     trial = try_tasks(task)
     choosing, testing = _make_criteria(task, trial, checkpoint)
     simple, refused = fit_variants(task)
-    frame = rank(choosing, simple)[0]
+    frame = pick_winner(choosing, simple)
     by_head: list[Candidate] = []
     layers: dict[str, Any] = {}
     if task.settings.heads:
@@ -81,9 +81,11 @@ def search_rotations(
         by_head = choose_sides(frame, matrices)
     starting = pick_finalists(choosing, simple, by_head)
     finalists = _search_clips(choosing, starting, deadline, progress)
-    winner, runner_up = pick_winner(choosing, finalists)
+    ended = [finalist.candidate for finalist in finalists]
+    winner = pick_winner(choosing, ended)
+    others = [candidate for candidate in rank(choosing, ended) if candidate is not winner]
     progress("testing", 0, 0)
-    test = run_test(testing, simple[0], winner, runner_up)
+    test = run_test(testing, winner, baseline=simple[0], runner_up=next(iter(others), None))
     contest = Contest(trial, choosing, [*simple, *by_head], refused, finalists, test)
     record = {**describe_search(task, contest), "layers": layers}
     return SearchResult(test.taken.recipe, test.taken.rotations, record)
