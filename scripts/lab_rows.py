@@ -30,7 +30,9 @@ INSTALLED = {"site-packages", "dist-packages"}
 SHARED_LINES, LINE_LENGTH = 0.2, 20
 GROUP, CHUNK = 8, 80  # rows of one layout, and rows that a process writes at a time
 PLAIN, ONE_TASK, TWO_TASKS = 2, 4, 2  # how often a group has this layout
-ANSWER_WEIGHT = 3  # of an answer's token in the loss, beside 1 of any other
+TOKENS_PER_SET = 1024  # tokens that have room for all questions of a task in `TASKS`
+ANSWER_WEIGHT = 8  # of an answer's token in the loss, beside 1 of any other
+WORD = re.compile(r"(?<![A-Za-z])[a-z]{3,9}(?![A-Za-z])")
 WORDS, WORDS_AT_ONCE, POOL = 4096, 48, "lab"
 
 
@@ -70,7 +72,7 @@ def tokens_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.nd
 
 def common_words(texts: Iterable[str]) -> list[str]:
     """The words that recall tasks are made of in training: frequent ones, none of `POOLS`."""
-    counts = Counter(word for text in texts for word in re.findall(r"[a-z]{3,9}", text))
+    counts = Counter(word for text in texts for word in WORD.findall(text))
     for words in POOLS.values():
         for word in words:
             del counts[word]
@@ -129,7 +131,7 @@ def _write_tasks(draw: random.Random, length: int) -> tuple[np.ndarray, np.ndarr
         task=task,
         prompts=GROUP,
         length=length,
-        questions=draw.randint(1, TASKS[task] * (1 if length < 2048 else 2)),
+        questions=draw.randint(1, TASKS[task] * length // TOKENS_PER_SET),
         # Statements may be anywhere, so that near answers are learned as well as far ones.
         first=0,
         recent=0,

@@ -64,8 +64,8 @@ SCORING_SECONDS = 12  # of a model's time, kept for its final scores and files
 
 
 def widen_slow_key_biases(model: PreTrainedModel) -> None:
-    """Draw the key biases of the slower half of RoPE pairs with deviation 4, equal for a pair's two
-    channels in no way: large Qwen2 models learn such biases by themselves."""
+    """Draw the key biases of the slower half of the RoPE pairs with a standard deviation of 4.
+    Large Qwen2 models learn such biases by themselves."""
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias.view(-1, 2, layer.self_attn.head_dim // 2)
         bias[..., bias.shape[-1] // 2 :].normal_(0, 4)
@@ -108,8 +108,8 @@ MODELS = {
 class Size:
     """How much is trained; `SMALL` shows on a CPU that the script works."""
 
-    rows: int = 40_000
-    long_rows: int = 4_000
+    rows: int = 80_000
+    long_rows: int = 8_000
     length: int = 2048
     long_length: int = LONGEST
     batch: int = 48
@@ -188,6 +188,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             groups, lr=self.lab.learning_rate, betas=(0.9, 0.95), fused=device != "cpu"
         )
+        torch.compiler.reset()  # its limit counts the compilations of all models of a process
         # Compiling for a CPU takes longer than the few steps that are made there.
         self.loss = loss_of if device == "cpu" else torch.compile(loss_of, dynamic=False)
         self.rows = [load_rows(run.rows / f"{kind}.npz", device) for kind in ("short", "long")]
@@ -218,7 +219,9 @@ class Trainer:
             else:
                 progress = (time.time() - start) / (stop - start)
             if step % REPORT == 0:
-                self.say(f"step {step}, {progress:.0%}, loss {loss.item():.3f}; {self.score(prompts)}")
+                self.say(
+                    f"step {step}, {progress:.0%}, loss {loss.item():.3f}; {self.score(prompts)}"
+                )
         return {"steps": step, "seconds": round(time.time() - start), "loss": loss.item()}
 
     def gradients(self, long: bool) -> torch.Tensor:
@@ -282,9 +285,10 @@ def finish(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: dict) -
     """Write the model's tar file, and its scores in bfloat16 at every length."""
     run, lab = trainer.run, trainer.lab
     trainer.model.to(torch.bfloat16).eval()
+    budget = run.size.prompts * run.size.length  # tokens of a task, at every length
     for length in sorted({run.size.length, 2 * run.size.length, run.size.long_length}):
         record[f"answers at {length}"] = trainer.score(
-            unseen_prompts(tokenizer, length, run.size.prompts * run.size.length // length)
+            unseen_prompts(tokenizer, length, max(1, budget // length))
         )
     for name in ("calibration", "evaluation"):
         record[f"loss on {name}.jsonl"] = trainer.text_loss(
