@@ -33,6 +33,8 @@ import io
 import json
 import math
 import os
+import platform
+import shutil
 import sys
 import sysconfig
 import tarfile
@@ -273,39 +275,58 @@ def train_lane(run: Run, names: list[str], device: str) -> list[str]:
         try:
             trainer = Trainer(name, run, tokenizer, device)
             record = trainer.train(stop, prompts)
-            finish(trainer, tokenizer, record)
+            trainer.model.to(torch.bfloat16).eval()
+            path = run.output / f"{name}.tar"
+            save(trainer.model, path)
+            record |= describe(trainer, tokenizer)
+            trainer.say(json.dumps(record))
+            append_record(record, path)
         except Exception:  # the other models shall not be lost with this one
             traceback.print_exc()
             failed.append(name)
     return failed
 
 
-def finish(trainer: Trainer, tokenizer: Tokenizer, record: dict) -> None:
-    """Write the model's tar file, and its scores in bfloat16 at every length."""
-    run, lab = trainer.run, trainer.lab
-    trainer.model.to(torch.bfloat16).eval()
-    budget = run.size.prompts * run.size.length  # tokens of a task, at every length
-    for length in sorted({run.size.length, 2 * run.size.length, run.size.long_length}):
-        record[f"answers at {length}"] = trainer.score(
-            lab_rows.unseen_prompts(tokenizer, length, max(1, budget // length))
-        )
-    for name in ("calibration", "evaluation"):
-        record[f"loss on {name}.jsonl"] = trainer.text_loss(
-            lab_rows.tokens_of(lab_rows.bundled_texts(name), tokenizer)
-        )
-    record["parameters"] = sum(p.numel() for p in trainer.model.parameters())
-    recipe = {key: value for key, value in asdict(lab).items() if key != "prepare"}
-    record |= {"recipe": recipe, "seed": run.seed, "torch": torch.__version__}
-    trainer.say(json.dumps(record))
+def save(model: PreTrainedModel, path: Path) -> None:
+    """Write the model and the bundled tokenizer into a tar file, in a folder of the same name."""
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["model_max_length"] = LONGEST
     with tempfile.TemporaryDirectory() as work:
-        trainer.model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        with tarfile.open(run.output / f"{trainer.name}.tar", "w") as archive:
-            archive.add(work, trainer.name)
-            content = (json.dumps(record, indent=2) + "\n").encode()
-            member = tarfile.TarInfo(f"{trainer.name}.json")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+        model.save_pretrained(work)
+        shutil.copy(DEMO / "tokenizer.json", work)
+        written = json.dumps(settings, indent=2) + "\n"
+        (Path(work) / "tokenizer_config.json").write_text(written, encoding="utf-8")
+        with tarfile.open(path, "w") as archive:
+            archive.add(work, path.stem)
+
+
+def describe(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, object]:
+    """What a trained model answers at every length, what plain text costs it, and its recipe."""
+    size, record = trainer.run.size, {}
+    for length in sorted({size.length, 2 * size.length, size.long_length}):
+        prompts = max(1, size.prompts * size.length // length)
+        record[f"answers at {length}"] = trainer.score(
+            lab_rows.unseen_prompts(tokenizer, length, prompts)
+        )
+    for name in lab_rows.BUNDLED:
+        ids = lab_rows.tokens_of(lab_rows.bundled_texts(name), tokenizer)
+        record[f"loss on {name}.jsonl"] = trainer.text_loss(ids)
+    recipe = {key: value for key, value in asdict(trainer.lab).items() if key != "prepare"}
+    return record | {
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "recipe": recipe,
+        "seed": trainer.run.seed,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def append_record(record: dict[str, object], path: Path) -> None:
+    """Add NAME.json to the model's tar file."""
+    content = (json.dumps(record, indent=2) + "\n").encode()
+    member = tarfile.TarInfo(f"{path.stem}.json")
+    member.size = len(content)
+    with tarfile.open(path, "a") as archive:
+        archive.addfile(member, io.BytesIO(content))
 
 
 def write_all_rows(folder: Path, texts: list[str], size: Size, seed: int) -> None:
