@@ -73,11 +73,12 @@ def widen_slow_key_biases(model: PreTrainedModel) -> None:
 
 
 def peak_norms(model: PreTrainedModel) -> None:
-    """Log-normal weights of the query and key norms, as wide as gives the spectrum of `C_Q` the
-    effective rank of large models before training."""
+    """Draw the weights of the query and key norms from a log-normal distribution, one for each RoPE
+    pair. Before training, `C_Q` then has about the effective rank that it has in large models."""
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            norm.weight.normal_(0, 0.6).exp_()
+            pairs = torch.randn(norm.weight.shape[0] // 2)
+            norm.weight.copy_((0.8 * pairs).exp().repeat(2))
 
 
 @dataclass(frozen=True)
