@@ -28,6 +28,7 @@ BUNDLED = {name: DEMO.parent / f"{name}.jsonl" for name in ("calibration", "eval
 INSTALLED = {"site-packages", "dist-packages"}
 # Releases of Python differ in a few lines of a file, so a held-out file is known by its lines.
 SHARED_LINES, LINE_LENGTH = 0.2, 20
+PROCESSES = min(os.cpu_count() or 1, 16)  # a container may count its host's cores
 GROUP, CHUNK = 8, 80  # rows of one layout, and rows that a process writes at a time
 PLAIN, ONE_TASK, TWO_TASKS = 2, 4, 2  # how often a group has this layout
 TOKENS_PER_SET = 1024  # tokens that have room for all questions of a task in `TASKS`
@@ -99,7 +100,7 @@ def write_rows(source: Source, length: int, count: int) -> tuple[np.ndarray, np.
     _source = source
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # which would not survive the fork
     jobs = [(length, number) for number in range(-(-count // CHUNK))]
-    with multiprocessing.get_context("fork").Pool() as pool:
+    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
         chunks = pool.starmap(_write_chunk, jobs, chunksize=1)
     return np.concatenate([ids for ids, _ in chunks]), np.concatenate([w for _, w in chunks])
 

@@ -33,6 +33,8 @@ import io
 import json
 import math
 import os
+import platform
+import shutil
 import sys
 import sysconfig
 import tarfile
@@ -45,12 +47,11 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+import lab_rows
 import numpy as np
 import torch
-from lab_rows import Source, bundled_texts, common_words, read_sources
-from lab_rows import tokens_of, unseen_prompts, write_rows
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rotationzoo.model.source import DEMO
 from rotationzoo.recall.answers import read_answers
@@ -72,11 +73,12 @@ def widen_slow_key_biases(model: PreTrainedModel) -> None:
 
 
 def peak_norms(model: PreTrainedModel) -> None:
-    """Log-normal weights of the query and key norms, as wide as gives the spectrum of `C_Q` the
-    effective rank of large models before training."""
+    """Draw the weights of the query and key norms from a log-normal distribution, one for each RoPE
+    pair. Before training, `C_Q` then has about the effective rank that it has in large models."""
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            norm.weight.normal_(0, 0.6).exp_()
+            pairs = torch.randn(norm.weight.shape[0] // 2)
+            norm.weight.copy_((0.8 * pairs).exp().repeat(2))
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Lab:
 
 NO_NORMS = {"learning_rate": 3e-3, "weight_decay": 0.0}
 MODELS = {
-    "demo": Lab("qwen3", share=3.0),
+    "demo": Lab("qwen3", share=2.0),
     "qwen3": Lab("qwen3", {"head_dim": 128}),
     "peaked": Lab("qwen3", prepare=peak_norms),
     "qwen2": Lab("qwen2", prepare=widen_slow_key_biases),
@@ -175,7 +177,7 @@ def loss_of(model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor) ->
 class Trainer:
     """One model in training, with its rows on its device."""
 
-    def __init__(self, name: str, run: Run, tokenizer: PreTrainedTokenizerBase, device: str):
+    def __init__(self, name: str, run: Run, tokenizer: Tokenizer, device: str):
         self.name, self.run, self.lab, self.device = name, run, MODELS[name], device
         torch.manual_seed(run.seed + sorted(MODELS).index(name))
         self.model = new_model(self.lab, run.size, tokenizer.eos_token_id).to(device)
@@ -266,7 +268,7 @@ def train_lane(run: Run, names: list[str], device: str) -> list[str]:
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
     tokenizer = AutoTokenizer.from_pretrained(DEMO, model_max_length=LONGEST)
-    prompts = unseen_prompts(tokenizer, run.size.length, run.size.prompts)
+    prompts = lab_rows.unseen_prompts(tokenizer, run.size.length, run.size.prompts)
     failed = []
     for at, name in enumerate(names):
         share = MODELS[name].share / sum(MODELS[other].share for other in names[at:])
@@ -274,50 +276,71 @@ def train_lane(run: Run, names: list[str], device: str) -> list[str]:
         try:
             trainer = Trainer(name, run, tokenizer, device)
             record = trainer.train(stop, prompts)
-            finish(trainer, tokenizer, record)
+            trainer.model.to(torch.bfloat16).eval()
+            path = run.output / f"{name}.tar"
+            save(trainer.model, path)
+            record |= describe(trainer, tokenizer)
+            trainer.say(json.dumps(record))
+            append_record(record, path)
         except Exception:  # the other models shall not be lost with this one
             traceback.print_exc()
             failed.append(name)
     return failed
 
 
-def finish(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: dict) -> None:
-    """Write the model's tar file, and its scores in bfloat16 at every length."""
-    run, lab = trainer.run, trainer.lab
-    trainer.model.to(torch.bfloat16).eval()
-    budget = run.size.prompts * run.size.length  # tokens of a task, at every length
-    for length in sorted({run.size.length, 2 * run.size.length, run.size.long_length}):
-        record[f"answers at {length}"] = trainer.score(
-            unseen_prompts(tokenizer, length, max(1, budget // length))
-        )
-    for name in ("calibration", "evaluation"):
-        record[f"loss on {name}.jsonl"] = trainer.text_loss(
-            tokens_of(bundled_texts(name), tokenizer)
-        )
-    record["parameters"] = sum(p.numel() for p in trainer.model.parameters())
-    recipe = {key: value for key, value in asdict(lab).items() if key != "prepare"}
-    record |= {"recipe": recipe, "seed": run.seed, "torch": torch.__version__}
-    trainer.say(json.dumps(record))
+def save(model: PreTrainedModel, path: Path) -> None:
+    """Write the model and the bundled tokenizer into a tar file, in a folder of the same name."""
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["model_max_length"] = LONGEST
     with tempfile.TemporaryDirectory() as work:
-        trainer.model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        with tarfile.open(run.output / f"{trainer.name}.tar", "w") as archive:
-            archive.add(work, trainer.name)
-            content = (json.dumps(record, indent=2) + "\n").encode()
-            member = tarfile.TarInfo(f"{trainer.name}.json")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+        model.save_pretrained(work)
+        shutil.copy(DEMO / "tokenizer.json", work)
+        written = json.dumps(settings, indent=2) + "\n"
+        (Path(work) / "tokenizer_config.json").write_text(written, encoding="utf-8")
+        with tarfile.open(path, "w") as archive:
+            archive.add(work, path.stem)
+
+
+def describe(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, object]:
+    """What a trained model answers at every length, what plain text costs it, and its recipe."""
+    size, record = trainer.run.size, {}
+    for length in sorted({size.length, 2 * size.length, size.long_length}):
+        prompts = max(1, size.prompts * size.length // length)
+        record[f"answers at {length}"] = trainer.score(
+            lab_rows.unseen_prompts(tokenizer, length, prompts)
+        )
+    for name in lab_rows.BUNDLED:
+        ids = lab_rows.tokens_of(lab_rows.bundled_texts(name), tokenizer)
+        record[f"loss on {name}.jsonl"] = trainer.text_loss(ids)
+    recipe = {key: value for key, value in asdict(trainer.lab).items() if key != "prepare"}
+    return record | {
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "recipe": recipe,
+        "seed": trainer.run.seed,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def append_record(record: dict[str, object], path: Path) -> None:
+    """Add NAME.json to the model's tar file."""
+    content = (json.dumps(record, indent=2) + "\n").encode()
+    member = tarfile.TarInfo(f"{path.stem}.json")
+    member.size = len(content)
+    with tarfile.open(path, "a") as archive:
+        archive.addfile(member, io.BytesIO(content))
 
 
 def write_all_rows(folder: Path, texts: list[str], size: Size, seed: int) -> None:
     """Write the rows of both lengths into a folder."""
     start = time.time()
     tokenizer = AutoTokenizer.from_pretrained(DEMO, model_max_length=LONGEST)
-    source = Source(tokenizer, tokens_of(texts, tokenizer), common_words(texts), seed)
+    source = lab_rows.Source(
+        tokenizer, lab_rows.tokens_of(texts, tokenizer), lab_rows.common_words(texts), seed
+    )
     print(f"{len(texts):,} files, {len(source.tokens):,} tokens", flush=True)
     kinds = {"short": (size.length, size.rows), "long": (size.long_length, size.long_rows)}
     for kind, (length, count) in kinds.items():
-        ids, weights = write_rows(source, length, count)
+        ids, weights = lab_rows.write_rows(source, length, count)
         np.savez(folder / f"{kind}.npz", ids=ids, weights=weights)
         print(f"{len(ids):,} rows of {length}, {time.time() - start:.0f} s", flush=True)
 
@@ -357,7 +380,7 @@ def main() -> int:
         devices = ["cpu"]
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        write_all_rows(Path(work), read_sources(options.text), size, options.seed)
+        write_all_rows(Path(work), lab_rows.read_sources(options.text), size, options.seed)
         deadline = start + 60 * options.minutes
         run = Run(options.output, Path(work), size, options.seed, steps, deadline)
         lanes = lanes_of(names, options.jobs)
