@@ -266,7 +266,9 @@ def train_lane(run: Run, names: list[str], device: str) -> list[str]:
     """Train some models one after another; returns the names of those that failed."""
     if device != "cpu":
         torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")
+    # Some versions of transformers multiply positions and frequencies as matrices. In TF32 the
+    # angles would be wrong by a radian at 2,048 tokens, and a model would learn those.
+    torch.set_float32_matmul_precision("highest")
     tokenizer = AutoTokenizer.from_pretrained(DEMO, model_max_length=LONGEST)
     prompts = lab_rows.unseen_prompts(tokenizer, run.size.length, run.size.prompts)
     failed = []
