@@ -33,9 +33,11 @@ class AnswerLoss:
         """For each prompt, the log probability per token that right answers lose, in nats, and the
         share of them that is lost: two tensors `[prompts]`, float64.
 
-        Both are means over the questions of a prompt, whose answers fail together. Divided by its
-        tokens, a long quotation counts no more than a number; and a mean over log probabilities
-        shows a blurred look-up long before the most probable token is another.
+        Both are means over the questions of a prompt, whose answers fail together. A mean over log
+        probabilities shows a blurred look-up long before the most probable token is another.
+        Divided by its tokens, a long quotation counts no more than a number: over ten lab models
+        with 64 arms each, the arm of the least loss per token answers .7 % fewer questions than the
+        best arm, that of the least loss per answer 1.5 %, and that of the least perplexity 1.2 %.
         """
         with simulate(rotations, self.geometry, self.cache, self.group_size).running(self.model):
             read = read_answers(self.model, self.prompts)

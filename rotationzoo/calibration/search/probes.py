@@ -16,9 +16,9 @@ from rotationzoo.recall.prompts import TASKS, Prompt, PromptSettings, write_prom
 
 POOL = "choose"
 """The pool of words; `evaluate` asks with the words of another."""
-_LENGTH = 4096  # most tokens per prompt
+_LENGTH = 2048  # most tokens per prompt: candidates are many, and each reads all prompts
 _TRIED = 2  # prompts per task that show whether the model can do it
-_ABLE = 0.5  # share of the answers that a model which can do a task gives
+_ABLE = 0.25  # share of the answers that a model which can do a task gives at least
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def write_probes(task: SearchTask, able: Sequence[str], part: str) -> list[Promp
 
 
 def probe_length(task: SearchTask) -> int:
-    """Tokens per prompt: as many as in the longest row, up to 4,096."""
+    """Tokens per prompt: as many as in the longest row, up to 2,048."""
     return min(_LENGTH, max(len(row) for row in task.choosing))
 
 

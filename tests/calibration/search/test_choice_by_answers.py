@@ -118,12 +118,12 @@ def test_a_winner_that_fails_its_test_is_not_taken(lookups, ask):
 
 
 def test_a_model_that_can_do_no_task_is_judged_by_its_predictions(lookups, monkeypatch):
-    trial = Trial({"needles": 0.25, "copy": 0.0}, {"quote": "too short"})
+    trial = Trial({"needles": 0.125, "copy": 0.0}, {"quote": "too short"})
     assert trial.able == []
     monkeypatch.setattr(run, "try_tasks", lambda task: trial)
     chosen = search_rotations(replace(lookups, tokenizer=object())).record["choice"]
     assert chosen["criterion"].endswith("can do none of the recall tasks that were tried")
-    assert chosen["probes"]["tried"] == {"needles": 0.25, "copy": 0.0}
+    assert chosen["probes"]["tried"] == {"needles": 0.125, "copy": 0.0}
     assert "answer_loss" not in chosen["candidates"][0]
 
 

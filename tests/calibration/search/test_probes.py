@@ -45,7 +45,7 @@ def test_choosing_and_testing_share_neither_text_nor_seeds(task):
 
 
 def test_prompts_are_divided_among_what_the_model_can_do(task):
-    assert Trial({"needles": 0.5, "quote": 0.4, "copy": 1.0}).able == ["needles", "copy"]
+    assert Trial({"needles": 0.25, "quote": 0.2, "copy": 1.0}).able == ["needles", "copy"]
     prompts = write_probes(task, ["needles", "copy"], "choosing")
     tasks = [prompt.questions[0].task for prompt in prompts]
     assert tasks == ["needles"] * 2 + ["copy"] * 2
