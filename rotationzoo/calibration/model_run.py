@@ -120,8 +120,10 @@ def run_model(
         task = SearchTask(
             model, geometry, recipe, statistics, rotations, fitted.rows, held_out, tokenizer
         )
-        found = search_rotations(task, _search_deadline(job), checkpoint, progress)
-        return replace(result, recipe=found.recipe, rotations=found.rotations, search=found.record)
+        chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
+        return replace(
+            result, recipe=chosen.recipe, rotations=chosen.rotations, search=chosen.record
+        )
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:

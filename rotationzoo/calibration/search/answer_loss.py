@@ -53,7 +53,7 @@ class AnswerLoss:
     @property
     def questions(self) -> int:
         """How many questions count."""
-        return int(self.exact.correct.sum())
+        return int(self.exact.correct.sum()) if self.prompts else 0
 
     @property
     def _tokens(self) -> torch.Tensor:

@@ -80,12 +80,13 @@ def _criterion_words(task: SearchTask, contest: Contest) -> str:
 
 def _describe_probes(task: SearchTask, contest: Contest) -> dict[str, Any]:
     trial, answers = contest.trial, contest.criterion.answers
+    prompts, questions = (0, 0) if answers is None else (len(answers.prompts), answers.questions)
     return {
         "tasks": trial.able,
         "tried": trial.answered,
         "skipped": trial.skipped,
-        "prompts": 0 if answers is None else len(answers.prompts),
-        "questions": 0 if answers is None else answers.questions,
+        "prompts": prompts,
+        "questions": questions,
         "length": probe_length(task),
         "words": POOL,
         "seeds": probe_seeds(task),

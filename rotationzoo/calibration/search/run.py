@@ -102,9 +102,9 @@ def _make_criteria(
     saved = SavedScores(checkpoint)
     criteria = []
     for part, texts in (("choosing", task.choosing), ("testing", task.testing)):
-        prompts = write_probes(task, trial.able, part)
-        answers = AnswerLoss(*settings, prompts) if prompts else None
-        criteria.append(Criterion(answers, ModelDivergence(*settings, texts), saved, part))
+        answers = AnswerLoss(*settings, write_probes(task, trial.able, part))
+        judge = answers if answers.questions else None
+        criteria.append(Criterion(judge, ModelDivergence(*settings, texts), saved, part))
     return criteria[0], criteria[1]
 
 
