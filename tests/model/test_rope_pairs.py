@@ -1,0 +1,107 @@
+"""Which channels RoPE mixes and which heads share a norm, on every family that can be captured."""
+
+import pytest
+import torch
+from support import architectures
+
+from rotationzoo.errors import UnsupportedModel
+from rotationzoo.model import loading
+from rotationzoo.model.attention_probe import AttentionProbe
+from rotationzoo.model.foldable import find_key_scales
+from rotationzoo.model.geometry import cached_layers, geometry_of, geometry_on_meta
+from rotationzoo.model.rope_pairs import _describe, partner_channels, with_rope_pairs
+
+NAMES = [
+    name
+    for name in architectures.NAMES
+    if architectures.available(name) and not architectures.EXPECTED[name].refusal
+]
+# Family -> pairs, their distance, and whether heads share a norm. Others are like `llama`.
+EXPECTED = {name: {(8, 8, False)} for name in NAMES}
+for sharing in ("qwen3", "gemma3", "gemma3-vlm", "lfm2", "doge", "qwen3_vl"):
+    EXPECTED[sharing] = {(8, 8, True)}
+for partial in ("qwen3_next", "qwen3_5", "qwen3_5-vlm"):
+    EXPECTED[partial] = {(2, 2, True)}
+EXPECTED |= {
+    "gemma4": {(8, 8, True), (4, 16, True)},
+    "glm4_moe": {(4, 4, False)},
+    "mimo_v2_flash": {(3, 3, False)},
+    "llama4": {(8, 1, True), (0, 0, False)},  # neighbours; layers without RoPE have no norm
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_and_shared_norms_are_measured(name):
+    model = architectures.build(name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    geometry = with_rope_pairs(model, geometry_of(model))
+    measured = {(layer.rope_pairs, layer.rope_distance, layer.shared_norm) for layer in geometry}
+    assert measured == EXPECTED[name]
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key])
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rope_commutes_with_factors_that_are_equal_within_pairs(name):
+    """What RoPE makes of a pair depends on the pair alone, and linearly."""
+    model = architectures.build(name)
+    geometry = with_rope_pairs(model, geometry_of(model))
+    vectors = AttentionProbe(model).run(scale=False)
+    for layer in cached_layers(geometry):
+        partners = partner_channels(layer.key_dim, layer.rope_pairs, layer.rope_distance)
+        keys = vectors[layer.index][1].flatten(0, 1)
+        for position in (1, 2):
+            for channel, partner in enumerate(partners):
+                pair = keys[:, 0][:, sorted({channel, partner})]
+                turned = keys[:, position, channel]
+                solution = torch.linalg.lstsq(pair, turned[:, None]).solution
+                residual = (pair @ solution)[:, 0] - turned
+                # 4e-7 was measured: norms and rotary tables are float32.
+                assert residual.norm() <= 1e-5 * turned.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_measured_pairs_are_those_that_tracing_the_weights_gives(name):
+    """Two independent ways to find which factors must be equal. Tracing also joins channels that
+    RoPE turns by no angle, as of Gemma 4."""
+    model = architectures.build(name)
+    geometry = with_rope_pairs(model, geometry_of(model))
+    on_meta = loading.on_meta(architectures.config(name), name)
+    geometry_on_meta(on_meta)  # chooses an implementation of experts that runs there
+    try:
+        scales = find_key_scales(on_meta, geometry, name)
+    except UnsupportedModel:
+        assert name == "llama4"
+        return
+    for layer in cached_layers(geometry):
+        partners = torch.tensor(
+            partner_channels(layer.key_dim, layer.rope_pairs, layer.rope_distance)
+        )
+        classes = torch.minimum(torch.arange(layer.key_dim), partners).repeat(layer.kv_heads, 1)
+        if not layer.shared_norm:
+            classes += layer.key_dim * torch.arange(layer.kv_heads)[:, None]
+        measured, traced = classes.flatten(), scales.classes[layer.index].flatten()
+        joined = measured[:, None] == measured
+        assert (~joined | (traced[:, None] == traced)).all()
+        if name != "gemma4":
+            assert torch.equal(joined, traced[:, None] == traced)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_slow_pairs_of_wide_heads_are_seen(dtype):
+    """The slowest of 128 pairs turns by 0.0003 over the whole context."""
+    model = architectures.build(
+        "llama", head_dim=256, max_position_embeddings=4096, num_hidden_layers=1,
+        num_key_value_heads=1, rope_parameters=dict(rope_type="default", rope_theta=1e7),
+    )  # fmt: skip
+    (layer,) = with_rope_pairs(model.to(dtype), geometry_of(model))
+    assert (layer.rope_pairs, layer.rope_distance) == (128, 128)
+
+
+def test_pairs_of_another_pattern_are_refused():
+    assert _describe(partner_channels(16, 4, 8), 0) == (4, 8)
+    assert _describe(partner_channels(16, 4, 1), 0) == (4, 1)
+    assert _describe(list(range(16)), 0) == (0, 0)
+    with pytest.raises(UnsupportedModel, match="layer 3 in pairs of no known pattern"):
+        _describe([0, 1, 6, 3, 4, 5, 2, 15, 8, 9, 10, 11, 12, 13, 14, 7], 3)
