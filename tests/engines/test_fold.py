@@ -277,8 +277,8 @@ def test_an_artifact_serves_both_frames(made):
         matrix = torch.diag_embed(equalizer) if side == "key" else equalizer
         restored = arms[0].fake_quantize(rows, layer, side, int2.SGLANG) @ matrix
         in_frame = arms[1].fake_quantize(rows @ matrix, layer, side, int2.SGLANG)
-        # 4e-6 was measured; a mean in the wrong frame differs by more than 1.
-        assert (restored - in_frame).abs().max() <= 1e-4
+        # 2e-6 was measured; a mean in the wrong frame differs by more than 1.
+        assert (restored - in_frame).abs().max() <= 2e-5
 
 
 def test_evaluate_applies_the_equalizer_where_the_weights_do_not(made, tmp_path):
