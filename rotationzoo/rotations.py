@@ -65,6 +65,15 @@ class Rotation:
         undone: torch.Tensor = torch.linalg.inv(equalizer)
         return (matrix.mT @ undone).float()
 
+    def fold(self, rows: torch.Tensor) -> torch.Tensor:
+        """Centred rows `[..., H, N, D]` of the published weights in the frame of the folded ones:
+        `rows @ E`."""
+        if self.equalizer is None:
+            return rows
+        if self.equalizer.ndim == 2:
+            return rows * self.equalizer[:, None]
+        return rows @ self.equalizer
+
     @property
     def dim(self) -> int:
         """The head dimension D."""

@@ -3,6 +3,7 @@
 The model is run on a text, and the artifact's rotations are compared with the resulting statistics.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -10,10 +11,11 @@ import torch
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.moments import Statistics
+from rotationzoo.linalg.moments import Average, Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
@@ -93,6 +95,7 @@ def check_membership(
         )
     recipe = artifact.recipe
     statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
+    statistics = fold_statistics(statistics, stored_equalizers(artifact.rotations))
     moments = {
         (layer.index, side): target_moment(statistics, recipe, layer.index, side)
         for layer, side in product(cached_layers(artifact.geometry), SIDES)
@@ -127,6 +130,7 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
     """
     recipe = artifact.recipe
     statistics = None if recipe.search is None else artifact.statistics
+    equalizers = stored_equalizers(artifact.rotations)
     if not recipe.has_eigenbasis or (recipe.search is not None and statistics is None):
         raise RotationZooError(
             f"{artifact.folder} holds no eigenbasis to look for in a model "
@@ -137,7 +141,10 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
     bases = {}
     for layer, side in product(cached_layers(artifact.geometry), SIDES):
         if statistics is not None:
-            moment = statistics[layer.index][kinds[side]].second_moment
+            averages: Mapping[str, Average] = statistics[layer.index]
+            if layer.index in equalizers:
+                averages = equalizers[layer.index].fold_averages(averages)
+            moment = averages[kinds[side]].second_moment
             _, basis = compositions.eigenbasis(moment)
         else:
             rotation = artifact.rotations[layer.index][side]

@@ -24,16 +24,17 @@ def key_factors(
 ) -> torch.Tensor:
     """Factors of key channels `[H, D]`, float64, from `f^4 = E[q^2] / E[k^2]` over each RoPE pair.
 
-    - `query`, `key`: second moments or covariances `[H, D, D]` of post-RoPE queries and keys.
+    - `query`, `key`: second moments `[H, D, D]` of post-RoPE queries and keys; of keys that are
+      centred, the covariance.
     - `partners`: `[D]` int64, the channel that RoPE mixes each channel with; its own number where
       RoPE leaves it alone.
     - `shared`: whether all KV heads get the same factors, as where they share a norm's weight.
 
-    Then `E[(f k)^2] = E[(q / f)^2]`. The key side of SmoothQuant as QServe applies it
-    (SmoothAttention, arXiv 2405.04532) takes maxima in place of mean squares, and keys alone.
-    Factors are rounded to powers of two, which leaves bfloat16 weights exact when the factors are
-    folded into them. A channel of keys is then up to `sqrt 2` wider or narrower than the closed
-    form makes it, and that of queries the other way round.
+    Then `E[(f k)^2] = E[(q / f)^2]`. SmoothAttention of QServe (arXiv 2405.04532) folds such
+    factors, equal within pairs, from the largest magnitudes of keys alone. Factors are rounded to
+    powers of two, which leaves bfloat16 weights exact when the factors are folded into them. A
+    channel of keys is then up to `sqrt 2` wider or narrower than the closed form makes it, and that
+    of queries the other way round.
     """
     query_energy, key_energy = (_pair_energy(side, partners, shared) for side in (query, key))
     exponents = (query_energy.log2() - key_energy.log2()) / 4
@@ -52,8 +53,8 @@ def _pair_energy(moment: torch.Tensor, partners: torch.Tensor, shared: bool) -> 
 
 
 def value_matrix(value: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-    """Symmetric matrices A `[H, D, D]`, float64, with `A A^T = C^-1 # M`, the matrix geometric
-    mean.
+    """Symmetric matrices A `[H, D, D]`, float64, with `A A^T = C^-1 # M` up to a factor, the matrix
+    geometric mean.
 
     - `value`: C `[H, D, D]`, the second moment or the covariance of values.
     - `metric`: M `[H, D, D]`, in which errors of values count: `W W^T` up to a factor.
@@ -61,10 +62,11 @@ def value_matrix(value: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
     Then `A^T C A = A^-1 M A^-T`: in the new frame, values have the energy with which the output
     projection reads them, in every direction. The geometric mean is
     `C^-1/2 (C^1/2 M C^1/2)^1/2 C^-1/2` (Bhatia, Positive Definite Matrices, chapter 4). The
-    eigenvalues of A are clamped around their geometric middle, so that its condition number is at
-    most `CONDITION`; the identity holds where none is clamped. At that condition number, rows come
-    back from the float32 transform and its inverse to within 7e-6 of their norm (head dimensions up
-    to 256); at ten times as much, to within 4e-5.
+    determinant of A is 1, because the size of all rows means nothing to a codec and should mean
+    nothing to the weights. The eigenvalues of A are clamped around their geometric middle first, so
+    that its condition number is at most `CONDITION`; the identity holds where none is clamped. At
+    that condition number, rows come back from the float32 transform and its inverse to within 7e-6
+    of their norm (head dimensions up to 256); at ten times as much, to within 4e-5.
     """
     root, inverse_root = _roots(value)
     inner, _ = _roots(root @ metric.double() @ root)
@@ -74,7 +76,8 @@ def value_matrix(value: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
     middle = (exponents.amax(-1, keepdim=True) + exponents.amin(-1, keepdim=True)) / 2
     span = math.log(CONDITION) / 2
     bounded = exponents.clamp(middle - span, middle + span)
-    matrix: torch.Tensor = vectors @ torch.diag_embed(bounded.exp()) @ vectors.mT
+    scales = (bounded - bounded.mean(-1, keepdim=True)).exp()
+    matrix: torch.Tensor = vectors @ torch.diag_embed(scales) @ vectors.mT
     return (matrix + matrix.mT) / 2
 
 

@@ -40,9 +40,8 @@ class Layer:
     rope_pairs: int | None = None
     rope_distance: int | None = None
     shared_norm: bool | None = None
-    """How many pairs of key channels RoPE mixes, how far apart the channels of a pair are, and
-    whether heads share the weight of a norm: see `model.rope_pairs`. None unless a recipe
-    equalizes."""
+    """How many pairs of key channels RoPE mixes and how far apart their channels are, and whether
+    heads share the weight of a norm: see `model.rope_pairs`. None unless a recipe equalizes."""
 
     @property
     def group(self) -> int:

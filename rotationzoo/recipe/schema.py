@@ -208,8 +208,13 @@ class Recipe(Section):
     @property
     def needs_statistics(self) -> bool:
         """False for data-free recipes, which read no text and run no model."""
-        asked = self.equalize or self.search is not None
+        asked = self.may_equalize or self.search is not None
         return self.has_eigenbasis or bool(self.centered) or asked
+
+    @property
+    def may_equalize(self) -> bool:
+        """Whether the statistics must hold what an equalizer is made from."""
+        return self.equalize
 
     @property
     def centered(self) -> tuple[str, ...]:
