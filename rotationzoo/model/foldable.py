@@ -48,6 +48,7 @@ def find_key_scales(model: PreTrainedModel, geometry: Geometry, name: str) -> Ke
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
     ) -> torch.Tensor:
         calls[layer] = trace.labels(query)[0], trace.labels(key)[0]
+        trace.pin([value], "values that use the same weight")
         trace.paused = True
         output = attend(query, key, value).contiguous()
         trace.paused = False

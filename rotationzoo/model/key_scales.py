@@ -61,7 +61,7 @@ class KeyScales:
         """Why the keys of a cached layer cannot have factors, as the end of a sentence, or None."""
         classes = self.classes[layer]
         # Label 0 stands for everything that is not the label of a weight.
-        unknown = "the keys or queries are not made by", torch.zeros(1, dtype=torch.long)
+        unknown = "no weight of a projection or a norm makes them", torch.zeros(1).long()
         pins = [*self._constraints.pins, unknown]
         if self._meets(classes, torch.cat([labels for _, labels in pins])):
             reasons = (reason for reason, labels in pins if self._meets(classes, labels))

@@ -15,20 +15,21 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support import architectures
 from support.architectures import BASE, EXPECTED, NAMES
-from support.equalizers import equalized, random_equalizers, rewritten
+from support.equalizers import equalized, random_equalizers
 from support.models import save_tiny
 
-from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import RECORD, rotations_for
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec import int2
 from rotationzoo.engines import weight_changes, weight_copy
 from rotationzoo.engines.absorb import absorb, fold
 from rotationzoo.engines.export import export
-from rotationzoo.engines.payload import Request
+from rotationzoo.engines.payload import Request, pooled_rotations
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.model import loading
@@ -159,7 +160,7 @@ def equalizers_of(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
 def test_a_sharded_model_with_tied_embeddings_and_biases(tmp_path):
     folder = save(tmp_path / "qwen2", "Qwen2", shards="20KB", tie_word_embeddings=True)
     assert len(list(folder.glob("*.safetensors"))) > 3
-    artifact = equalized(folder)
+    artifact = equalized(folder, shared_norm=False)
     output = fold(artifact, str(folder), tmp_path / "folded")
     check_same(load(folder), load(output), equalizers_of(artifact))
     before, after = load(folder).state_dict(), load(output).state_dict()
@@ -176,7 +177,7 @@ def test_a_sharded_model_with_tied_embeddings_and_biases(tmp_path):
 
 def test_factors_of_keys_are_exact_in_bfloat16(tmp_path):
     folder = save(tmp_path / "half", "Qwen3", torch.bfloat16, head_dim=16)
-    artifact = equalized(folder)
+    artifact = equalized(folder, shared_norm=True)
     output = fold(artifact, str(folder), tmp_path / "folded")
     before, after = (load(path, "auto").state_dict() for path in (folder, output))
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
@@ -191,35 +192,16 @@ def test_factors_of_keys_are_exact_in_bfloat16(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> SimpleNamespace:
-    """A saved model, an artifact with random equalizers and means for it, and the folded copy."""
+    """A saved model, a calibrated artifact with equalizers and means, its folded copy, and another
+    artifact without equalizers."""
     folder = save_tiny(tmp_path_factory.mktemp("fold") / "tiny")
-    artifact = equalized(folder)
-    tensors = artifact.rotation_tensors()
-    for layer, side, rotation in artifact.rotations.each():
-        shape = 2, rotation.dim
-        tensors[f"layers.{layer}.{side}.mean"] = torch.randn(shape, generator=seeded(layer))
-    artifact = rewritten(artifact, tensors, center_keys=True, center_values=True)
-    content = json.loads((artifact.folder / MANIFEST).read_text())
-    content["model"]["weights_fingerprint"] = weights_fingerprint(find(str(folder)))
-    (artifact.folder / MANIFEST).write_text(json.dumps(content))
-    artifact = Artifact.open(artifact.folder)
+    changes = {"data": Data(tokens=1024, length=256), "center_keys": True, "center_values": True}
+    recipe = PRESETS["oscar"].model_copy(update=changes | {"equalize": True})
+    artifact = calibrate(Job(str(folder), recipe, folder.with_name("equalized"), device="cpu"))
     folded = fold(artifact, str(folder), folder.with_name("folded"))
-    plain = calibrate(
-        Job(str(folder), PRESETS["hadamard"], folder.with_name("plain"), device="cpu")
-    )
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    plain = calibrate(Job(str(folder), recipe, folder.with_name("plain"), device="cpu"))
     return SimpleNamespace(folder=folder, artifact=artifact, folded=folded, plain=plain)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def other_artifact(made, folder: Path) -> Artifact:
-    """The same but for one entry of a rotation."""
-    shutil.copytree(made.artifact.folder, folder)
-    tensors = made.artifact.rotation_tensors()
-    tensors["layers.0.key.equalizer"] = tensors["layers.0.key.equalizer"] * 2
-    return rewritten(Artifact.open(folder), tensors)
 
 
 def refused(call, match: str) -> str:
@@ -233,11 +215,6 @@ def test_what_is_not_to_be_folded_is_refused_and_leaves_nothing(made, tmp_path, 
     assert "--absorb-values" in refused(lambda: fold(made.plain, folder, output), "not equalised")
     assert "--absorb" in refused(lambda: absorb(artifact, folder, output), "is equalised")
     refused(lambda: fold(artifact, str(made.folded), output), "carry the equalizer of an artifact")
-    unequal = artifact.rotation_tensors()
-    unequal["layers.0.key.equalizer"][1] *= 2  # the heads share the weight of their norm
-    shutil.copytree(artifact.folder, tmp_path / "unequal")
-    rewrite = rewritten(Artifact.open(tmp_path / "unequal"), unequal)
-    refused(lambda: fold(rewrite, folder, output), "factors of layer 0 differ between channels")
 
     def full(source, target):
         raise OSError(28, "No space left on device")
@@ -255,9 +232,8 @@ def test_verify_says_which_weights_it_was_given(made, tmp_path):
     assert folded.ok, folded.problems
     assert published.checked[-1] == f"the published weights of {made.folder}"
     assert folded.checked[-1] == f"the folded weights of {made.folded}"
-    other = other_artifact(made, tmp_path / "other")
-    assert "equalizer of another artifact" in verify(other, str(made.folded)).problems[0]
-    assert verify(other, str(made.folder)).ok
+    assert "equalizer of another artifact" in verify(made.plain, str(made.folded)).problems[0]
+    assert verify(made.plain, str(made.folder)).checked[-1] == f"the weights of {made.folder}"
     changed = shutil.copytree(made.folded, tmp_path / "changed")
     weights = load_file(changed / "model.safetensors")
     weights["model.norm.weight"] += 1
@@ -271,7 +247,7 @@ def test_an_artifact_serves_both_frames(made):
     assert rotations_for(made.artifact, published) is made.artifact.rotations
     assert not rotations_for(made.artifact, folded).equalized
     arms = [Arm("", rotations_for(made.artifact, source)) for source in (published, folded)]
-    rows = torch.randn(1, 2, 9, 16, generator=seeded(0))
+    rows = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
     for layer, side, rotation in made.artifact.rotations.each():
         equalizer = rotation.equalizer
         matrix = torch.diag_embed(equalizer) if side == "key" else equalizer
@@ -281,7 +257,25 @@ def test_an_artifact_serves_both_frames(made):
         assert (restored - in_frame).abs().max() <= 2e-5
 
 
-def test_evaluate_applies_the_equalizer_where_the_weights_do_not(made, tmp_path):
+def test_rotations_are_pooled_and_looked_for_in_the_folded_frame(made):
+    pooled = pooled_rotations(made.artifact)
+    assert not pooled.equalized
+    query = made.artifact.statistics[1]["query"].second_moment
+    factors = made.artifact.rotations[1].key.equalizer.double()
+    folded = query / factors[:, :, None] / factors[:, None]
+    expected = torch.linalg.eigvalsh(folded.mean(0)).float()
+    assert torch.allclose(pooled[1].key.eigenvalues[0], expected, rtol=1e-4)
+    found = [
+        check_membership(made.artifact, Candidate(str(folder), device="cpu"))
+        for folder in (made.folder, made.folded)
+    ]
+    assert not found[0].foreign
+    # They differ by 1e-8: both are what the folded weights compute.
+    assert found[0].key == pytest.approx(found[1].key, abs=1e-3)
+    assert found[0].value == pytest.approx(found[1].value, abs=1e-3)
+
+
+def test_evaluate_applies_the_equalizer_where_the_weights_do_not(made):
     text = Data(tokens=384, length=192)
     figures = []
     for folder, words in (
@@ -294,8 +288,7 @@ def test_evaluate_applies_the_equalizer_where_the_weights_do_not(made, tmp_path)
         assert not any("other weights" in note for note in report["notes"])
         figures.append(report["arms"][made.artifact.folder.name]["perplexity"])
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)
-    other = other_artifact(made, tmp_path / "other")
-    job = Evaluation(str(made.folded), [other.folder], text, windows=[(4, 16)], device="cpu")
+    job = Evaluation(str(made.folded), [made.plain.folder], text, windows=[(4, 16)], device="cpu")
     assert "published" in refused(lambda: evaluate(job), "the equalizer of another artifact")
 
 
@@ -309,9 +302,7 @@ def test_engines_get_the_folded_frame_and_serve_the_folded_model(made, tmp_path,
         lambda: export(artifact, replace(request, folded=made.folder)), "it has no rotationzoo.json"
     )
     refused(
-        lambda: export(
-            other_artifact(made, tmp_path / "other"), replace(request, folded=made.folded)
-        ),
+        lambda: export(made.plain, replace(request, folded=made.folded)),
         "carries the equalizer of another artifact",
     )
     result = inside("export", artifact.folder, "--absorb", made.folder, "-o", "copy", "--json")

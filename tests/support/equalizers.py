@@ -44,9 +44,10 @@ def random_equalizers(
     return equalizers
 
 
-def equalized(folder: Path, preset: str = "random", **changes) -> Artifact:
-    """An artifact for a saved model, with random rotations and equalizers."""
-    recipe = PRESETS[preset].model_copy(update=changes)
+def equalized(folder: Path, shared_norm: bool) -> Artifact:
+    """An artifact for a saved model with heads of 16 channels, with random rotations and
+    equalizers. `shared_norm`: whether the heads share the weight of a norm."""
+    recipe = PRESETS["random"]
     output = folder.with_name(f"{folder.name}-equalized")
     made = calibrate(Job(str(folder), recipe, output, device="cpu"))
     source = find(str(folder))
@@ -56,16 +57,13 @@ def equalized(folder: Path, preset: str = "random", **changes) -> Artifact:
     tensors = made.rotation_tensors()
     for (layer, side), equalizer in random_equalizers(geometry, classes).items():
         tensors[f"layers.{layer}.{side}.equalizer"] = equalizer
-    return rewritten(made, tensors, equalize=True)
-
-
-def rewritten(artifact: Artifact, tensors: dict[str, torch.Tensor], **changes) -> Artifact:
-    """The same artifact with other tensors and changes of its recipe, opened again."""
-    path = artifact.folder / ROTATIONS
+    path = made.folder / ROTATIONS
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    content = json.loads((artifact.folder / MANIFEST).read_text())
-    content["recipe"] |= changes
+    content = json.loads((made.folder / MANIFEST).read_text())
+    content["recipe"] |= {"equalize": True}
     content["recipe_sha256"] = digest(content["recipe"])
     content["files"][ROTATIONS] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    (artifact.folder / MANIFEST).write_text(json.dumps(content))
-    return Artifact.open(artifact.folder)
+    for layer in content["geometry"]:
+        layer |= {"rope_pairs": 8, "rope_distance": 8, "shared_norm": shared_norm}
+    (made.folder / MANIFEST).write_text(json.dumps(content))
+    return Artifact.open(made.folder)
