@@ -109,8 +109,8 @@ def test_both_sides_have_the_same_energy_in_the_folded_frame():
     energies = folded["key"].covariance.diagonal(dim1=1, dim2=2)
     queries = folded["query"].second_moment.diagonal(dim1=1, dim2=2)
     pairs = [side.view(2, 2, 8).sum(1) for side in (energies, queries)]
-    ratio = pairs[0] / pairs[1]
-    assert ((ratio > 0.249) & (ratio < 4.01)).all()
+    octaves = (pairs[0] / pairs[1]).log2()  # up to a number for each head, and rounding
+    assert (octaves.amax(1) - octaves.amin(1) <= 4).all()
     stored, read = folded["value"].second_moment, folded["projection"].second_moment
     stored, read = (side / side.norm(dim=(1, 2), keepdim=True) for side in (stored, read))
     assert (stored - read).norm(dim=(1, 2)).max() < 1e-6  # 1e-7 was measured: A is float32
