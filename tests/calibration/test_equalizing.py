@@ -255,6 +255,15 @@ def test_a_model_that_cannot_carry_equalizers_is_refused_from_its_config(family,
     assert plan(job(folder, tmp_path, plain)).refusal is None
 
 
+def test_offloaded_weights_are_measured_and_read_like_others(made, wide, tmp_path):
+    """accelerate keeps them on disk until their module runs."""
+    spread = job(wide, tmp_path, RECIPE, device_map="auto", max_memory="cpu=300KB")
+    equalizers = stored_equalizers(calibrate(spread).rotations)
+    for layer, expected in stored_equalizers(made.rotations).items():
+        assert torch.equal(equalizers[layer].key, expected.key)
+        assert torch.allclose(equalizers[layer].value, expected.value, atol=1e-6)
+
+
 def test_data_free_rotations_can_be_equalized(wide, tmp_path):
     recipe = equalized(PRESETS["hadamard"].model_copy(update={"data": SMALL}))
     artifact = calibrate(job(wide, tmp_path, recipe))

@@ -76,7 +76,7 @@ def test_values_get_the_energy_with_which_they_are_read():
     inverse = torch.linalg.inv(matrix)
     stored, read = matrix.mT @ value @ matrix, inverse @ metric @ inverse.mT
     stored, read = (side / side.norm(dim=(1, 2), keepdim=True) for side in (stored, read))
-    assert (stored - read).norm(dim=(1, 2)).max() < 1e-12  # 2e-14 was measured
+    assert (stored - read).norm(dim=(1, 2)).max() < 1e-12  # 1e-14 was measured
     assert torch.allclose(torch.linalg.det(matrix), torch.ones(HEADS, dtype=torch.float64))
     plain = (value / value.norm(dim=(1, 2), keepdim=True), metric / metric.norm())
     assert (plain[0] - plain[1]).norm() > 0.5
