@@ -10,7 +10,7 @@ from transformers import Cache, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model.capture import Attention, decoder, intercept
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.key_scales import KeyScales
 from rotationzoo.model.scale_labels import label_weights
 from rotationzoo.model.scale_trace import ScaleTrace
@@ -76,9 +76,9 @@ def find_key_scales(model: PreTrainedModel, geometry: Geometry, name: str) -> Ke
         for hook in hooks:
             hook.remove()
     scales = KeyScales(weights, trace.constraints, calls, geometry)
-    for layer in cached_layers(geometry):
-        if problem := scales.problem(layer.index):
-            raise UnsupportedModel(
-                f"layer {layer.index} of {name} has keys that cannot be scaled exactly: {problem}"
-            )
+    if problem := scales.problem():
+        layer, reason = problem
+        raise UnsupportedModel(
+            f"layer {layer} of {name} has keys that cannot be scaled exactly: {reason}"
+        )
     return scales

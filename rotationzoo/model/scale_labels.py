@@ -73,13 +73,19 @@ class Constraints:
 
     def tie(self, labels: torch.Tensor, others: torch.Tensor) -> None:
         """Demand equal factors of two tensors of labels with the same shape."""
-        pairs = torch.stack([labels.flatten(), others.flatten()], 1).unique(dim=0)
-        self.ties.append(pairs[pairs[:, 0] != pairs[:, 1]])
+        self.ties.append(distinct_pairs(labels, others))
 
     def pin(self, labels: torch.Tensor, reason: str) -> None:
         """Demand factors of 1."""
         unique = labels.unique()
         self.pins.append((reason, unique[unique > 0]))
+
+
+def distinct_pairs(labels: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The distinct pairs `[n, 2]` of two tensors of labels that broadcast."""
+    # One number a pair: sorting rows is far slower. Labels are below 2^31.
+    both = ((labels << 32) + others).unique()
+    return torch.stack([both >> 32, both & 0xFFFFFFFF], 1)
 
 
 def components(edges: torch.Tensor, count: int) -> torch.Tensor:
