@@ -16,7 +16,7 @@ from rotationzoo.model.scale_labels import label_weights
 from rotationzoo.model.scale_trace import ScaleTrace
 from rotationzoo.model.value_projections import find_projections
 
-_TOKENS = 4  # in the traced run: more than 1, so that a factor that differs by token would show
+_TOKENS = 2  # in the traced run: more than 1, so that a factor that differs by token would show
 
 
 def check_equalizable(model: PreTrainedModel, geometry: Geometry) -> str | None:

@@ -220,7 +220,7 @@ def unknown_keys():
         (clamped, "layer 0 .* exactly: aten.clamp_.default in model.layers.0.self_attn"),
         (read_elsewhere, "layer 1 .* exactly: aten.mean.default in model.layers.1"),
         (tied_to_queries, "layer 1 .* exactly: its queries or another layer use the same weights"),
-        (tied_layers, "layer 2 .* exactly: its queries or another layer use the same weights"),
+        (tied_layers, "layer 1 .* exactly: its weights are shared by modules"),
         (tied_to_another_module, "layer 1 .* exactly: its weights are shared by modules"),
         (transposed_use, "layer 1 .* of its weight in model.layers.1.self_attn.k_proj"),
         (keys_are_values, "layer 1 .* exactly: values that use the same weight in model.layers.1"),
