@@ -67,8 +67,8 @@ class KeyScales:
         taken = self._of_queries()
         for layer, classes in self.classes.items():
             if pinned[classes].any():
-                own = self._marked(classes)
-                reasons = (why for why, labels in pins if own[self._classes_of(labels)].any())
+                of_layer = self._marked(classes)
+                reasons = (why for why, labels in pins if of_layer[self._classes_of(labels)].any())
                 return layer, next(reasons)
             if taken[classes].any():
                 return layer, "its queries or another layer use the same weights"
