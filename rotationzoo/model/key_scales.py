@@ -11,10 +11,8 @@ import torch
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.model.scale_labels import Constraints, Weight, components, distinct_pairs
-
-Calls = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-"""Layer -> labels of the queries `[H_q, T, D]` and of the keys `[H_kv, T, D]` of its attention."""
+from rotationzoo.model.label_run import LabelRun
+from rotationzoo.model.scale_labels import Weight, components, distinct_pairs
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,19 @@ class KeyScales:
     equal are joined, and all joined nodes have the same class.
     """
 
-    def __init__(
-        self, weights: list[Weight], constraints: Constraints, calls: Calls, geometry: Geometry
-    ) -> None:
-        self._weights, self._constraints = weights, constraints
-        equal, opposed = list(constraints.ties), []
+    def __init__(self, run: LabelRun, geometry: Geometry) -> None:
+        self._weights, self._offsets = run.weights, run.constraints.offsets
+        values = torch.cat([labels.value.flatten() for labels in run.layers.values()]).unique()
+        # Label 0 stands for everything that is not the label of a weight.
+        self._pins = [
+            *run.constraints.pins,
+            ("its values use the same weight", values[values > 0]),
+            ("no weight of a projection or a norm makes them", torch.zeros(1).long()),
+        ]
+        equal, opposed = list(run.constraints.ties), []
         for layer in geometry:
-            query, key = calls[layer.index]
-            owner_key = calls[layer.owner][1][:, :1]
+            query, key = run.layers[layer.index].query, run.layers[layer.index].key
+            owner_key = run.layers[layer.owner].key[:, :1]
             equal += [distinct_pairs(query[:, :1], query), distinct_pairs(owner_key, key)]
             of_group = key[:, :1].repeat_interleave(layer.group, 0)
             opposed.append(distinct_pairs(query[:, :1], of_group))
@@ -55,20 +58,19 @@ class KeyScales:
         self.classes: dict[int, torch.Tensor] = {}
         """Layer -> `[KV heads, D]`: keys with the same number must have the same factor."""
         for layer in cached_layers(geometry):
-            labels = calls[layer.index][1][:, 0].contiguous()
+            labels = run.layers[layer.index].key[:, 0].contiguous()
             self.classes[layer.index] = self._nodes[torch.searchsorted(self._labels, labels), 0]
 
     def problem(self) -> tuple[int, str] | None:
         """The first layer whose keys cannot have factors, and why not; None if all can."""
-        # Label 0 stands for everything that is not the label of a weight.
-        unknown = "no weight of a projection or a norm makes them", torch.zeros(1).long()
-        pins = [*self._constraints.pins, unknown]
-        pinned = self._marked(self._classes_of(torch.cat([labels for _, labels in pins])))
+        pinned = self._marked(self._classes_of(torch.cat([labels for _, labels in self._pins])))
         taken = self._of_queries()
         for layer, classes in self.classes.items():
             if pinned[classes].any():
                 of_layer = self._marked(classes)
-                reasons = (why for why, labels in pins if of_layer[self._classes_of(labels)].any())
+                reasons = (
+                    why for why, labels in self._pins if of_layer[self._classes_of(labels)].any()
+                )
                 return layer, next(reasons)
             if taken[classes].any():
                 return layer, "its queries or another layer use the same weights"
@@ -120,7 +122,7 @@ class KeyScales:
             if (of_label[slots] != 1).any():
                 changed = torch.ones(weight.count, dtype=torch.float64)
                 changed[rows] = of_label[slots]
-                offset = self._constraints.offsets.get(weight.first, 0.0)
+                offset = self._offsets.get(weight.first, 0.0)
                 scalings.append(Scaling(weight, changed, offset))
         return scalings
 

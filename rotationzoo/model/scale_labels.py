@@ -67,6 +67,9 @@ class Constraints:
     """Pairs of labels `[n, 2]` with equal factors."""
     pins: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Labels `[n]` whose factor must be 1, and the operation that demands it."""
+    bent: list[torch.Tensor] = field(default_factory=list)
+    """Labels of rows that were multiplied by a tensor or added to another row: a factor comes
+    through that, but a matrix that mixes rows does not."""
     offsets: dict[int, float] = field(default_factory=dict)
     """First label of a norm's weight -> what the model adds to the weight before it multiplies by
     it: 1 in norms that multiply by `1 + weight`."""

@@ -223,7 +223,7 @@ def unknown_keys():
         (tied_layers, "layer 1 .* exactly: its weights are shared by modules"),
         (tied_to_another_module, "layer 1 .* exactly: its weights are shared by modules"),
         (transposed_use, "layer 1 .* of its weight in model.layers.1.self_attn.k_proj"),
-        (keys_are_values, "layer 1 .* exactly: values that use the same weight in model.layers.1"),
+        (keys_are_values, "layer 1 .* exactly: its values use the same weight"),
         (two_offsets, "layer 1 .* exactly: another aten.mul.Tensor of its weight in"),
         (unknown_keys, "layer 1 .* no weight of a projection or a norm makes them"),
     ],
