@@ -141,6 +141,8 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         self.pin([factor for factor in labelled if factor is not chosen[0]], str(function))
         if weights:
             self._use(weights[0], str(function))
+        if len(factors) > 1:
+            self.constraints.bent.append(self.labels(chosen[0]).unique())
         self._write(output, self.labels(chosen[0]))
         return True
 
@@ -161,6 +163,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         pair = torch.stack([self.labels(part).expand(output.shape) for part in (first, second)])
         both = (pair > 0).all(0)
         self.constraints.tie(pair[0][both], pair[1][both])
+        self.constraints.bent.append(pair.unique())
         self._constrain(pair[:, ~both], str(function))
         self._write(output, pair.amax(0))
         return True
@@ -172,6 +175,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         if view.is_complex():
             pairs = shadow.labels.view(-1, 2)
             self.constraints.tie(pairs[:, 0], pairs[:, 1])
+            self.constraints.bent.append(pairs.unique())
             labels = pairs[:, 0].contiguous()
         else:
             labels = shadow.labels.repeat_interleave(2)
