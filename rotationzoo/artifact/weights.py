@@ -9,8 +9,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from rotationzoo import __version__
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
@@ -98,10 +96,7 @@ def folded_rotations(artifact: Artifact) -> Rotations:
 
 
 def _folded(rotation: Rotation) -> Rotation:
-    mean, equalizer = rotation.mean, rotation.equalizer
-    if mean is not None and equalizer is not None:
-        rows, matrix = mean.double()[:, None], equalizer.double()
-        if equalizer.ndim == 2:  # factors of channels
-            matrix = torch.diag_embed(matrix)
-        mean = (rows @ matrix)[:, 0].float()
+    mean = rotation.mean
+    if mean is not None:
+        mean = rotation.fold(mean[:, None])[:, 0]
     return replace(rotation, mean=mean, equalizer=None)

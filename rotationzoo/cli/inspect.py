@@ -58,7 +58,8 @@ def _equalizer_words(layers: list["LayerSummary"]) -> str:
     for side in ("key", "value"):
         scales = [getattr(layer, side).equalizer for layer in layers]
         known = [bounds for bounds in scales if bounds is not None]
-        lowest, highest = min(low for low, _ in known), max(high for _, high in known)
+        lowest = min(bounds[0] for bounds in known)
+        highest = max(bounds[1] for bounds in known)
         ranges.append(f"{lowest:.3g} to {highest:.3g}")
     keys, values = ranges
     return (

@@ -8,6 +8,7 @@ from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import folded_rotations
+from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
@@ -101,7 +102,8 @@ def assemble_payload(
 
 
 def pooled_rotations(artifact: Artifact) -> Rotations:
-    """One rotation per layer, fitted from the statistics pooled over heads.
+    """One rotation per layer, fitted from the statistics pooled over heads, in the frame of the
+    folded weights.
 
     The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises
     `RotationZooError` for an artifact without the statistics to fit from.
@@ -113,21 +115,25 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
             "layer from",
             hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
         )
-    # Means are not fitted again but copied from the artifact, since statistics recovered from
-    # imported files have none.
+    # Means and equalizers are not fitted again but copied from the artifact, since statistics
+    # recovered from imported files have none.
     changes: dict[str, Any] = {
         "pooling": "layer",
         "center_keys": False,
         "center_values": False,
+        "equalize": False,
         "search": None,
     }
     # A search's choices for single heads are dropped, except for the clip ratios.
     changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
     pooled_recipe = recipe.model_copy(update=changes)
     moments = None if statistics is None else sums(statistics)
+    if moments is not None:
+        moments = fold_statistics(moments, stored_equalizers(artifact.rotations))
     fitted = fit(moments, pooled_recipe, artifact.geometry)
+    folded = folded_rotations(artifact)
     return fitted.replace(
-        lambda layer, side, rotation: replace(rotation, mean=artifact.rotations[layer][side].mean)
+        lambda layer, side, rotation: replace(rotation, mean=folded[layer][side].mean)
     )
 
 

@@ -59,12 +59,12 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         """The labels of a tensor's elements, in its shape."""
         shadow = self._shadow(tensor)
         if shadow is None:
-            return torch.zeros(1, dtype=torch.long).expand(tensor.shape)
+            return torch.zeros((), dtype=torch.long).expand(tensor.shape)
         return shadow.labels.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def project(self, module: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
         """The output of a linear module, labelled with the module's rows."""
-        self._pin([states], "a projection")
+        self.pin([states], "a projection")
         self.paused = True
         output = torch.nn.functional.linear(states, module.weight, module.bias)
         self.paused = False
@@ -101,7 +101,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         rule = self._rules.get(name)
         if rule is not None and rule(function, args, outputs[0]):
             return
-        self._pin(inputs, str(function))
+        self.pin(inputs, str(function))
         # A pinned label means the same as none, but tells later why.
         for output in outputs:
             same = [tensor for tensor in inputs if tensor.shape == output.shape]
@@ -138,9 +138,11 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         chosen = weights if len(labelled) > 1 else labelled
         if len(chosen) != 1 or (weights and len(factors) == 1):
             return False
-        self._pin([factor for factor in labelled if factor is not chosen[0]], str(function))
+        self.pin([factor for factor in labelled if factor is not chosen[0]], str(function))
         if weights:
             self._use(weights[0], str(function))
+        if len(factors) > 1:
+            self.constraints.bent.append(self.labels(chosen[0]).unique())
         self._write(output, self.labels(chosen[0]))
         return True
 
@@ -161,6 +163,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         pair = torch.stack([self.labels(part).expand(output.shape) for part in (first, second)])
         both = (pair > 0).all(0)
         self.constraints.tie(pair[0][both], pair[1][both])
+        self.constraints.bent.append(pair.unique())
         self._constrain(pair[:, ~both], str(function))
         self._write(output, pair.amax(0))
         return True
@@ -172,6 +175,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         if view.is_complex():
             pairs = shadow.labels.view(-1, 2)
             self.constraints.tie(pairs[:, 0], pairs[:, 1])
+            self.constraints.bent.append(pairs.unique())
             labels = pairs[:, 0].contiguous()
         else:
             labels = shadow.labels.repeat_interleave(2)
@@ -207,7 +211,8 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
             self._shadows[key] = _Shadow(torch.zeros(count, dtype=torch.long), weight, offset)
         self.labels(tensor).copy_(labels.expand(tensor.shape))
 
-    def _pin(self, tensors: list[torch.Tensor], operation: str) -> None:
+    def pin(self, tensors: list[torch.Tensor], operation: str) -> None:
+        """Demand factors of 1 for all labels of some tensors, which an operation reads."""
         for tensor in tensors:
             if self._shadow(tensor):
                 self._constrain(self.labels(tensor), operation)

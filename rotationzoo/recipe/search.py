@@ -23,7 +23,7 @@ class Search(Section):
     texts: Annotated[int, Field(gt=0)] = 16
     """Rows of calibration text that are held out for choosing; never more than a third of all
     rows."""
-    prompts: Annotated[int, Field(ge=0)] = 20
+    prompts: Annotated[int, Field(ge=0)] = 40
     """Prompts that ask the model about their own text, divided among the recall tasks that it can
     do. Rotations are chosen by its answers; with 0, by its predictions on the held-out rows
     alone."""

@@ -15,6 +15,9 @@ from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.linalg.paired import clearly_less
 from rotationzoo.rotations import Rotations
 
+_NOTICED = 0.02  # a relative difference of losses that counts
+_NOTHING = 1e-3  # nats per token that change no answer
+
 
 @dataclass(frozen=True)
 class Score:
@@ -42,27 +45,33 @@ def is_better(score: Score, other: Score) -> bool:
 
     Clearly is by more than one standard error of the paired difference.
     """
-    if len(score.loss):
-        if clearly_less(score.loss, other.loss):
-            return True
-        if clearly_less(other.loss, score.loss):
-            return False
-    return bool(clearly_less(score.divergence, other.divergence))
+    if len(score.loss) and clearly_less(score.loss, other.loss):
+        return True
+    return _answers_as_well(score, other) and bool(clearly_less(score.divergence, other.divergence))
 
 
 def find_best(scores: Sequence[Score]) -> int:
-    """The number of the best score: of those whose answers do not lose clearly more than the best
-    answers, the one whose predictions diverge least."""
-    numbers = range(len(scores))
+    """The number of the best score: of those that answer as well as the best answers, the one whose
+    predictions diverge least."""
+    numbers = list(range(len(scores)))
     if len(scores[0].loss):
-        lead = min(numbers, key=lambda number: scores[number].loss.mean().item())
-        near = [
-            number for number in numbers if not clearly_less(scores[lead].loss, scores[number].loss)
-        ]
-        numbers_left = [lead, *(number for number in near if number != lead)]
-    else:
-        numbers_left = list(numbers)
-    return min(numbers_left, key=lambda number: scores[number].divergence.mean().item())
+        lead = min(scores, key=lambda score: score.loss.mean().item())
+        numbers = [number for number in numbers if _answers_as_well(scores[number], lead)]
+    return min(numbers, key=lambda number: scores[number].divergence.mean().item())
+
+
+def _answers_as_well(score: Score, other: Score) -> bool:
+    """Whether answers lose neither clearly nor noticeably more; True if there are none.
+
+    A difference within the standard error is the best guess there is, and a better one than the
+    divergence of predictions: over ten lab models with 64 arms each, the arm of least perplexity
+    among those with up to 2 % more loss of answers answers as many questions as the arm of least
+    loss, among those with up to 10 % more .3 % fewer, and among all .5 % fewer.
+    """
+    if not len(score.loss):
+        return True
+    noticed = (1 + _NOTICED) * other.loss.mean() + _NOTHING
+    return not clearly_less(other.loss, score.loss) and bool(score.loss.mean() <= noticed)
 
 
 class Criterion:
