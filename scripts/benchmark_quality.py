@@ -29,6 +29,13 @@ from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.recipe import PRESETS, SELF, Data, Recipe, Search
 
+
+def search_with(recipe: Recipe, **changes: int) -> Search:
+    """The search of a recipe, with some keys changed."""
+    assert recipe.search is not None
+    return recipe.search.model_copy(update=changes)
+
+
 BEST, UNCENTERED = PRESETS["best"], PRESETS["best-uncentered"]
 OSCAR = PRESETS["oscar"].model_copy(update={"data": BEST.data})
 KEY_AND_VALUE = {"key_statistic": "key", "value_statistic": "value"}
@@ -41,13 +48,15 @@ ARMS: dict[str, Recipe] = {
     "key and value, centred, clip": OSCAR.model_copy(
         update={"center_keys": True, **KEY_AND_VALUE, **CLIP}
     ),
-    "best, not learned": BEST.model_copy(update={"search": Search(steps=0)}),
+    "best, not learned": BEST.model_copy(update={"search": search_with(BEST, steps=0)}),
     "best": BEST,
-    "best-uncentered, not learned": UNCENTERED.model_copy(update={"search": Search(steps=0)}),
+    "best-uncentered, not learned": UNCENTERED.model_copy(
+        update={"search": search_with(UNCENTERED, steps=0)}
+    ),
     "best-uncentered": UNCENTERED,
     "best, values centred": BEST.model_copy(update={"center_values": True}),
-    "best, one start": BEST.model_copy(update={"search": Search(starts=1)}),
-    "best, 4 texts to choose on": BEST.model_copy(update={"search": Search(texts=4)}),
+    "best, one start": BEST.model_copy(update={"search": search_with(BEST, starts=1)}),
+    "best, 4 texts to choose on": BEST.model_copy(update={"search": search_with(BEST, texts=4)}),
     "best, 65536 tokens": BEST.model_copy(
         update={"data": BEST.data.model_copy(update={"tokens": 65536})}
     ),
