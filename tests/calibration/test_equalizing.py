@@ -242,9 +242,12 @@ def test_missing_equalizers_pairs_and_projections_are_found(made):
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("qwen3_5", "a gate or a norm between attention and the output projection"),
-     ("llama4", "keys that cannot be scaled exactly"), ("phi3", "fused value projection")],
-)  # fmt: skip
+    [
+        ("qwen3_5", "a gate or a norm between attention and the output projection"),
+        ("llama4", "keys that cannot be scaled exactly"),
+        ("gemma4", "a norm or another operation between the value projection and attention"),
+    ],
+)
 def test_a_model_that_cannot_carry_equalizers_is_refused_from_its_config(family, reason, tmp_path):
     folder = save_family(family, tmp_path / family, weights=False)
     refusal = plan(job(folder, tmp_path, RECIPE)).refusal
