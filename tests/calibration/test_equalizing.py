@@ -236,6 +236,9 @@ def test_missing_equalizers_pairs_and_projections_are_found(made):
     geometry = [replace(layer, rope_pairs=9) for layer in made.geometry]
     (problem,) = Claim.from_recipe(RECIPE, geometry).equalizer_problems(rotations, None)
     assert "do not fit the head dimension" in problem
+    geometry = [replace(layer, fixed_values=True) for layer in made.geometry]
+    (problem,) = Claim.from_recipe(RECIPE, geometry).equalizer_problems(rotations, None)
+    assert "that no weights of the model can carry" in problem
     fewer = {layer: dict(kinds) for layer, kinds in sums(statistics).items()}
     del fewer[1]["projection"]
     with pytest.raises(RotationZooError, match="layer 1 has no statistics to equalize with"):
