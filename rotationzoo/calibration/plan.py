@@ -21,7 +21,7 @@ from rotationzoo.calibration.recipe_checks import (
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import check_equalizable
+from rotationzoo.model.foldable import check_equalizable, with_fixed_values
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
@@ -122,6 +122,8 @@ def plan(job: Job) -> Plan:
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
+    if job.recipe.may_equalize and geometry is not None:
+        geometry = with_fixed_values(model, geometry)
     problem = _equalizing_problem(job.recipe, model, geometry)
     if problem is not None and job.recipe.equalize:
         reason = f"equalizers cannot be folded into these weights: {problem}"
@@ -141,11 +143,14 @@ def plan(job: Job) -> Plan:
 def _equalizing_problem(
     recipe: Recipe, model: PreTrainedModel, geometry: Geometry | None
 ) -> str | None:
-    """Why the weights of a model on `meta` could not carry the recipe's equalizers; None also where
-    only the weights can tell."""
-    if not recipe.may_equalize or geometry is None:
+    """Why the weights of a model on `meta` could not carry the equalizers that a recipe makes or
+    that its search tries."""
+    if not recipe.may_equalize:
         return None
-    return check_equalizable(model, geometry)
+    if geometry is not None:
+        return check_equalizable(model, geometry)
+    # A user who asks for equalizers has a model that can carry them; a search does not know.
+    return None if recipe.equalize else "only its weights show what its layers cache"
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

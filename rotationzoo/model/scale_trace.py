@@ -52,6 +52,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
             **dict.fromkeys(_MOVES, self._move),
             **dict.fromkeys(("mul", "div", "neg"), self._multiply),
             **dict.fromkeys(("add", "sub"), self._add),
+            **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), self._normalize),
             "copy": self._copy_into,
         }
 
@@ -166,6 +167,19 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         self.constraints.bent.append(pair.unique())
         self._constrain(pair[:, ~both], str(function))
         self._write(output, pair.amax(0))
+        return True
+
+    def _normalize(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        """A norm in one operation, of rows, with a weight and perhaps a bias."""
+        rows, _, *parameters = args[:4]
+        given = [part for part in parameters if isinstance(part, torch.Tensor)]
+        if not given or not all(map(self._weight, given)):
+            return False
+        self.pin([rows], str(function))
+        for part in given:
+            self._use(part, str(function))
+            self.constraints.tie(self.labels(given[0]), self.labels(part))
+        self._write(output, self.labels(given[0]))
         return True
 
     def _view_complex(self, tensor: torch.Tensor, view: torch.Tensor) -> None:
