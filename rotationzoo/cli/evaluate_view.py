@@ -23,7 +23,10 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     for window in windows:
         _show_arms(window)
     say("±: standard error over texts, paired with the exact model")
-    say(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
+    say(
+        f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included; "
+        f"bits here: at {report['text']['length']:,}"
+    )
     for window in windows:
         if len(windows) > 1:
             say(f"With {_title(window)}:")
@@ -43,11 +46,13 @@ def _show_arms(window: dict[str, Any]) -> None:
                 _with_error(arm["attention_kl"], error["attention_kl"], ".4f", ".4f"),
                 _with_error(arm["output_error"], error["output_error"], ".4f", ".4f"),
                 f"{arm['bits_per_element']:.2f}",
+                f"{arm['bits_at_length']:.2f}",
             ]
         )
         increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
         by_length.append([name, *increases])
-    table(_title(window), ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
+    columns = ["arm", "perplexity", "attention KL", "block error", "bits", "bits here"]
+    table(_title(window), columns, rows)
     some_arm = next(iter(arms.values()))  # the lengths are the same for all
     starts = [f"from {bucket['from']:,}" for bucket in some_arm["by_length"]]
     table("by context length", ["arm", *starts], by_length)

@@ -189,7 +189,7 @@ def _assemble_report(
 ) -> dict[str, Any]:
     """The report of the whole evaluation. Its `arms` and `verdict` repeat those of the first pair
     of windows."""
-    windows = report_windows(trial, measured, len(job.artifacts))
+    windows = report_windows(trial, measured, len(job.artifacts), job.data.length)
     layout = trial.caches[0].prefill_layout if job.prefill_chunk else None
     return {
         "model": source.label,

@@ -3,7 +3,7 @@ which arms clearly differ."""
 
 from typing import TypedDict
 
-from rotationzoo.cache.size import bits_per_element
+from rotationzoo.cache.size import CONTEXT, arm_bits
 from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.forward import Measurements, Trial
 from rotationzoo.evaluation.metrics import ArmMeasures
@@ -11,9 +11,12 @@ from rotationzoo.evaluation.verdict import Verdict, judge
 
 
 class ArmReport(ArmMeasures):
-    """An arm's measures and the bits that its cache takes per element."""
+    """An arm's measures and the bits that its cache takes per element, exact tokens included."""
 
     bits_per_element: float
+    """At `CONTEXT` tokens."""
+    bits_at_length: float
+    """At the length of the evaluated texts."""
 
 
 class WindowReport(TypedDict):
@@ -25,17 +28,19 @@ class WindowReport(TypedDict):
     verdict: Verdict
 
 
-def report_windows(trial: Trial, measured: Measurements, artifacts: int) -> list[WindowReport]:
+def report_windows(
+    trial: Trial, measured: Measurements, artifacts: int, length: int
+) -> list[WindowReport]:
     """One report per cache of the trial.
 
     `artifacts` is how many of the trial's arms are artifacts. They come first, and the verdict is
-    about them. The other arms are baselines.
+    about them. The other arms are baselines. `length` is that of the texts in tokens.
     """
     judged = [arm.name for arm in trial.arms[:artifacts]]
     tokens = measured.exact.measure_exact()["text_tokens"]
     windows: list[WindowReport] = []
     for cache in trial.caches:
-        arms = _report_arms(trial, measured, cache)
+        arms = _report_arms(trial, measured, cache, length)
         losses = {name: arm["text_losses"] for name, arm in arms.items()}
         windows.append(
             {
@@ -48,12 +53,15 @@ def report_windows(trial: Trial, measured: Measurements, artifacts: int) -> list
     return windows
 
 
-def _report_arms(trial: Trial, measured: Measurements, cache: Cache) -> dict[str, ArmReport]:
+def _report_arms(
+    trial: Trial, measured: Measurements, cache: Cache, length: int
+) -> dict[str, ArmReport]:
     reports: dict[str, ArmReport] = {}
     for arm in trial.arms:
         measures = measured.arms[cache, arm.name].measure_arm(measured.exact)
-        bits = bits_per_element(
-            trial.geometry, arm.group_size, cache.format, cache.sink, cache.recent
-        )
-        reports[arm.name] = {**measures, "bits_per_element": bits}
+        reports[arm.name] = {
+            **measures,
+            "bits_per_element": arm_bits(trial.geometry, arm, cache, CONTEXT),
+            "bits_at_length": arm_bits(trial.geometry, arm, cache, length),
+        }
     return reports

@@ -36,7 +36,7 @@ def test_the_report(artifacts):
         save_to=artifacts,
     )
     report = evaluate(job)
-    names = ["oscar", "oscar-v1", "identity", "hadamard", "random"]
+    names = ["oscar", "oscar-v1", "identity", "hadamard", "random", "kivi"]
     assert list(report["arms"]) == names
     assert report["first_position"] == 320, "the same tokens for every window"
     assert report["tokens"] == 4 * (512 - 320 - 1)

@@ -112,7 +112,7 @@ def test_evaluate_ends_with_it_on_the_screen_in_json_and_in_the_card(inside, tin
     report = json.loads(inside(*words, "--save", "--json").stdout)
     assert report["verdict"] == report["windows"][0]["verdict"]
     compared_with = [row["other"] for row in report["verdict"]["comparisons"]]
-    assert compared_with == ["identity", "hadamard", "random"]
+    assert compared_with == ["identity", "hadamard", "random", "kivi"]
     for line in report["verdict"]["words"]:
         assert f"\n{line}\n" in shown
     saved = json.loads((folder / "evaluation.json").read_text())
