@@ -67,13 +67,11 @@ class TransformersCache:
         """Bits per quantized element, with its share of the scale and the zero."""
         return self.bits + 2 * _METADATA / GROUP
 
-    def bits_per_element(self, length: int, kept: int) -> float:
-        """Bits per element of a cache of `length` tokens that was read by `ThroughCache` for the
-        last `kept` logits, once it has read them."""
-        quantized = self.prefix(length, kept)
-        while length - quantized >= self.residual:
-            quantized += self.residual
-        return (quantized * self.stored_bits + (length - quantized) * 16) / length
+    def bits_per_element(self, length: int) -> float:
+        """Bits per element of a cache of `length` tokens whose residual is full, the most that it
+        takes. On average over a long answer, the residual is half full."""
+        exact = min(self.residual, length)
+        return ((length - exact) * self.stored_bits + exact * 16) / length
 
     def prefix(self, length: int, kept: int) -> int:
         """How many tokens are prefilled, so that the last `kept` logits of `length` tokens come
