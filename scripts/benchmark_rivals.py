@@ -5,7 +5,7 @@ methods and engines, beside artifacts, on the same prompts.
         [--tasks needles,key-value] [--prompts 16] [--length 2048] [--texts 16] [--data FILE]
         [--output FILE]
 
-Arms, all on by default where their packages are installed:
+Arms, all on by default; those whose packages are missing are reported and left out:
 
 * the artifacts, `identity`, `hadamard` and `random`, as in `evaluate`;
 * `kivi-32`, `kivi-64`: keys per channel over so many tokens, values per token over so many
@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from loading import DEVICE, Loaded, load
 from scipy.stats import binomtest
+from transformers_caches import CACHES, ThroughCache
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
@@ -58,12 +59,6 @@ from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
-
-try:
-    from transformers_caches import CACHES, ThroughCache
-except ImportError as error:
-    print(f"without transformers' caches: {error}", file=sys.stderr)
-    CACHES = {}
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
