@@ -14,7 +14,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import PRESETS, Recipe, load, override
+from rotationzoo.recipe import PRESETS, Recipe, equalized, load, override
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
@@ -56,6 +56,8 @@ class Run(TypedDict, total=False):
 class CalibrationOptions(Text, Run, total=False):
     """Further options of `calibrate`."""
 
+    equalize: bool
+    """Scale keys and transform values before they are rotated; see docs/recipes.md."""
     budget: float
     """Time limit in minutes for the search of recipes such as `best`."""
     restart: bool
@@ -107,11 +109,14 @@ def calibrate(
     """
     loaded = load(recipe) if isinstance(recipe, str) else recipe
     chosen = override(loaded, **_data_settings(options))
+    if options.get("equalize"):
+        chosen = equalized(chosen)
     if "budget" in options and chosen.search is None:
         raise UsageError(
             f"budget is for recipes that search, and {chosen.name} does not", hint='recipe="best"'
         )
     settings = {key: value for key, value in options.items() if key not in _TEXT}
+    settings.pop("equalize", None)
     progress: Any = settings.pop("progress", silent)
     # Nobody chose a preset's row length, so rows may be shortened to the model's positions.
     fit_length = "length" not in options and isinstance(recipe, str) and recipe in PRESETS

@@ -48,8 +48,10 @@ class Arm:
         rotation = self.rotations[layer][side]
         mean = self._mean(rows, layer, side)
         centered = rows.float() if mean is None else rows.float() - mean
-        matrix = rotation.matrix.to(rows.device)
-        restored = self.store(centered @ matrix, layer, side, format) @ matrix.mT
+        transform, inverse = (
+            matrix.to(rows.device) for matrix in (rotation.transform, rotation.inverse)
+        )
+        restored = self.store(centered @ transform, layer, side, format) @ inverse
         if mean is not None and side == "value":
             restored = restored + mean
         return restored.to(rows.dtype)
@@ -72,6 +74,7 @@ def fake_quantize(
     clip: torch.Tensor,
     group_size: int | None,
     format: int2.Format,
+    inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate rows, store them in 2 bits, restore them and rotate them back.
 
@@ -79,7 +82,9 @@ def fake_quantize(
     * `matrix`: `[H, D, D]` or `[B, H, D, D]`, on any device;
     * `clip`: clip ratios, `[H]` or `[B, H]`;
     * `group_size`: channels that share a scale; None means the whole head;
-    * `format`: how an engine stores codes and scales.
+    * `format`: how an engine stores codes and scales;
+    * `inverse`: the inverse of `matrix`; None means its transpose.
     """
     matrix = matrix.to(rows.device)
-    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ matrix.mT
+    inverse = matrix.mT if inverse is None else inverse.to(rows.device)
+    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ inverse

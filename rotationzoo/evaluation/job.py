@@ -12,7 +12,12 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, shared_recipe
-from rotationzoo.evaluation.compatibility import check_artifacts, check_layers, notes_for_reader
+from rotationzoo.evaluation.compatibility import (
+    check_artifacts,
+    check_layers,
+    check_weights,
+    notes_for_reader,
+)
 from rotationzoo.evaluation.forward import Measurements, Trial, run_models
 from rotationzoo.evaluation.report import report_windows
 from rotationzoo.evaluation.saved import save_evaluation
@@ -84,6 +89,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # The text needs only the tokenizer and may be refused, so it is read before the weights are
     # fetched.
     fetch(source, weights=False)
+    check_weights(artifacts, source)
     text = _read_text(job, source)
     progress("fetching the weights", 0, 0)
     fetch(source)
@@ -93,7 +99,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        arms = build_arms(artifacts, geometry)
+        arms = build_arms(artifacts, geometry, source)
         layers = _layers_in_2_bits(job, geometry)
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start)
         with loading.forward_errors(job.model, job.batch, job.data.length):

@@ -7,10 +7,10 @@ import torch
 import transformers
 from support.architectures import BASE
 
-from rotationzoo.engines.value_projections import find_projections
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.value_projections import find_projections
 
 
 def projections(model) -> list[tuple[str, str]]:
