@@ -69,7 +69,7 @@ def regenerate(
         "compared_with": str(published) if published else None,
     }
     if published is not None:
-        verdict |= _compare(report, job.model, artifact.folder)
+        verdict |= compare_rotations(report, job.model, artifact.folder)
     if find_spec("matplotlib"):  # it is an optional dependency
         add_pictures(Artifact.open(artifact.folder))
     # Open the artifact again, because the evaluation and the pictures have changed its manifest.
@@ -91,7 +91,7 @@ def is_worse(difference: float, error: float | None) -> bool:
     return math.expm1(difference) > _WORSE and is_significant
 
 
-def _compare(report: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
+def compare_rotations(report: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
     """Compare the first two arms of a report: the new and the published rotations.
 
     Answers decide. Perplexity decides where neither of the two clearly answers better. Raises
