@@ -13,6 +13,7 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe, equalized, load, override
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
@@ -82,6 +83,13 @@ class EvaluationOptions(Text, Run, total=False):
     prefill_layout: Literal["server", "window"]
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
+    tasks: Sequence[str]
+    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
+    empty list asks nothing."""
+    lengths: Sequence[int]
+    """Tokens per prompt of the tasks. Defaults to `length`."""
+    questions: int
+    """Questions per task and length."""
     progress: Progress
 
 
@@ -144,9 +152,9 @@ def evaluate(
       rows of 2,048.
 
     Returns the report that `rotationzoo evaluate --json` prints. `exact` is the exact model's
-    perplexity; `arms` holds `perplexity_increase`, `attention_kl` and `output_error` of each
-    rotation. Raises `RotationZooError` where the model, the artifacts and the options do not fit
-    together.
+    perplexity and answers; `arms` holds `tasks`, `perplexity_increase`, `attention_kl` and
+    `output_error` of each rotation. Raises `RotationZooError` where the model, the artifacts and
+    the options do not fit together.
     """
     several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
     folders = [_folder_of(artifact) for artifact in several]
@@ -155,6 +163,7 @@ def evaluate(
     settings: Any = {key: value for key, value in options.items() if key not in _TEXT}
     progress: Any = settings.pop("progress", silent)
     save_to = folders if save else []
+    settings["tasks"] = _task_settings(settings)
     return run_evaluation(Evaluation(model, folders, data, save_to=save_to, **settings), progress)
 
 
@@ -202,3 +211,14 @@ def _data_settings(options: CalibrationOptions | EvaluationOptions) -> dict[str,
     if "data" in settings:
         settings["source"] = settings.pop("data")
     return settings
+
+
+def _task_settings(settings: dict[str, Any]) -> TaskSettings:
+    """The recall tasks among the settings of an evaluation, which lose them."""
+    chosen: dict[str, Any] = {}
+    for option, field in (("tasks", "names"), ("lengths", "lengths")):
+        if option in settings:
+            chosen[field] = tuple(settings.pop(option))
+    if "questions" in settings:
+        chosen["questions"] = settings.pop("questions")
+    return TaskSettings(**chosen)

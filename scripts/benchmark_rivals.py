@@ -150,7 +150,8 @@ def ask(loaded: Loaded, cache: Cache, options: argparse.Namespace) -> Questions:
             options.prompts,
             options.length,
             first=cache.sink,
-            recent=cache.recent,
+            # `kivi-64` keeps up to 63 more tokens exact.
+            recent=cache.recent + 64,
             seed=options.seed,
         )
         prompts[task] = write_prompts(settings, tokenizer, filler)

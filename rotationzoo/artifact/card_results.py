@@ -1,6 +1,6 @@
 """The results on a model card: a validation on a GPU, and an evaluation with its table."""
 
-from rotationzoo.artifact.results import EvaluationSummary, ValidationSummary
+from rotationzoo.artifact.results import EvaluationSummary, TaskSummary, ValidationSummary
 
 _MEASURES = {"perplexity_increase": "+.2%", "attention_kl": ".4f", "output_error": ".3f"}
 """Measure of an arm -> its number format."""
@@ -44,7 +44,7 @@ def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     return f"""
 ## What it costs the model
 
-Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.
+{_answers_table(evaluation)}Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.
 With a 2-bit cache of the format {evaluation.format} and windows {windows}{prefill},
 {_describe_errors(evaluation.texts)}:
 
@@ -53,6 +53,32 @@ With a 2-bit cache of the format {evaluation.format} and windows {windows}{prefi
 {rows}
 
 {verdict}"""
+
+
+def _answers_table(evaluation: EvaluationSummary) -> str:
+    """The table of recall tasks, with a sentence on what they are; empty where no arm was asked."""
+    tasks = list(next((arm.tasks for arm in evaluation.arms.values()), {}))
+    if not tasks:
+        return ""
+    lines = []
+    models = {"exact": evaluation.exact_tasks}
+    models |= {name: arm.tasks for name, arm in evaluation.arms.items()}
+    for name, scores in models.items():
+        cells = [_score(scores[task]) for task in tasks if task in scores]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    rows = "\n".join(lines)
+    return f"""Questions about statements hidden in the text, read from the 2-bit part of the cache:
+the share answered exactly, and the mean log probability of the right answers in nats.
+
+| rotation | {" | ".join(tasks)} |
+|---|{"---|" * len(tasks)}
+{rows}
+
+"""
+
+
+def _score(score: TaskSummary) -> str:
+    return f"{score.answered / score.questions:.0%}, {score.log_probability:.2f}"
 
 
 def describe_prefill(prefill_chunk: int | None, prefill_layout: str | None) -> str:

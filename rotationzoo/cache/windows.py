@@ -59,6 +59,13 @@ class Cache:
         return chunks * self.prefill_chunk
 
     @property
+    def reach(self) -> int:
+        """How many tokens up to and including a query it may read exact; earlier ones past the sink
+        it reads quantized."""
+        # A query at the end of a chunk reads the whole chunk exact, and what stays exact before it.
+        return self._recent + (self.prefill_chunk or 0)
+
+    @property
     def _recent(self) -> int:
         """How many tokens stay exact up to and including a query (decoding), or before the start of
         its chunk (prefill)."""

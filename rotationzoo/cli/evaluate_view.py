@@ -4,11 +4,13 @@ from typing import Any
 
 from rotationzoo.artifact.card_results import describe_prefill
 from rotationzoo.cache.size import CONTEXT
+from rotationzoo.cli.answers_view import explain_answers, show_answers
 from rotationzoo.cli.output import Output, say, table
 
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:
-    """Print the arms for each window, with their perplexity increase by context length."""
+    """Print the arms for each window: what they answer, and their perplexity increase by context
+    length."""
     out.notes(report["notes"])
     out.result(report, "\n".join(report["arms"]), lambda: _say_evaluation(report))
 
@@ -21,7 +23,10 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
     say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
     for window in windows:
+        say(_title(window))
+        show_answers(report, window)
         _show_arms(window)
+    explain_answers(report)
     say("±: standard error over texts, paired with the exact model")
     say(
         f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included; "
@@ -52,7 +57,7 @@ def _show_arms(window: dict[str, Any]) -> None:
         increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
         by_length.append([name, *increases])
     columns = ["arm", "perplexity", "attention KL", "block error", "bits", "bits here"]
-    table(_title(window), columns, rows)
+    table("cost", columns, rows)
     some_arm = next(iter(arms.values()))  # the lengths are the same for all
     starts = [f"from {bucket['from']:,}" for bucket in some_arm["by_length"]]
     table("by context length", ["arm", *starts], by_length)

@@ -18,9 +18,12 @@ from rotationzoo.evaluation.compatibility import (
     check_weights,
     notes_for_reader,
 )
-from rotationzoo.evaluation.forward import Measurements, Trial, run_models
-from rotationzoo.evaluation.report import report_windows
+from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
+from rotationzoo.evaluation.tasks.answering import answer_tasks
+from rotationzoo.evaluation.tasks.prompts import plan_tasks
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import Placement, memory_limits, place_weights
@@ -52,6 +55,8 @@ class Evaluation:
     """What earlier chunks keep exact, as in `Cache`. None means `server`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    """The recall tasks that the model is asked."""
     revision: str | None = None
     batch: int = 1
     device: str = "auto"
@@ -81,6 +86,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         _check_model(job, artifacts, geometry)
+    job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the same tokens: those that read quantized positions
     # with all of them.
@@ -90,7 +96,9 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # fetched.
     fetch(source, weights=False)
     check_weights(artifacts, source)
-    text = _read_text(job, source)
+    tokenizer, data = loading.load_tokenizer(source), _judged_text(job.data)
+    text = read_corpus(data, tokenizer)
+    plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     progress("fetching the weights", 0, 0)
     fetch(source)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -104,8 +112,12 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
-    notes = notes_for_reader(text, source, artifacts, geometry)
-    report = _assemble_report(job, source, text, notes, trial, measured)
+        with loading.forward_errors(job.model, job.batch, max(plan.lengths, default=0)):
+            tokens = job.batch * job.data.length
+            answers = answer_tasks(model, plan, trial, tokens, progress)
+    notes = notes_for_reader(text, source, artifacts, geometry) + answers.notes
+    results = Results(trial, measured, answers, job.data.length)
+    report = _assemble_report(job, source, text, notes, results)
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
     # with each of them.
     for artifact, arm in zip(artifacts, arms, strict=False):
@@ -122,6 +134,7 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
+    job.tasks.check()
     memory_limits(job.device_map, job.max_memory)
 
 
@@ -163,16 +176,12 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
-def _read_text(job: Evaluation, source: Source) -> Corpus:
-    """The rows of the job's text.
-
-    For `bundled` this is the held-out text, not the one that artifacts are calibrated on by
-    default.
-    """
-    data = job.data
+def _judged_text(data: Data) -> Data:
+    """The text to evaluate on. For `bundled` this is the held-out text, not the one that artifacts
+    are calibrated on by default."""
     if data.source == "bundled":
-        data = data.model_copy(update={"source": str(HELD_OUT)})
-    return read_corpus(data, loading.load_tokenizer(source))
+        return data.model_copy(update={"source": str(HELD_OUT)})
+    return data
 
 
 def _load_model(
@@ -190,12 +199,13 @@ def _assemble_report(
     source: Source,
     text: Corpus,
     notes: list[str],
-    trial: Trial,
-    measured: Measurements,
+    results: Results,
 ) -> dict[str, Any]:
     """The report of the whole evaluation. Its `arms` and `verdict` repeat those of the first pair
     of windows."""
-    windows = report_windows(trial, measured, len(job.artifacts), job.data.length)
+    trial = results.trial
+    exact = report_exact_model(results)
+    windows = report_windows(results, exact, len(job.artifacts))
     layout = trial.caches[0].prefill_layout if job.prefill_chunk else None
     return {
         "model": source.label,
@@ -207,7 +217,7 @@ def _assemble_report(
             "rows": len(text.rows),
             "length": job.data.length,
         },
-        "tokens": measured.exact.tokens,
+        "tokens": results.measured.exact.tokens,
         "first_position": trial.start,
         "format": job.format,
         "sides": list(job.sides),
@@ -215,7 +225,8 @@ def _assemble_report(
         "prefill_chunk": job.prefill_chunk,
         "prefill_layout": layout,
         "notes": notes,
-        "exact": measured.exact.measure_exact(),
+        "tasks": results.answers.plan.describe(),
+        "exact": exact,
         "arms": windows[0]["arms"],
         "verdict": windows[0]["verdict"],
         "windows": windows,
