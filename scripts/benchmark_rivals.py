@@ -20,10 +20,14 @@ the end. `--folded` names the same model with scales folded into its weights; th
 engines and of transformers, `identity`, `hadamard`, `random` and `kivi` then run on both.
 
 A column tells the bits per element at the length of the prompts with exact tokens counted, so that
-arms can be compared at equal bytes. `answers`: questions whose whole answer is the most probable
-one; `log p`: mean log probability of an answer in nats; `loss`: nats per token of the last tokens
-of plain text, as many as the exact ones. The last column counts the questions that only this arm or
-only the first arm answered, with the p value of McNemar's exact test.
+arms can be compared at equal bytes. At D = 64, `--format vllm` takes as many as `kivi-64` and the
+2-bit caches of transformers, and `--format sglang` as many as `kivi-32`. The other columns:
+
+* `answers`: questions whose whole answer is the most probable one, of all tasks and of each;
+* `log p`: mean log probability of an answer in nats;
+* `loss`: nats per token of the last tokens of plain text, as many as are kept exact;
+* beside the first arm: questions that only this arm, and that only the first one answered, with the
+  p value of McNemar's exact test.
 """
 
 import argparse
@@ -91,15 +95,15 @@ def main() -> int:
     source = options.data or str(HELD_OUT)
     rows = options.texts + 2 * options.prompts
     data = Data(source=source, tokens=rows * options.length, length=options.length)
-    models = {"": load(options.model, TYPES[options.dtype], data)}
-    if options.folded:
-        models["folded"] = load(options.folded, TYPES[options.dtype], data)
+    names = {"": options.model} | ({"folded": options.folded} if options.folded else {})
+    models = {suffix: load(name, TYPES[options.dtype], data) for suffix, name in names.items()}
     questions = ask(models[""], cache, options)
     results: dict[str, dict[str, Any]] = {}
     for suffix, loaded in models.items():
         # An artifact is made for the plain weights.
         artifacts = [Artifact.open(folder) for folder in options.artifacts if not suffix]
-        for name, create in list_arms(loaded, artifacts, cache, options.length).items():
+        arms = build_arms(artifacts, loaded.geometry, find(names[suffix]))
+        for name, create in list_readers(loaded, arms, cache, options.length).items():
             if options.arms and name != "exact" and name not in options.arms.split(","):
                 continue
             title = f"{name}, {suffix}" if suffix else name
@@ -110,9 +114,9 @@ def main() -> int:
                 print(f"{title} failed: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             print(f"{title}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            if options.output:  # after each arm, because some take minutes
+                options.output.write_text(json.dumps(results) + "\n", encoding="utf-8")
     show(options, questions, results)
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -159,10 +163,10 @@ def ask(loaded: Loaded, cache: Cache, options: argparse.Namespace) -> Questions:
     return Questions(prompts, list(texts), cache.sink + cache.recent, options.batch)
 
 
-def list_arms(
-    loaded: Loaded, artifacts: list[Artifact], cache: Cache, length: int
+def list_readers(
+    loaded: Loaded, arms: list[Arm], cache: Cache, length: int
 ) -> dict[str, Callable[[], Reader]]:
-    """Name -> what makes the arm's reader."""
+    """Name -> what makes the arm's reader, for the arms of `evaluate` and for all others."""
     model, geometry = loaded.model, loaded.geometry
     layers = {layer.index for layer in geometry}
 
@@ -177,10 +181,10 @@ def list_arms(
         bits = quantized.bits_per_element(length)
         return Reader(ThroughCache(model, quantized), nullcontext, bits)
 
-    arms = [arm for arm in build_arms(artifacts, geometry) if not isinstance(arm, KiviArm)]
-    arms += list_kivi(arms, bool(artifacts))
+    rotated = [arm for arm in arms if not isinstance(arm, KiviArm)]
+    rotated += list_kivi(rotated)
     readers: dict[str, Callable[[], Reader]] = {"exact": lambda: Reader(model, nullcontext, 16)}
-    readers |= {arm.name: lambda arm=arm: simulated(arm, cache) for arm in arms}
+    readers |= {arm.name: lambda arm=arm: simulated(arm, cache) for arm in rotated}
     readers |= {name: lambda name=name: through(name) for name in CACHES}
     none = Cache(sink=0, recent=0)
     for name, engine_cache in ENGINE_CACHES.items():
@@ -189,11 +193,13 @@ def list_arms(
     return readers
 
 
-def list_kivi(arms: list[Arm], calibrated: bool) -> list[Arm]:
+def list_kivi(arms: list[Arm]) -> list[Arm]:
     """KIVI with both group sizes, without a rotation and, if there is an artifact, with the first
     one's."""
     plain = next(arm for arm in arms if arm.name == "identity")
-    bases = {"": plain} | ({f"+{arms[0].name}": arms[0]} if calibrated else {})
+    bases = {"": plain}
+    if arms[0] is not plain:
+        bases[f"+{arms[0].name}"] = arms[0]
     kivi: list[Arm] = []
     for suffix, arm in bases.items():
         for size in (32, 64):
