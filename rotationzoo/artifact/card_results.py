@@ -24,6 +24,12 @@ On {validation.device}, `int2.cu` gave {result} of all layers and heads
 """
 
 
+ABOUT_KIVI = (
+    "kivi is no rotation: whatever the format, 32 tokens of a key channel share a float16 scale, "
+    "and 32 channels of a value (arXiv 2402.02750)"
+)
+
+
 def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     """The section on what the rotations and the baselines cost the model; empty without an
     evaluation."""
@@ -41,6 +47,8 @@ def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     exact = f"{evaluation.tokens:,} tokens past the windows of `{evaluation.text}`"
     windows = f"{evaluation.sink}/{evaluation.recent}"
     prefill = describe_prefill(evaluation.prefill_chunk, evaluation.prefill_layout)
+    # Evaluations by earlier versions lack this arm.
+    about = f"\n{ABOUT_KIVI[0].upper()}{ABOUT_KIVI[1:]}.\n" if "kivi" in evaluation.arms else ""
     return f"""
 ## What it costs the model
 
@@ -51,7 +59,7 @@ With a 2-bit cache of the format {evaluation.format} and windows {windows}{prefi
 | rotation | perplexity | attention KL | error of the attention block |
 |---|---|---|---|
 {rows}
-
+{about}
 {verdict}"""
 
 

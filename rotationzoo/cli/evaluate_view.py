@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rotationzoo.artifact.card_results import describe_prefill
+from rotationzoo.artifact.card_results import ABOUT_KIVI, describe_prefill
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.answers_view import explain_answers, show_answers
 from rotationzoo.cli.output import Output, say, table
@@ -32,6 +32,7 @@ def _say_evaluation(report: dict[str, Any]) -> None:
         f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included; "
         f"bits here: at {report['text']['length']:,}"
     )
+    say(ABOUT_KIVI)
     for window in windows:
         if len(windows) > 1:
             say(f"With {_title(window)}:")
