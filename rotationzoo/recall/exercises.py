@@ -25,7 +25,7 @@ POOLS = {"choose": _WORDS[: len(_WORDS) // 2], "judge": _WORDS[len(_WORDS) // 2 
 
 _UNASKED = 1.5  # statements per question: some are never asked for
 _HOPS = 2  # assignments between a number and the name that is asked for
-_PASSAGE, _CUE, _COPIED = 20, 4, 8  # words of a passage, of its cue, and of the answer
+_PASSAGE, _CUE = 8, 2  # words of a passage, and of its beginning that is given
 
 Block = tuple[str, ...]
 """Lines that are hidden together, one after another."""
@@ -80,15 +80,15 @@ def _key_value(draw: random.Random, words: Sequence[str], count: int) -> Exercis
 def _copy(draw: random.Random, words: Sequence[str], count: int) -> Exercise:
     """Passages of random words, continued from their first words. Any model with induction heads
     can do it."""
+    # No word occurs twice before all have occurred, so each word of a passage tells the next one.
+    order = itertools.chain.from_iterable(draw.sample(words, len(words)) for _ in range(count))
     lines, questions = [], []
-    for first in draw.sample(list(words), count):
-        # Every passage begins with another word, so that the cues differ.
-        passage = [first, *draw.choices(words, k=_PASSAGE - 1)]
-        line = f"# {' '.join(passage)}"
+    for _ in range(count):
+        passage = list(itertools.islice(order, _PASSAGE))
         cue = f"# {' '.join(passage[:_CUE])}"
-        answer = "".join(f" {word}" for word in passage[_CUE : _CUE + _COPIED])
-        lines.append(line)
-        questions.append(Asked(cue, answer, line))
+        answer = "".join(f" {word}" for word in passage[_CUE:])
+        lines.append(cue + answer)
+        questions.append(Asked(cue, answer, cue + answer))
     return Exercise([[(line,)] for line in lines], draw.sample(questions, count))
 
 
