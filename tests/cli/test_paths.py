@@ -3,6 +3,7 @@ are."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest

@@ -115,7 +115,8 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
 def test_chunked_prefill_reads_less_of_the_quantized_history():
     """The more is kept exact, the less is lost: in a chunk its own tokens are, and with `window`
     also some before it, which no server keeps."""
-    options = dict(data=Data(tokens=1024, length=512), windows=[(4, 64)], queries=16, tasks=NO_TASKS)
+    text = Data(tokens=1024, length=512)
+    options = dict(data=text, windows=[(4, 64)], queries=16, tasks=NO_TASKS)
     chunked = options | dict(prefill_chunk=256)
     decode = evaluate(Evaluation("demo", [], **options))
     server = evaluate(Evaluation("demo", [], **chunked))
