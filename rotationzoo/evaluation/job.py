@@ -16,7 +16,7 @@ from rotationzoo.evaluation.compatibility import check_artifacts, check_layers, 
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
-from rotationzoo.evaluation.tasks.answering import answer_tasks
+from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
@@ -106,9 +106,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
-        with loading.forward_errors(job.model, job.batch, max(plan.lengths, default=0)):
-            tokens = job.batch * job.data.length
-            answers = answer_tasks(model, plan, trial, tokens, progress)
+        asking = Asking(model, job.model, job.batch * job.data.length, progress)
+        answers = answer_tasks(asking, plan, trial)
     notes = notes_for_reader(text, source, artifacts, geometry) + answers.notes
     results = Results(trial, measured, answers)
     report = _assemble_report(job, source, text, notes, results)
