@@ -36,6 +36,8 @@ class Evaluation:
     model: str
     artifacts: list[Path]
     data: Data
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    """The recall tasks that the model is asked."""
     windows: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
     format: str = "sglang"
@@ -50,8 +52,6 @@ class Evaluation:
     """What earlier chunks keep exact, as in `Cache`. None means `server`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
-    tasks: TaskSettings = field(default_factory=TaskSettings)
-    """The recall tasks that the model is asked."""
     revision: str | None = None
     batch: int = 1
     device: str = "auto"
