@@ -70,6 +70,13 @@ class CalibrationOptions(Text, Run, total=False):
 class EvaluationOptions(Text, Run, total=False):
     """Further options of `evaluate`."""
 
+    tasks: Sequence[str]
+    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
+    empty list asks nothing."""
+    lengths: Sequence[int]
+    """Tokens per prompt of the tasks. Defaults to `length`."""
+    questions: int
+    """Questions per task and length."""
     windows: list[tuple[int, int]]
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""
@@ -83,13 +90,6 @@ class EvaluationOptions(Text, Run, total=False):
     prefill_layout: Literal["server", "window"]
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
-    tasks: Sequence[str]
-    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
-    empty list asks nothing."""
-    lengths: Sequence[int]
-    """Tokens per prompt of the tasks. Defaults to `length`."""
-    questions: int
-    """Questions per task and length."""
     progress: Progress
 
 

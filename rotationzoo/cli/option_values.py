@@ -74,7 +74,9 @@ def parse_tasks(tasks: str, lengths: str | None, questions: int) -> "TaskSetting
         settings = replace(settings, lengths=tuple(dict.fromkeys(map(int, parts))))
     if tasks == "all":
         return settings
-    names = [] if tasks == "none" else [name.strip() for name in tasks.split(",")]
+    names: list[str] = []
+    if tasks != "none":
+        names = [name.strip() for name in tasks.split(",")]
     settings = replace(settings, names=tuple(dict.fromkeys(names)))
     settings.check()
     return settings

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, shared_recipe
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
@@ -19,9 +19,10 @@ from rotationzoo.evaluation.compatibility import (
     notes_for_reader,
 )
 from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.evaluation.judged_text import check_length, judged_text
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
-from rotationzoo.evaluation.tasks.answering import answer_tasks
+from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
@@ -30,7 +31,6 @@ from rotationzoo.model.placement import Placement, memory_limits, place_weights
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
-from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus, read_corpus
 
 
@@ -41,6 +41,8 @@ class Evaluation:
     model: str
     artifacts: list[Path]
     data: Data
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    """The recall tasks that the model is asked."""
     windows: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
     format: str = "sglang"
@@ -55,8 +57,6 @@ class Evaluation:
     """What earlier chunks keep exact, as in `Cache`. None means `server`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
-    tasks: TaskSettings = field(default_factory=TaskSettings)
-    """The recall tasks that the model is asked."""
     revision: str | None = None
     batch: int = 1
     device: str = "auto"
@@ -91,12 +91,12 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # Every pair of windows is measured on the same tokens: those that read quantized positions
     # with all of them.
     start = max(cache.first_quantized for cache in caches)
-    _check_text_length(job, start)
+    check_length(job.data, start)
     # The text needs only the tokenizer and may be refused, so it is read before the weights are
     # fetched.
     fetch(source, weights=False)
     check_weights(artifacts, source)
-    tokenizer, data = loading.load_tokenizer(source), _judged_text(job.data)
+    tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     progress("fetching the weights", 0, 0)
@@ -112,9 +112,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
-        with loading.forward_errors(job.model, job.batch, max(plan.lengths, default=0)):
-            tokens = job.batch * job.data.length
-            answers = answer_tasks(model, plan, trial, tokens, progress)
+        asking = Asking(model, job.model, job.batch * job.data.length, progress)
+        answers = answer_tasks(asking, plan, trial)
     notes = notes_for_reader(text, source, artifacts, geometry) + answers.notes
     results = Results(trial, measured, answers, job.data.length)
     report = _assemble_report(job, source, text, notes, results)
@@ -144,22 +143,6 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
     check_artifacts(job.model, artifacts, geometry)
 
 
-def _check_text_length(job: Evaluation, start: int) -> None:
-    if job.data.length < start + 2:
-        raise RotationZooError(
-            f"texts of {job.data.length} tokens are too short: "
-            f"the first that reads a quantized one is at position {start}",
-            hint="give longer rows with --length, or smaller ones with --windows",
-        )
-    # With fewer tokens than one row there is no row at all. Only with `document` packing is every
-    # document a row, whatever its length.
-    if job.data.packing != "document" and not job.data.row_lengths:
-        raise UsageError(
-            f"{job.data.tokens} tokens are less than one text of {job.data.length}",
-            hint="more --tokens, or a shorter --length",
-        )
-
-
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
     """One cache per pair of windows."""
     recipe = shared_recipe(artifacts)
@@ -174,14 +157,6 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     if job.layers is None:
         return sorted(layer.index for layer in geometry)
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
-
-
-def _judged_text(data: Data) -> Data:
-    """The text to evaluate on. For `bundled` this is the held-out text, not the one that artifacts
-    are calibrated on by default."""
-    if data.source == "bundled":
-        return data.model_copy(update={"source": str(HELD_OUT)})
-    return data
 
 
 def _load_model(

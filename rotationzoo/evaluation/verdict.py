@@ -131,7 +131,7 @@ def _words(comparisons: list[Comparison], texts: int) -> list[str]:
 
 
 def _line(name: str, comparisons: list[Comparison]) -> str:
-    """`NAME: clearly better than A (-1.00% ±0.10%), B (...); not clearly different from ...`"""
+    """`NAME: perplexity clearly better than A (-1.00% ±0.10%); not clearly different from B ...`"""
     parts = []
     for sign, phrase in _PHRASES.items():
         others = [
@@ -141,7 +141,7 @@ def _line(name: str, comparisons: list[Comparison]) -> str:
         ]
         if others:
             parts.append(f"{phrase} {', '.join(others)}")
-    return f"{name}: {'; '.join(parts)}"
+    return f"{name}: perplexity {'; '.join(parts)}"
 
 
 def _sign(comparison: Comparison) -> int:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.models import save_family
+from support.places import ROOT
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
@@ -95,6 +96,15 @@ def test_tasks_without_room_are_left_out_with_a_note(text):
     short = plan(text, [Cache()], names=("quote",), lengths=(200_000,), questions=4)
     assert not short.series
     assert short.notes == ["no passages are quoted in 200,000 tokens: the text is short"]
+
+
+def test_the_documentation_describes_every_task():
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    described = {row[0].strip("`"): row[-1] for row in rows}
+    assert {task: described.get(task) for task in TASKS} == {
+        task: str(count) for task, count in TASKS.items()
+    }
 
 
 def test_prompts_longer_than_the_model_are_refused_before_the_weights(tmp_path):

@@ -35,7 +35,7 @@ def test_clear_differences_are_told_from_those_that_are_not():
     clear = {row["other"]: row["clear"] for row in verdict["comparisons"]}
     assert clear == {"worse": True, "better": True, "same": False}
     line, method = verdict["words"]
-    assert line.startswith("mine: clearly better than worse (-9")
+    assert line.startswith("mine: perplexity clearly better than worse (-9")
     assert "; clearly worse than better (+10" in line
     assert "; not clearly different from same (" in line
     assert "12 texts" in method

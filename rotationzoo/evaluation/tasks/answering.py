@@ -12,6 +12,7 @@ from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
+from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.prompts import Prompt
@@ -68,15 +69,44 @@ class TaskAnswers:
         return notes
 
 
-def answer_tasks(
-    model: PreTrainedModel, plan: TaskPlan, trial: Trial, tokens: int, progress: Progress
-) -> TaskAnswers:
+class Asking:
+    """Reads answers in batches and reports how many prompts are done.
+
+    * `name`: what errors call the model;
+    * `tokens`: how many a forward pass may read; a longer prompt has one of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, tokens: int, progress: Progress):
+        self.model, self.name, self.tokens, self.progress = model, name, tokens, progress
+        self.done = self.total = 0
+
+    def expect(self, series: Iterator[list[Prompt]]) -> None:
+        """Count the prompts of some series among those to be asked."""
+        self.total += sum(len(prompts) for prompts in series)
+
+    def ask(
+        self, prompts: list[Prompt], running: AbstractContextManager[None] | None = None
+    ) -> Answers:
+        """The answers to prompts of one length, read inside the context `running`."""
+        length = len(prompts[0].ids)
+        batch = max(1, self.tokens // length)
+        parts = []
+        with forward_errors(self.name, batch, length), running or nullcontext():
+            for start in range(0, len(prompts), batch):
+                rows = prompts[start : start + batch]
+                parts.append(read_answers(self.model, rows, batch))
+                self.done += len(rows)
+                self.progress("answering", self.done, self.total)
+        correct = torch.cat([part.correct for part in parts])
+        return Answers(correct, torch.cat([part.log_probability for part in parts]))
+
+
+def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
     """Ask the exact model every question, and every arm with every cache those of the tasks that
     the exact model can do.
 
-    `tokens` is how many a forward pass may read; a prompt longer than that has one of its own.
+    Raises `RotationZooError` for prompts that do not fit the device's memory.
     """
-    asking = _Asking(model, tokens, progress)
     asking.expect(prompts for series in plan.series for prompts in (series.prompts, series.blind))
     exact = []
     for series in plan.series:
@@ -90,36 +120,9 @@ def answer_tasks(
         simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
         # One simulation for each series, because it keeps the masks of every length.
         arms[cache, arm.name] = [
-            asking.ask(prompts, simulation.running(model)) for prompts in asked
+            asking.ask(prompts, simulation.running(asking.model)) for prompts in asked
         ]
     return TaskAnswers(plan, exact, arms)
-
-
-class _Asking:
-    """Reads answers in batches and reports how many prompts are done."""
-
-    def __init__(self, model: PreTrainedModel, tokens: int, progress: Progress):
-        self.model, self.tokens, self.progress = model, tokens, progress
-        self.done = self.total = 0
-
-    def expect(self, series: Iterator[list[Prompt]]) -> None:
-        """Count the prompts of some series among those to be asked."""
-        self.total += sum(len(prompts) for prompts in series)
-
-    def ask(
-        self, prompts: list[Prompt], running: AbstractContextManager[None] | None = None
-    ) -> Answers:
-        """The answers to prompts of one length, read inside the context `running`."""
-        batch = max(1, self.tokens // len(prompts[0].ids))
-        parts = []
-        with running or nullcontext():
-            for start in range(0, len(prompts), batch):
-                rows = prompts[start : start + batch]
-                parts.append(read_answers(self.model, rows, batch))
-                self.done += len(rows)
-                self.progress("answering", self.done, self.total)
-        correct = torch.cat([part.correct for part in parts])
-        return Answers(correct, torch.cat([part.log_probability for part in parts]))
 
 
 def _describe(answers: Answers) -> str:

@@ -85,11 +85,12 @@ def _report_task(lengths: list[ExactAnswers]) -> ExactTaskScore:
     replies = [(exact.series, exact.answers) for exact in done or lengths]
     questions = [prompt.questions for series, _ in replies for prompt in series.prompts]
     scorer = Scorer.of(replies)
+    by_length = [_score_exact_length(exact) for exact in lengths]
     return {
         **scorer.summarize(),
         **scorer.records(),
         "can_do": bool(done),
-        "by_length": [_score_exact_length(exact) for exact in lengths],
+        "by_length": by_length,
         "prompts": [len(asked) for asked in questions],
         "distances": scorer.distance.tolist(),
     }

@@ -89,8 +89,9 @@ class Scorer:
             numbers += [number] * len(prompt.questions)
             distances += [question.distance for question in prompt.questions]
             depths += [prompt.depth(question) for question in prompt.questions]
+        correct = torch.cat([answers.correct for _, answers in replies])
         return cls(
-            torch.cat([answers.correct for _, answers in replies]),
+            correct,
             torch.cat([answers.log_probability for _, answers in replies]),
             torch.tensor(numbers),
             torch.tensor(distances),
