@@ -29,8 +29,11 @@ def equalizer_changes(artifact: Artifact, model: PreTrainedModel, name: str) -> 
     for side, changes_of_side in (("key", _key_changes), ("value", _value_changes)):
         equalizers = {layer: sides[side].equalizer for layer, sides in artifact.rotations.items()}
         given = {layer: tensor for layer, tensor in equalizers.items() if tensor is not None}
-        if not all(map(_does_nothing, given.values())):
-            changes |= changes_of_side(given, model, geometry, name)
+        if all(map(_does_nothing, given.values())):
+            continue
+        for parameter, change in changes_of_side(given, model, geometry, name).items():
+            earlier = changes.get(parameter)  # of a projection of keys and values
+            changes[parameter] = change if earlier is None else earlier.then(change)
     return changes
 
 
@@ -62,10 +65,10 @@ def _value_changes(
     """
     changes: Changes = {}
     projections = find_projections(model, geometry, name)
-    for layer, (value, output) in zip(geometry, projections, strict=True):
+    for layer, (value, output, first_row) in zip(geometry, projections, strict=True):
         matrix = matrices[layer.index].double().expand(layer.kv_heads, -1, -1)
         for part, tensor in model.get_submodule(value).named_parameters():  # weight and bias
-            changes[f"{value}.{part}"] = Change(tensor.shape, multiply_rows(matrix))
+            changes[f"{value}.{part}"] = Change(tensor.shape, multiply_rows(matrix, first_row))
         shape = model.get_parameter(f"{output}.weight").shape
         # The output projection has a block of columns per query head. With GQA, the query heads of
         # a group all undo the matrix of the same KV head.

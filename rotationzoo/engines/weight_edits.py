@@ -27,17 +27,25 @@ class Change:
     shape: torch.Size
     transform: Transform
 
+    def then(self, other: "Change") -> "Change":
+        """This change followed by another one of the same parameter."""
+        return Change(self.shape, lambda tensor: other.transform(self.transform(tensor)))
 
-def multiply_rows(matrix: torch.Tensor) -> Transform:
+
+def multiply_rows(matrix: torch.Tensor, first_row: int = 0) -> Transform:
     """Multiply what a projection computes for each head by a matrix: rows `x` become `x @ matrix`.
 
-    `matrix`: `[H, D, D]` float64. The parameter is a weight `[H D, in]` or a bias `[H D]`.
+    `matrix`: `[H, D, D]` float64. The parameter is a weight `[H D, in]` or a bias `[H D]`, or has
+    these rows from `first_row` on.
     """
     heads, dim, _ = matrix.shape
+    rows = slice(first_row, first_row + heads * dim)
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor.reshape(heads, dim, *tensor.shape[1:])
-        return torch.einsum("hij,hi...->hj...", matrix, rows).flatten(0, 1)
+        of_heads = tensor[rows].reshape(heads, dim, *tensor.shape[1:])
+        changed = tensor.clone()
+        changed[rows] = torch.einsum("hij,hi...->hj...", matrix, of_heads).flatten(0, 1)
+        return changed
 
     return transform
 

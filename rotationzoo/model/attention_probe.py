@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rotationzoo.model.capture import Attention, decoder, intercept
 from rotationzoo.model.loading import input_device
 
-_DRAWS = 32
+_DRAWS = 16
 _FAR = 8191  # a position at which slow pairs have moved; the model's last one, where that is known
 
 Vectors = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -31,17 +31,18 @@ class AttentionProbe:
 
     def __post_init__(self) -> None:
         self._attended: set[int] = set()  # modules whose attention function has run
-        self._run()
+        self._run(count=1)
 
     def run(self, scale: bool) -> Vectors:
         """Queries and keys of each layer at the positions 0, 1 and a far one. With `scale`, every
         output of a linear map is multiplied by a random factor of its channel."""
         self._attended = set()
         with _replaced_maps(list(self.modules.values()), self._stand_in(scale)):
-            return self._run()
+            return self._run(_DRAWS)
 
-    def _run(self) -> Vectors:
-        """Run the decoder on equal tokens, and record what its attention function gets."""
+    def _run(self, count: int) -> Vectors:
+        """Run the decoder on `count` rows of equal tokens, and record what its attention function
+        gets."""
         vectors: Vectors = {}
 
         def record(
@@ -58,11 +59,11 @@ class AttentionProbe:
             batch, heads, length, _ = query.shape
             return query.new_zeros(batch, length, heads, value.shape[-1])
 
-        ids = torch.zeros(_DRAWS, 3, dtype=torch.long, device=input_device(self.model))
+        ids = torch.zeros(count, 3, dtype=torch.long, device=input_device(self.model))
         config = self.model.config.get_text_config(decoder=True)
         last = getattr(config, "max_position_embeddings", None)
         far = last - 1 if isinstance(last, int) else _FAR
-        positions = torch.tensor([[0, 1, far]], device=ids.device).expand(_DRAWS, -1)
+        positions = torch.tensor([[0, 1, far]], device=ids.device).expand(count, -1)
         with intercept(self.model, record):
             decoder(self.model)(input_ids=ids, position_ids=positions, use_cache=False)
         return vectors

@@ -11,10 +11,8 @@ import torch
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.model.scale_labels import Constraints, Weight, components
-
-Calls = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-"""Layer -> labels of the queries `[H_q, T, D]` and of the keys `[H_kv, T, D]` of its attention."""
+from rotationzoo.model.label_run import LabelRun
+from rotationzoo.model.scale_labels import Weight, components, distinct_pairs
 
 
 @dataclass(frozen=True)
@@ -35,16 +33,22 @@ class KeyScales:
     equal are joined, and all joined nodes have the same class.
     """
 
-    def __init__(
-        self, weights: list[Weight], constraints: Constraints, calls: Calls, geometry: Geometry
-    ) -> None:
-        self._weights, self._constraints = weights, constraints
-        equal, opposed = list(constraints.ties), []
+    def __init__(self, run: LabelRun, geometry: Geometry) -> None:
+        self._weights, self._offsets = run.weights, run.constraints.offsets
+        values = torch.cat([labels.value.flatten() for labels in run.layers.values()]).unique()
+        # Label 0 stands for everything that is not the label of a weight.
+        self._pins = [
+            *run.constraints.pins,
+            ("its values use the same weight", values[values > 0]),
+            ("no weight of a projection or a norm makes them", torch.zeros(1).long()),
+        ]
+        equal, opposed = list(run.constraints.ties), []
         for layer in geometry:
-            query, key = calls[layer.index]
-            owner_key = calls[layer.owner][1][:, :1]
-            equal += [_pairs(query[:, :1], query), _pairs(owner_key, key)]
-            opposed.append(_pairs(query[:, :1], key[:, :1].repeat_interleave(layer.group, 0)))
+            query, key = run.layers[layer.index].query, run.layers[layer.index].key
+            owner_key = run.layers[layer.owner].key[:, :1]
+            equal += [distinct_pairs(query[:, :1], query), distinct_pairs(owner_key, key)]
+            of_group = key[:, :1].repeat_interleave(layer.group, 0)
+            opposed.append(distinct_pairs(query[:, :1], of_group))
         self._labels, pairs = torch.cat(equal + opposed).unique(return_inverse=True)
         count = sum(map(len, equal))
         same, inverse = 2 * pairs[:count], 2 * pairs[count:]
@@ -54,27 +58,48 @@ class KeyScales:
         self.classes: dict[int, torch.Tensor] = {}
         """Layer -> `[KV heads, D]`: keys with the same number must have the same factor."""
         for layer in cached_layers(geometry):
-            index = torch.searchsorted(self._labels, calls[layer.index][1][:, 0].contiguous())
-            self.classes[layer.index] = self._nodes[index, 0]
+            labels = run.layers[layer.index].key[:, 0].contiguous()
+            self.classes[layer.index] = self._nodes[torch.searchsorted(self._labels, labels), 0]
 
-    def problem(self, layer: int) -> str | None:
-        """Why the keys of a cached layer cannot have factors, as the end of a sentence, or None."""
-        classes = self.classes[layer]
-        # Label 0 stands for everything that is not the label of a weight.
-        unknown = "no weight of a projection or a norm makes them", torch.zeros(1).long()
-        pins = [*self._constraints.pins, unknown]
-        if self._meets(classes, torch.cat([labels for _, labels in pins])):
-            reasons = (reason for reason, labels in pins if self._meets(classes, labels))
-            return next(reasons)
-        others = [other.flatten() for index, other in self.classes.items() if index != layer]
-        of_keys = torch.isin(self._nodes[:, 0], classes)
-        of_queries = self._nodes[of_keys, 1]
-        if torch.isin(classes, torch.cat([of_queries, *others])).any():
-            return "its queries or another layer use the same weights"
-        shared = (weight for weight in self._weights if weight.shared)
-        if any(of_keys[self._slots(weight)[0]].any() for weight in shared):
-            return "its weights are shared by modules"
+    def problem(self) -> tuple[int, str] | None:
+        """The first layer whose keys cannot have factors, and why not; None if all can."""
+        pinned = self._marked(self._classes_of(torch.cat([labels for _, labels in self._pins])))
+        taken = self._of_queries()
+        for layer, classes in self.classes.items():
+            if pinned[classes].any():
+                of_layer = self._marked(classes)
+                reasons = (
+                    why for why, labels in self._pins if of_layer[self._classes_of(labels)].any()
+                )
+                return layer, next(reasons)
+            if taken[classes].any():
+                return layer, "its queries or another layer use the same weights"
+            taken |= self._marked(classes)
+            if self._shares(classes):
+                return layer, "its weights are shared by modules"
         return None
+
+    def _of_queries(self) -> torch.Tensor:
+        """Whether each class is that of a query, whose factor is the inverse of a key's."""
+        keys = self._marked(torch.cat([classes.flatten() for classes in self.classes.values()]))
+        return self._marked(self._nodes[keys[self._nodes[:, 0]], 1])
+
+    def _shares(self, classes: torch.Tensor) -> bool:
+        """Whether a weight with factors of these classes is a parameter of several modules."""
+        scaled = self._marked(classes)[self._nodes].any(1)
+        shared = (weight for weight in self._weights if weight.shared)
+        return any(scaled[self._slots(weight)[0]].any() for weight in shared)
+
+    def _classes_of(self, labels: torch.Tensor) -> torch.Tensor:
+        """The classes of labels, with those of their inverses; unknown labels have none."""
+        slots = torch.searchsorted(self._labels, labels).clamp(max=len(self._labels) - 1)
+        return self._nodes[slots[self._labels[slots] == labels]]
+
+    def _marked(self, classes: torch.Tensor) -> torch.Tensor:
+        """Whether each class is among the given ones."""
+        marked = torch.zeros(self._nodes.numel(), dtype=torch.bool)
+        marked[classes.flatten()] = True
+        return marked
 
     def scalings(self, factors: Mapping[int, torch.Tensor]) -> list[Scaling]:
         """How the weights change for the factors `[KV heads, D]` of each layer's keys.
@@ -97,7 +122,7 @@ class KeyScales:
             if (of_label[slots] != 1).any():
                 changed = torch.ones(weight.count, dtype=torch.float64)
                 changed[rows] = of_label[slots]
-                offset = self._constraints.offsets.get(weight.first, 0.0)
+                offset = self._offsets.get(weight.first, 0.0)
                 scalings.append(Scaling(weight, changed, offset))
         return scalings
 
@@ -106,15 +131,3 @@ class KeyScales:
         ends = torch.tensor([weight.first, weight.first + weight.count])
         begin, end = torch.searchsorted(self._labels, ends).tolist()
         return slice(begin, end), self._labels[begin:end] - weight.first
-
-    def _meets(self, classes: torch.Tensor, labels: torch.Tensor) -> bool:
-        """Whether a factor of these classes is that of one of these labels."""
-        nodes = self._nodes[torch.isin(self._labels, labels)]
-        return bool(torch.isin(nodes, classes).any())
-
-
-def _pairs(labels: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """The distinct pairs `[n, 2]` of two tensors of labels that broadcast."""
-    both = torch.stack(torch.broadcast_tensors(labels, others), -1)
-    pairs: torch.Tensor = both.flatten(0, -2).unique(dim=0)
-    return pairs

@@ -67,19 +67,28 @@ class Constraints:
     """Pairs of labels `[n, 2]` with equal factors."""
     pins: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Labels `[n]` whose factor must be 1, and the operation that demands it."""
+    bent: list[torch.Tensor] = field(default_factory=list)
+    """Labels of rows that were multiplied by a tensor or added to another row: a factor comes
+    through that, but a matrix that mixes rows does not."""
     offsets: dict[int, float] = field(default_factory=dict)
     """First label of a norm's weight -> what the model adds to the weight before it multiplies by
     it: 1 in norms that multiply by `1 + weight`."""
 
     def tie(self, labels: torch.Tensor, others: torch.Tensor) -> None:
         """Demand equal factors of two tensors of labels with the same shape."""
-        pairs = torch.stack([labels.flatten(), others.flatten()], 1).unique(dim=0)
-        self.ties.append(pairs[pairs[:, 0] != pairs[:, 1]])
+        self.ties.append(distinct_pairs(labels, others))
 
     def pin(self, labels: torch.Tensor, reason: str) -> None:
         """Demand factors of 1."""
         unique = labels.unique()
         self.pins.append((reason, unique[unique > 0]))
+
+
+def distinct_pairs(labels: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The distinct pairs `[n, 2]` of two tensors of labels that broadcast."""
+    # One number a pair: sorting rows is far slower. Labels are below 2^31.
+    both = ((labels << 32) + others).unique()
+    return torch.stack([both >> 32, both & 0xFFFFFFFF], 1)
 
 
 def components(edges: torch.Tensor, count: int) -> torch.Tensor:

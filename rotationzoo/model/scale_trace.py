@@ -52,6 +52,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
             **dict.fromkeys(_MOVES, self._move),
             **dict.fromkeys(("mul", "div", "neg"), self._multiply),
             **dict.fromkeys(("add", "sub"), self._add),
+            **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), self._normalize),
             "copy": self._copy_into,
         }
 
@@ -141,6 +142,8 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         self.pin([factor for factor in labelled if factor is not chosen[0]], str(function))
         if weights:
             self._use(weights[0], str(function))
+        if len(factors) > 1:
+            self.constraints.bent.append(self.labels(chosen[0]).unique())
         self._write(output, self.labels(chosen[0]))
         return True
 
@@ -161,8 +164,22 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         pair = torch.stack([self.labels(part).expand(output.shape) for part in (first, second)])
         both = (pair > 0).all(0)
         self.constraints.tie(pair[0][both], pair[1][both])
+        self.constraints.bent.append(pair.unique())
         self._constrain(pair[:, ~both], str(function))
         self._write(output, pair.amax(0))
+        return True
+
+    def _normalize(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        """A norm in one operation, of rows, with a weight and perhaps a bias."""
+        rows, _, *parameters = args[:4]
+        given = [part for part in parameters if isinstance(part, torch.Tensor)]
+        if not given or not all(map(self._weight, given)):
+            return False
+        self.pin([rows], str(function))
+        for part in given:
+            self._use(part, str(function))
+            self.constraints.tie(self.labels(given[0]), self.labels(part))
+        self._write(output, self.labels(given[0]))
         return True
 
     def _view_complex(self, tensor: torch.Tensor, view: torch.Tensor) -> None:
@@ -172,6 +189,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         if view.is_complex():
             pairs = shadow.labels.view(-1, 2)
             self.constraints.tie(pairs[:, 0], pairs[:, 1])
+            self.constraints.bent.append(pairs.unique())
             labels = pairs[:, 0].contiguous()
         else:
             labels = shadow.labels.repeat_interleave(2)

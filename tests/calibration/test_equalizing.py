@@ -109,8 +109,8 @@ def test_both_sides_have_the_same_energy_in_the_folded_frame():
     energies = folded["key"].covariance.diagonal(dim1=1, dim2=2)
     queries = folded["query"].second_moment.diagonal(dim1=1, dim2=2)
     pairs = [side.view(2, 2, 8).sum(1) for side in (energies, queries)]
-    ratio = pairs[0] / pairs[1]
-    assert ((ratio > 0.249) & (ratio < 4.01)).all()
+    octaves = (pairs[0] / pairs[1]).log2()  # up to a number for each head, and rounding
+    assert (octaves.amax(1) - octaves.amin(1) <= 4).all()
     stored, read = folded["value"].second_moment, folded["projection"].second_moment
     stored, read = (side / side.norm(dim=(1, 2), keepdim=True) for side in (stored, read))
     assert (stored - read).norm(dim=(1, 2)).max() < 1e-6  # 1e-7 was measured: A is float32
@@ -242,9 +242,12 @@ def test_missing_equalizers_pairs_and_projections_are_found(made):
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("qwen3_5", "a gate or a norm between attention and the output projection"),
-     ("llama4", "keys that cannot be scaled exactly"), ("phi3", "fused value projection")],
-)  # fmt: skip
+    [
+        ("qwen3_5", "a gate or a norm between attention and the output projection"),
+        ("llama4", "keys that cannot be scaled exactly"),
+        ("gemma4", "a norm or another operation between the value projection and attention"),
+    ],
+)
 def test_a_model_that_cannot_carry_equalizers_is_refused_from_its_config(family, reason, tmp_path):
     folder = save_family(family, tmp_path / family, weights=False)
     refusal = plan(job(folder, tmp_path, RECIPE)).refusal
@@ -253,6 +256,15 @@ def test_a_model_that_cannot_carry_equalizers_is_refused_from_its_config(family,
     assert "--equalize" in refusal.hint
     plain = RECIPE.model_copy(update={"equalize": False})
     assert plan(job(folder, tmp_path, plain)).refusal is None
+
+
+def test_offloaded_weights_are_measured_and_read_like_others(made, wide, tmp_path):
+    """accelerate keeps them on disk until their module runs."""
+    spread = job(wide, tmp_path, RECIPE, device_map="auto", max_memory="cpu=300KB")
+    equalizers = stored_equalizers(calibrate(spread).rotations)
+    for layer, expected in stored_equalizers(made.rotations).items():
+        assert torch.equal(equalizers[layer].key, expected.key)
+        assert torch.allclose(equalizers[layer].value, expected.value, atol=1e-6)
 
 
 def test_data_free_rotations_can_be_equalized(wide, tmp_path):

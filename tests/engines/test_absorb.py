@@ -38,7 +38,6 @@ GATED = "has a gate or a norm between attention and the output projection, aten.
 # Families that are calibrated and cannot absorb a rotation -> the words that the refusal must
 # contain; all others can.
 REFUSED = {
-    "phi3": r"layer 0 of \S+ has a fused value projection, model.layers.0.self_attn.qkv_proj",
     "gemma4": r"layer 0 of \S+ has a norm or another operation between the value projection and "
     "attention",
     "qwen3_next": rf"layer 3 of \S+ {GATED}",

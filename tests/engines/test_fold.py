@@ -17,6 +17,7 @@ from support import architectures
 from support.architectures import BASE, EXPECTED, NAMES
 from support.equalizers import equalized, random_equalizers
 from support.models import save_tiny
+from support.places import ROOT
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import RECORD, rotations_for
@@ -41,20 +42,11 @@ from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.rotations import SIDES
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
-GATED = "has a gate or a norm between attention and the output projection, aten.mul.Tensor"
-
-# Families that are calibrated and cannot carry equalizers -> the words that the refusal must
-# contain; all others can.
+# Family -> why it cannot carry equalizers: a table in docs/engines.md. All others can.
+TABLE = re.compile(r"^\| (\S+) \| (layer \d+) (has .*) \|$", re.MULTILINE)
 REFUSED = {
-    "phi3": "layer 0 of .* has a fused value projection, model.layers.0.self_attn.qkv_proj",
-    "gemma4": "layer 0 of .* has a norm or another operation between the value projection and",
-    "llama4": r"layer 0 of .* has keys that cannot be scaled exactly: aten.pow.Tensor_Scalar in "
-    "model.layers.0.self_attn.qk_norm",
-    "qwen3_next": rf"layer 3 of .* {GATED}",
-    "qwen3_5": rf"layer 3 of .* {GATED}",
-    "qwen3_5-vlm": rf"layer 3 of .* {GATED}",
-    "doge": "layer 0 of .* has another use of its values than its attention, in "
-    "model.layers.0.self_attn.dt_proj",
+    name: f"{layer} of the model {reason}"
+    for name, layer, reason in TABLE.findall((ROOT / "docs" / "engines.md").read_text())
 }
 calibrated = [
     pytest.param(
@@ -66,6 +58,7 @@ calibrated = [
     for name in NAMES
     if not EXPECTED[name].refusal
 ]
+assert len(REFUSED) == 6, "the rows of the table were found"
 
 
 def widen(model: torch.nn.Module) -> None:
@@ -112,7 +105,7 @@ def test_every_family_folds_or_says_why_not(name, monkeypatch):
     on_meta = loading.on_meta(model.config, "this")
     geometry = geometry_on_meta(on_meta)
     if name in REFUSED:
-        assert re.search(REFUSED[name], check_equalizable(on_meta, geometry))
+        assert check_equalizable(on_meta, geometry) == REFUSED[name]
         return
     assert check_equalizable(on_meta, geometry) is None
     scales = find_key_scales(on_meta, geometry, "this")

@@ -49,12 +49,13 @@ def changed(model, factors=None) -> dict[str, tuple[torch.Tensor, float]]:
         ("Cohere", [[channel, channel + 1] for channel in range(0, 16, 2)], False),
         # Partial: RoPE turns the first 4 of 16 channels, in halves.
         ("Glm4Moe", None, True),
+        ("Persimmon", None, True),  # LayerNorm, with a bias
         ("StableLm", [[0, 2], [1, 3], *([channel] for channel in range(4, 16))], False),
     ],
 )
 def test_channels_that_must_have_the_same_factor(model, pairs, heads_share):
     classes = scales(on_meta(model, **OPTIONS.get(model, {}))).classes[1]
-    assert classes.shape == (2, 16)
+    assert classes.shape == (4 if model == "Persimmon" else 2, 16)
     if pairs is not None:
         assert groups(classes[0]) == sorted(pairs)
     assert torch.equal(classes[0], classes[1]) == heads_share
@@ -102,6 +103,18 @@ def test_the_weight_of_a_norm_is_scaled_where_there_is_one(model, offset):
     assert found.keys() == {f"{attention}.k_norm.weight", f"{attention}.q_norm.weight"}
     assert {tuple(factors.tolist()) for factors, _ in found.values()} == {(4.0,) * 16, (0.25,) * 16}
     assert {offset for _, offset in found.values()} == {offset}
+
+
+def test_norms_in_one_operation():
+    model = on_meta("Qwen3", head_dim=16)
+    for layer in model.model.layers:
+        layer.self_attn.k_norm = torch.nn.RMSNorm(16, device="meta")
+        layer.self_attn.q_norm = torch.nn.LayerNorm(16, device="meta")
+    found = changed(model)
+    attention = "model.layers.0.self_attn"
+    norms = ("k_norm.weight", "q_norm.weight", "q_norm.bias")
+    assert found.keys() == {f"{attention}.{norm}" for norm in norms}
+    assert (found[f"{attention}.q_norm.bias"][0] == 0.25).all()
 
 
 def test_channels_that_share_a_weight_must_have_the_same_factor():
@@ -220,10 +233,10 @@ def unknown_keys():
         (clamped, "layer 0 .* exactly: aten.clamp_.default in model.layers.0.self_attn"),
         (read_elsewhere, "layer 1 .* exactly: aten.mean.default in model.layers.1"),
         (tied_to_queries, "layer 1 .* exactly: its queries or another layer use the same weights"),
-        (tied_layers, "layer 1 .* exactly: its queries or another layer use the same weights"),
+        (tied_layers, "layer 1 .* exactly: its weights are shared by modules"),
         (tied_to_another_module, "layer 1 .* exactly: its weights are shared by modules"),
         (transposed_use, "layer 1 .* of its weight in model.layers.1.self_attn.k_proj"),
-        (keys_are_values, "layer 1 .* exactly: values that use the same weight in model.layers.1"),
+        (keys_are_values, "layer 1 .* exactly: its values use the same weight"),
         (two_offsets, "layer 1 .* exactly: another aten.mul.Tensor of its weight in"),
         (unknown_keys, "layer 1 .* no weight of a projection or a norm makes them"),
     ],
