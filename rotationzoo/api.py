@@ -13,8 +13,9 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import PRESETS, Recipe, load, override
+from rotationzoo.recipe import PRESETS, Recipe, equalized, load, override
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
@@ -56,6 +57,8 @@ class Run(TypedDict, total=False):
 class CalibrationOptions(Text, Run, total=False):
     """Further options of `calibrate`."""
 
+    equalize: bool
+    """Scale keys and transform values before they are rotated; see docs/recipes.md."""
     budget: float
     """Time limit in minutes for the search of recipes such as `best`."""
     restart: bool
@@ -67,6 +70,13 @@ class CalibrationOptions(Text, Run, total=False):
 class EvaluationOptions(Text, Run, total=False):
     """Further options of `evaluate`."""
 
+    tasks: Sequence[str]
+    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
+    empty list asks nothing."""
+    lengths: Sequence[int]
+    """Tokens per prompt of the tasks. Defaults to `length`."""
+    questions: int
+    """Questions per task and length."""
     windows: list[tuple[int, int]]
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""
@@ -107,11 +117,14 @@ def calibrate(
     """
     loaded = load(recipe) if isinstance(recipe, str) else recipe
     chosen = override(loaded, **_data_settings(options))
+    if options.get("equalize"):
+        chosen = equalized(chosen)
     if "budget" in options and chosen.search is None:
         raise UsageError(
             f"budget is for recipes that search, and {chosen.name} does not", hint='recipe="best"'
         )
     settings = {key: value for key, value in options.items() if key not in _TEXT}
+    settings.pop("equalize", None)
     progress: Any = settings.pop("progress", silent)
     # Nobody chose a preset's row length, so rows may be shortened to the model's positions.
     fit_length = "length" not in options and isinstance(recipe, str) and recipe in PRESETS
@@ -139,9 +152,9 @@ def evaluate(
       rows of 2,048.
 
     Returns the report that `rotationzoo evaluate --json` prints. `exact` is the exact model's
-    perplexity; `arms` holds `perplexity_increase`, `attention_kl` and `output_error` of each
-    rotation. Raises `RotationZooError` where the model, the artifacts and the options do not fit
-    together.
+    perplexity and answers; `arms` holds `tasks`, `perplexity_increase`, `attention_kl` and
+    `output_error` of each rotation. Raises `RotationZooError` where the model, the artifacts and
+    the options do not fit together.
     """
     several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
     folders = [_folder_of(artifact) for artifact in several]
@@ -150,6 +163,7 @@ def evaluate(
     settings: Any = {key: value for key, value in options.items() if key not in _TEXT}
     progress: Any = settings.pop("progress", silent)
     save_to = folders if save else []
+    settings["tasks"] = _task_settings(settings)
     return run_evaluation(Evaluation(model, folders, data, save_to=save_to, **settings), progress)
 
 
@@ -197,3 +211,14 @@ def _data_settings(options: CalibrationOptions | EvaluationOptions) -> dict[str,
     if "data" in settings:
         settings["source"] = settings.pop("data")
     return settings
+
+
+def _task_settings(settings: dict[str, Any]) -> TaskSettings:
+    """The recall tasks among the settings of an evaluation, which lose them."""
+    chosen: dict[str, Any] = {}
+    for option, field in (("tasks", "names"), ("lengths", "lengths")):
+        if option in settings:
+            chosen[field] = tuple(settings.pop(option))
+    if "questions" in settings:
+        chosen["questions"] = settings.pop("questions")
+    return TaskSettings(**chosen)

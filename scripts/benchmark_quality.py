@@ -26,6 +26,7 @@ import torch
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.recipe import PRESETS, SELF, Data, Recipe, Search
 
@@ -104,7 +105,15 @@ def measure(model: str, arms: list[str], setting: str, options: argparse.Namespa
     texts, length, chunk = SETTINGS[setting]
     data = Data(source=options.data, tokens=texts * length, length=length)
     report = evaluate(
-        Evaluation(model, folders, data, dtype="float32", batch=4, prefill_chunk=chunk)
+        Evaluation(
+            model,
+            folders,
+            data,
+            dtype="float32",
+            batch=4,
+            prefill_chunk=chunk,
+            tasks=TaskSettings(()),
+        )
     )
     measures = ("perplexity_increase", "attention_kl", "output_error", "text_losses")
     names = [*arms, "none", "hadamard", "random"]

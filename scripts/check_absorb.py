@@ -1,4 +1,5 @@
-"""Hold a model that absorbed its value rotation against the model that it was made from.
+"""Hold a model that absorbed its value rotation, or its equalizers where the artifact has some,
+against the model that it was made from.
 
     python scripts/check_absorb.py MODEL ARTIFACT [--data FILE] [--tokens 4096] [--length 2048]
 
@@ -7,7 +8,8 @@ logits move. `bfloat16`: how far they are from those of the float32 model, relat
 weights rounded and arithmetic in float32, and with both in bfloat16; absorbed weights beside plain
 ones, which a checkpoint in bfloat16 does not round at all. `perplexity`: with the 2-bit cache of
 the artifact, and of the absorbed model with the same key rotation and no value rotation, whose
-codec sees the same rows; and, to show that it would be seen, with values that are rotated twice.
+codec sees the same rows (or, of the folded model, with rotations alone); and, to show that it would
+be seen, with everything applied twice.
 """
 
 import argparse
@@ -23,10 +25,11 @@ import transformers
 from loading import DEVICE, Loaded, load
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import folded_rotations
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
-from rotationzoo.engines.absorb import absorb
+from rotationzoo.engines.absorb import absorb, fold
 from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.model import loading
 from rotationzoo.model.source import config_hash, fetch, find, weights_fingerprint
@@ -52,7 +55,8 @@ def variant(model: str, artifact: Artifact, dtype: torch.dtype, folder: Path) ->
         "revision": None,
     }
     manifest = artifact.content | {"model": artifact.content["model"] | made_for}
-    return plain, absorb(replace(artifact, content=manifest), str(plain), folder / "absorbed")
+    write = fold if artifact.recipe.equalize else absorb
+    return plain, write(replace(artifact, content=manifest), str(plain), folder / "absorbed")
 
 
 @torch.no_grad()
@@ -84,8 +88,10 @@ def perplexity(loaded: Loaded, cache: Cache, arm: Arm | None) -> float:
     return math.exp(torch.cat(losses).double().mean().item())
 
 
-def keys_only(arm: Arm) -> Arm:
-    """The arm of a model whose values are rotated already."""
+def remaining(artifact: Artifact, arm: Arm) -> Arm:
+    """What is left to the cache of a model that absorbed its part of the artifact."""
+    if artifact.recipe.equalize:
+        return replace(arm, name="absorbed", rotations=folded_rotations(artifact))
 
     def unrotated(layer: int, side: str, rotation: Rotation) -> Rotation:
         if side == "key":
@@ -112,8 +118,8 @@ def check(model: str, artifact: Artifact, data: Data) -> dict[str, dict[str, flo
         difference = (logits(loaded) - exact).abs().max().item()
         perplexities |= {
             "absorbed_exact": perplexity(loaded, cache, None),
-            "absorbed": perplexity(loaded, cache, keys_only(arm)),
-            "rotated_twice": perplexity(loaded, cache, arm),
+            "absorbed": perplexity(loaded, cache, remaining(artifact, arm)),
+            "applied_twice": perplexity(loaded, cache, arm),
         }
         plain, absorbed = variant(model, artifact, torch.bfloat16, Path(work) / "bfloat16")
         rounded = {}

@@ -40,7 +40,7 @@ def synthetic(folder: Path, dim: int, group: int) -> Artifact:
             "weights_fingerprint": None,
         },
         "geometry": geometry_json(geometry),
-        "recipe": recipe.model_dump(),
+        "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
         "calibration": None,
         "identity": {},

@@ -25,7 +25,7 @@ def render_card(manifest: Manifest) -> str:
     front = yaml.safe_dump(_front_matter(manifest.model), sort_keys=False).strip()
     each = "one rotation per KV head" if recipe.pooling == "head" else "one rotation per layer"
     notes = "".join(f"* Note: {note}\n" for note in manifest.notes)
-    stored_key, stored_value, output = _formulas(recipe)
+    query, stored_key, stored_value, output = _formulas(recipe)
     clips = manifest.clip_ratios
     name = _name_in_commands(manifest.model)
     return f"""---
@@ -42,14 +42,14 @@ Orthogonal matrices to multiply keys and values with before they are stored in 2
 * Calibration text: {_describe_text(manifest)}
 * Largest `|R R^T - I|`: {manifest.metrics.orthogonality_error:.1e}
 {notes}
-Row vectors, after RoPE: `q R_K`, `{stored_key}`, `{stored_value}`, and the attention \
+Row vectors, after RoPE: `{query}`, `{stored_key}`, `{stored_value}`, and the attention \
 output times `{output}`.
 Scores (but for what a softmax ignores) and outputs are unchanged before quantization. In \
 `rotations.safetensors`,
 `layers.N.key.rotation` and `layers.N.value.rotation` are float32 `[KV heads, D, D]`, \
 with a first dimension of 1 when the
 heads share one; N counts all layers of the model.
-
+{_equalizer_section(recipe)}
 ## Use
 
     rotationzoo verify FOLDER --model {name}   # whole, orthogonal, and of this model
@@ -153,12 +153,33 @@ def _source(text: Calibration) -> str:
     return f"prompts of `{text.prompts}` and of what the model made of them ({text.sampling}),"
 
 
-def _formulas(recipe: Recipe) -> tuple[str, str, str]:
-    """Formulas for stored keys, for stored values, and for the factor of the attention output."""
-    key = "(k - mean) R_K" if recipe.center_keys else "k R_K"
+def _formulas(recipe: Recipe) -> tuple[str, str, str, str]:
+    """Formulas for rotated queries, for stored keys, for stored values, and for the factor of the
+    attention output."""
+    key = "(k - mean)" if recipe.center_keys else "k"
+    value = "(v - mean)" if recipe.center_values else "v"
+    query, output = "q R_K", "R_V^T"
+    if recipe.equalize:
+        query, output = "q E_K^-1 R_K", "R_V^T E_V^-1"
+        key, value = f"{key} E_K", f"{value} E_V"
     if recipe.center_values:
-        return key, "(v - mean) R_V", "R_V^T` plus `mean"
-    return key, "v R_V", "R_V^T"
+        output += "` plus `mean"
+    return query, f"{key} R_K", f"{value} R_V", output
+
+
+def _equalizer_section(recipe: Recipe) -> str:
+    """What an equalised artifact needs, as a paragraph; empty for others."""
+    if not recipe.equalize:
+        return ""
+    return """
+These rotations are equalised: they are for keys that were scaled by `layers.N.key.equalizer` (E_K,
+a factor for each channel: `[KV heads, D]`), and for values that were multiplied by
+`layers.N.value.equalizer` (E_V, `[KV heads, D, D]`). The artifact is made for the published
+weights, which know nothing of this. Either the cache applies the equalizers, as `evaluate` and the
+code below do, or `rotationzoo export FOLDER --absorb MODEL` folds them into a copy of the model,
+which computes what the published one does and needs the rotations alone. No engine applies
+equalizers itself, so an export for one asks for that copy.
+"""
 
 
 def _groups(recipe: Recipe) -> str:

@@ -58,6 +58,8 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
             tensors[tensor_name(layer, side, "eigenvalues")] = rotation.eigenvalues
         if rotation.mean is not None:
             tensors[tensor_name(layer, side, "mean")] = rotation.mean
+        if rotation.equalizer is not None:
+            tensors[tensor_name(layer, side, "equalizer")] = rotation.equalizer
     return tensors
 
 
@@ -80,6 +82,7 @@ def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -
         tensors[tensor_name(layer, side, "clip")],
         tensors.get(tensor_name(layer, side, "eigenvalues")),
         tensors.get(tensor_name(layer, side, "mean")),
+        tensors.get(tensor_name(layer, side, "equalizer")),
     )
 
 
@@ -137,13 +140,16 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     for layer in cached_layers(geometry):
         heads = _matrices(recipe, layer.kv_heads)
         for side, dim in zip(SIDES, (layer.key_dim, layer.value_dim), strict=True):
-            fields = {
+            fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
                 "rotation": (torch.float32, (heads, dim, dim)),
                 "eigenvalues": (torch.float32, (heads, dim)),
                 "clip": (torch.float64, (layer.kv_heads,)),
             }
             if side in recipe.centered:
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
+            if recipe.equalize:
+                factors = (dim,) if side == "key" else (dim, dim)
+                fields["equalizer"] = torch.float32, (layer.kv_heads, *factors)
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
     return shapes
@@ -155,6 +161,8 @@ def statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     for layer in cached_layers(geometry):
         key_dim, value_dim = layer.key_dim, layer.value_dim
         dims = {"query": key_dim, "key": key_dim, "output": value_dim, "value": value_dim}
+        if recipe.may_equalize:
+            dims["projection"] = value_dim
         for kind, dim in dims.items():
             moment = torch.float64, (layer.kv_heads, dim, dim)
             shapes[_moment_name(layer.index, kind)] = moment

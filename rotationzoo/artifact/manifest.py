@@ -57,6 +57,9 @@ class Layer(Strict, extra="forbid"):
     key_dim: _Size
     value_dim: _Size
     shift_invariant: bool | None = None
+    rope_pairs: _Number | None = None
+    rope_distance: _Number | None = None
+    shared_norm: bool | None = None
 
 
 class Calibration(Strict):
@@ -101,6 +104,14 @@ class Imported(Strict):
         return self
 
 
+class Equalization(Strict):
+    """Which weights an equalised artifact is for."""
+
+    weights: Literal["published"]
+    """Statistics, means and equalizers are those of the model as it was published. Either its cache
+    applies the equalizers, or a copy of it carries them and says so itself."""
+
+
 class Run(Strict):
     """How long the job took, and on which device."""
 
@@ -133,6 +144,7 @@ class Manifest(Strict):
     files: dict[_Name, File]
     notes: list[str] = Field(default=[])
     imported: Imported | None = None
+    equalization: Equalization | None = None
     search: Search | None = None
 
     @property
@@ -143,9 +155,11 @@ class Manifest(Strict):
             return {"key": self.search.model.key.clip, "value": self.search.model.value.clip}
         return {side: self.recipe[f"{side}_clip"] for side in SIDES}
 
-    @field_validator("imported", "search")
+    @field_validator("imported", "equalization", "search")
     @classmethod
-    def _missing_or_whole(cls, value: Imported | Search | None) -> Imported | Search:
+    def _missing_or_whole(
+        cls, value: Imported | Equalization | Search | None
+    ) -> Imported | Equalization | Search:
         if value is None:
             raise ValueError("null, which is neither missing nor whole")
         return value

@@ -13,7 +13,7 @@ def rotating_code(recipe: Recipe, layer: int) -> str:
         "",
         'tensors = load_file("rotations.safetensors")',
     ]
-    stored = {}
+    query, undone, stored = "q", "", {}
     for side in SIDES:
         rows = side[0]
         stored[side] = rows
@@ -22,8 +22,17 @@ def rotating_code(recipe: Recipe, layer: int) -> str:
             mean = tensor_name(layer, side, "mean")
             lines.append(f'{side}_mean = tensors["{mean}"]  # [KV heads, D]')
             stored[side] = f"({rows} - {side}_mean[head])"
+    if recipe.equalize:
+        factors, scales = (tensor_name(layer, side, "equalizer") for side in SIDES)
+        lines.append(f'key_factors = tensors["{factors}"]  # [KV heads, D]')
+        lines.append(f'value_scales = tensors["{scales}"]  # [KV heads, D, D]')
+        query = "(q / key_factors[head])"
+        stored["key"] = f"({stored['key']} * key_factors[head])"
+        stored["value"] += " @ value_scales[head]"
+        undone = " @ value_scales[head].inverse()"
     head = "head" if recipe.pooling == "head" else "0"
-    rotated = f"q @ key[{head}], {stored['key']} @ key[{head}], {stored['value']} @ value[{head}]"
+    pairs = ((query, "key"), (stored["key"], "key"), (stored["value"], "value"))
+    rotated = ", ".join(f"{rows} @ {side}[{head}]" for rows, side in pairs)
     mean = " + value_mean[head]" if "value" in recipe.centered else ""
     read = "what reads the keys, and what is stored in 2 bits"
     lines += [
@@ -34,6 +43,6 @@ def rotating_code(recipe: Recipe, layer: int) -> str:
         "", "",
         "def restore(output, head):",
         '    """What attention makes of the stored values [T, D], turned back."""',
-        f"    return output @ value[{head}].mT{mean}",
+        f"    return output @ value[{head}].mT{undone}{mean}",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -27,6 +27,9 @@ class SideSpectrum:
     top_1_share: float | None
     top_8_share: float | None
     orthogonality_error: float
+    equalizer: tuple[float, float] | None = None
+    """The smallest and the largest factor of keys, or singular value of the matrices of values;
+    None without an equalizer."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,9 @@ def summarize(artifact: Artifact) -> list[LayerSummary]:
 
 
 def _summarize_side(rotation: Rotation) -> SideSpectrum:
-    error = orthogonality_error(rotation.matrix)
+    error, scales = orthogonality_error(rotation.matrix), _equalizer_range(rotation)
     if rotation.eigenvalues is None:
-        return SideSpectrum(rotation.dim, None, None, None, error)
+        return SideSpectrum(rotation.dim, None, None, None, error, scales)
     # Rounding can leave tiny negative eigenvalues.
     shares = rotation.eigenvalues.double().clamp(min=0)
     # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
@@ -69,4 +72,14 @@ def _summarize_side(rotation: Rotation) -> SideSpectrum:
         top_1_share=strongest(shares, 1).mean().item(),
         top_8_share=strongest(shares, TOP).sum(-1).mean().item(),
         orthogonality_error=error,
+        equalizer=scales,
     )
+
+
+def _equalizer_range(rotation: Rotation) -> tuple[float, float] | None:
+    scales = rotation.equalizer
+    if scales is None:
+        return None
+    if scales.ndim == 3:
+        scales = torch.linalg.svdvals(scales.double())
+    return scales.min().item(), scales.max().item()

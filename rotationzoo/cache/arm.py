@@ -16,6 +16,15 @@ class Arm:
     rotations: Rotations
     group_size: int | None = None
 
+    @property
+    def token_group(self) -> int:
+        """Tokens that are quantized together: each token has scales of its own."""
+        return 1
+
+    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+        """Bits per quantized element of a side, with its share of the scales."""
+        return int2.bits_per_element(dim, self.group_size, format)
+
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
 
@@ -39,10 +48,18 @@ class Arm:
         rotation = self.rotations[layer][side]
         mean = self._mean(rows, layer, side)
         centered = rows.float() if mean is None else rows.float() - mean
-        restored = fake_quantize(centered, rotation.matrix, rotation.clip, self.group_size, format)
+        transform, inverse = (
+            matrix.to(rows.device) for matrix in (rotation.transform, rotation.inverse)
+        )
+        restored = self.store(centered @ transform, layer, side, format) @ inverse
         if mean is not None and side == "value":
             restored = restored + mean
         return restored.to(rows.dtype)
+
+    def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
+        """Rotated rows `[B, H, T, D]` as a reader gets them back, still rotated."""
+        clip = self.rotations[layer][side].clip
+        return int2.round_trip(rows, clip[..., None], self.group_size, format)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
@@ -57,6 +74,7 @@ def fake_quantize(
     clip: torch.Tensor,
     group_size: int | None,
     format: int2.Format,
+    inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate rows, store them in 2 bits, restore them and rotate them back.
 
@@ -64,7 +82,9 @@ def fake_quantize(
     * `matrix`: `[H, D, D]` or `[B, H, D, D]`, on any device;
     * `clip`: clip ratios, `[H]` or `[B, H]`;
     * `group_size`: channels that share a scale; None means the whole head;
-    * `format`: how an engine stores codes and scales.
+    * `format`: how an engine stores codes and scales;
+    * `inverse`: the inverse of `matrix`; None means its transpose.
     """
     matrix = matrix.to(rows.device)
-    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ matrix.mT
+    inverse = matrix.mT if inverse is None else inverse.to(rows.device)
+    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ inverse

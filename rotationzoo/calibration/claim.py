@@ -10,6 +10,8 @@ import torch
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import sentences, tensor_problems
+from rotationzoo.calibration.equalizer_checks import equalizer_problems
+from rotationzoo.calibration.equalizing import stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
@@ -114,6 +116,10 @@ class Claim:
                 layers[f"{side} mean not that of the statistics"].append(layer)
         return sentences(layers)
 
+    def equalizer_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
+        """Equalizers that cannot be folded, or that the recipe does not make."""
+        return equalizer_problems(rotations, statistics, self.recipe, self.geometry)
+
     def centering_problems(self, rotations: Rotations) -> list[str]:
         """Keys stored without their mean, although a layer's attention is known not to ignore
         it."""
@@ -126,10 +132,11 @@ class Claim:
     def _formula_problems(self, rotations: Rotations) -> list[str]:
         """Rotations that differ from those that a recipe without an eigenbasis makes, which are
         recomputed."""
-        # Leave out means: they come from statistics, and `mean_problems` checks them.
-        uncentered = self.recipe.model_copy(update={"center_keys": False, "center_values": False})
+        # Leave out what comes from statistics, means and equalizers, which are checked elsewhere.
+        formula = dict.fromkeys(("center_keys", "center_values", "equalize"), False)
+        alone = self.recipe.model_copy(update=formula)
         layers: _Layers = defaultdict(list)
-        for layer, side, rotation in fit(None, uncentered, self.geometry).each():
+        for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
             if not torch.allclose(rotation.matrix, stored, atol=ORTHOGONAL):
                 what = f"{side} rotation not the one that {self.recipe.name} makes"
@@ -140,8 +147,11 @@ class Claim:
         """Rotations whose eigenbasis does not diagonalise the statistic that they were made
         from."""
         layers: _Layers = defaultdict(list)
+        equalizers = stored_equalizers(rotations)
         for layer, sides in rotations.items():
             averages = statistics.get(layer, {})
+            if layer in equalizers:
+                averages = equalizers[layer].fold_averages(averages)
             if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
                 continue
             # Swapped sides are the likeliest mistake, so they get a message of their own.

@@ -1,15 +1,18 @@
-"""Composes the rotations that a recipe asks for from second moments."""
+"""Composes the rotations that a recipe asks for from second moments, after it has equalized
+them if it says so."""
 
 import hashlib
+from dataclasses import replace
 
 import torch
 
+from rotationzoo.calibration.equalizing import equalize, fold_statistics
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 
 # Allowed orthogonality error before the cast to float32; 3e-15 was measured for D up to 512.
 EXACT = 1e-12
@@ -18,14 +21,23 @@ EXACT = 1e-12
 def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Rotations:
     """The rotations that a recipe makes from statistics; None will do for a recipe that needs none.
 
-    Raises `RotationZooError` if a rotation is not orthogonal to 1e-12 before it is cast to float32.
+    Where the recipe equalizes, rotations are composed from the moments in the folded frame; means
+    stay those of the published weights. Raises `RotationZooError` if a rotation is not orthogonal
+    to 1e-12 before it is cast to float32, or if what the recipe needs is missing.
     """
+    equalizers = equalize(statistics, recipe, geometry)
+    folded = None if statistics is None else fold_statistics(statistics, equalizers)
     layers = {}
     for layer in cached_layers(geometry):
-        key = _fit_side(statistics, recipe, layer, "key")
-        value = _fit_side(statistics, recipe, layer, "value")
+        key, value = (_fit_side(folded, recipe, layer, side) for side in SIDES)
         layers[layer.index] = LayerRotations(key, value)
-    return Rotations(layers)
+    rotations = Rotations(layers)
+
+    def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
+        equalizer = equalizers[layer][side] if layer in equalizers else None
+        return replace(rotation, mean=_mean(statistics, recipe, layer, side), equalizer=equalizer)
+
+    return rotations.replace(complete)
 
 
 def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str) -> torch.Tensor:
@@ -37,7 +49,7 @@ def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str)
 
 
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> Rotation:
-    """The rotation of one side of a layer, with its eigenvalues, clip ratios and mean."""
+    """The rotation of one side of a layer, with its eigenvalues and clip ratios."""
     eigenvalues, matrix = _compose_side(statistics, recipe, layer, side)
     error = compositions.orthogonality_error(matrix)
     if not error <= EXACT:  # not `error > EXACT`, which is False for a NaN
@@ -46,11 +58,18 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         )
     ratio = recipe.key_clip if side == "key" else recipe.value_clip
     clip = torch.full((layer.kv_heads,), ratio, dtype=torch.float64)
-    mean = None
-    if side in recipe.centered:
-        assert statistics is not None
-        mean = statistics[layer.index][side].mean.float().cpu().contiguous()
-    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
+    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous())
+
+
+def _mean(
+    statistics: Statistics | None, recipe: Recipe, layer: int, side: str
+) -> torch.Tensor | None:
+    """The mean `[H, D]` that a side is stored without, in the frame of the published weights; None
+    where the recipe does not centre it."""
+    if side not in recipe.centered:
+        return None
+    assert statistics is not None
+    return statistics[layer][side].mean.float().cpu().contiguous()
 
 
 def _compose_side(

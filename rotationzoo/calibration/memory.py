@@ -32,10 +32,12 @@ class Footprint:
 
     @property
     def statistics(self) -> int:
-        """The statistics: four float64 second moments per layer, or five with key energy."""
+        """The statistics: four float64 second moments per layer, one more with key energy, and one
+        more of the output projection with an equalizer."""
         if not self.recipe.needs_statistics:
             return 0
-        value_moments = 3 if self.recipe.value_statistic == "key_energy" else 2
+        two_passes = self.recipe.value_statistic == "key_energy"
+        value_moments = 2 + int(two_passes) + int(self.recipe.may_equalize)
         return sum(
             8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
             for layer in cached_layers(self.geometry)
@@ -43,11 +45,14 @@ class Footprint:
 
     @property
     def rotations(self) -> int:
-        """The rotations: two float32 matrices per KV head, or per layer if heads are pooled."""
+        """The rotations: two float32 matrices per KV head, or per layer if heads are pooled, and
+        the equalizers of every KV head."""
         total = 0
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
             total += 4 * heads * (layer.key_dim**2 + layer.value_dim**2)
+            if self.recipe.equalize:
+                total += 4 * layer.kv_heads * (layer.key_dim + layer.value_dim**2)
         return total
 
     def peak(self, weights: int) -> int:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.generate import (
     WritingSettings,
@@ -31,6 +32,7 @@ from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.centering import layers_moved
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
+from rotationzoo.model.rope_pairs import with_rope_pairs
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import Rotations
@@ -75,6 +77,8 @@ def run_model(
         geometry = planned.geometry
         if geometry is None:
             geometry = _look_at_model(model, ids, job.recipe)
+        if job.recipe.may_equalize:
+            geometry = with_rope_pairs(model, geometry)
         dtype = str(model.dtype).removeprefix("torch.")
         # The model was loaded only for its geometry.
         if source_text is None:
@@ -91,6 +95,8 @@ def run_model(
         fitted, held_out = _split_rows(text, recipe)
         batches = fitted.batches(job.batch)
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
+        if recipe.may_equalize:
+            add_projections(statistics, model, geometry)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         result = CalibrationResult(

@@ -20,6 +20,7 @@ from rotationzoo.calibration.recipe_checks import (
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
+from rotationzoo.model.foldable import check_equalizable
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
@@ -120,6 +121,8 @@ def plan(job: Job) -> Plan:
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
+    if reason := _unequalizable(job.recipe, model, geometry):
+        return Plan(job, source, config, geometry, reason)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
     check_recipe(recipe, geometry or [])
@@ -127,6 +130,21 @@ def plan(job: Job) -> Plan:
     job = replace(job, recipe=recipe)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
     return _with_sizes(known, model)
+
+
+def _unequalizable(
+    recipe: Recipe, model: PreTrainedModel, geometry: Geometry | None
+) -> UnsupportedModel | None:
+    """The refusal of a model on `meta` whose weights could not carry the recipe's equalizers; None
+    also where only the weights can tell."""
+    if not recipe.equalize or geometry is None:
+        return None
+    problem = check_equalizable(model, geometry)
+    if problem is None:
+        return None
+    return UnsupportedModel(
+        f"equalizers cannot be folded into these weights: {problem}", hint="leave --equalize out"
+    )
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

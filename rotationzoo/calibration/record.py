@@ -90,6 +90,8 @@ def manifest_content(
         },
         "metrics": {"orthogonality_error": result.rotations.orthogonality_error},
     }
+    if result.recipe.equalize:
+        content["equalization"] = {"weights": "published"}
     if result.search is not None:
         content["search"] = result.search
     return content

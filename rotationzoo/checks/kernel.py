@@ -111,6 +111,8 @@ def _compare_layers(
                 rows = torch.cat([rows, captured[layer.index, side]], dim=1)
             if rotation.mean is not None:
                 rows = rows - rotation.mean[:, None]
+            # A kernel serves the folded weights, and knows nothing of equalizers.
+            rows = rotation.fold(rows)
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)
             comparison.compare(side_name(layer.index, side), rows, matrices, rotation.clip)
             progress("validating", done := done + 1, total)

@@ -3,22 +3,25 @@
 The model is run on a text, and the artifact's rotations are compared with the resulting statistics.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.moments import Statistics
+from rotationzoo.linalg.moments import Average, Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.placement import memory_limits, place_weights
-from rotationzoo.model.source import fetch, find
+from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.rotations import SIDES
@@ -75,6 +78,11 @@ class Candidate:
     device_map: str | None = None
     max_memory: str | None = None
 
+    @property
+    def source(self) -> Source:
+        """Where the model's files are."""
+        return find(self.model, self.revision)
+
 
 def check_membership(
     artifact: Artifact, candidate: Candidate, progress: Progress = silent
@@ -93,6 +101,9 @@ def check_membership(
         )
     recipe = artifact.recipe
     statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
+    statistics = fold_statistics(
+        statistics, stored_equalizers(rotations_for(artifact, candidate.source))
+    )
     moments = {
         (layer.index, side): target_moment(statistics, recipe, layer.index, side)
         for layer, side in product(cached_layers(artifact.geometry), SIDES)
@@ -104,7 +115,7 @@ def _collect_statistics(
     candidate: Candidate, recipe: Recipe, geometry: Geometry, progress: Progress
 ) -> Statistics:
     """The model's statistics on `TEXT`, as a calibration with this recipe would collect them."""
-    source = find(candidate.model, candidate.revision)
+    source = candidate.source
     config = loading.load_config(source)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
@@ -127,6 +138,7 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
     """
     recipe = artifact.recipe
     statistics = None if recipe.search is None else artifact.statistics
+    equalizers = stored_equalizers(artifact.rotations)
     if not recipe.has_eigenbasis or (recipe.search is not None and statistics is None):
         raise RotationZooError(
             f"{artifact.folder} holds no eigenbasis to look for in a model "
@@ -137,7 +149,10 @@ def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
     bases = {}
     for layer, side in product(cached_layers(artifact.geometry), SIDES):
         if statistics is not None:
-            moment = statistics[layer.index][kinds[side]].second_moment
+            averages: Mapping[str, Average] = statistics[layer.index]
+            if layer.index in equalizers:
+                averages = equalizers[layer.index].fold_averages(averages)
+            moment = averages[kinds[side]].second_moment
             _, basis = compositions.eigenbasis(moment)
         else:
             rotation = artifact.rotations[layer.index][side]

@@ -4,6 +4,7 @@ statistics."""
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.calibration.soundness import Verification, check
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.source import config_hash, find, has_weights, weights_fingerprint
@@ -74,9 +75,13 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
     if config_hash(source) != expected.config_sha256:
         problem = f"made for another model or config than that of {model}: {expected.id}"
         return [problem], compared
-    fingerprint = expected.weights_fingerprint
+    try:
+        record = folded_record(artifact, source)
+    except RotationZooError as foreign:
+        return [str(foreign)], compared
+    fingerprint = record.weights if record else expected.weights_fingerprint
     if fingerprint and has_weights(source):
-        compared = f"the weights of {model}"
+        compared = f"the {_which_weights(artifact, record)} of {model}"
         if weights_fingerprint(source) != fingerprint:
             return [f"made for other weights than those of {model}: {expected.id}"], compared
         return [], compared
@@ -87,3 +92,10 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
         problem = f"made for revision {expected.revision}, and {model} is at {source.revision}"
         return [problem], compared
     return [], compared
+
+
+def _which_weights(artifact: Artifact, record: Record | None) -> str:
+    """What the weights of a model are to an equalised artifact."""
+    if not artifact.recipe.equalize:
+        return "weights"
+    return "folded weights" if record else "published weights"

@@ -55,6 +55,12 @@ def calibrate_command(
     prompts: Annotated[
         str | None, typer.Option(help="Text that the model continues with --data self (bundled).")
     ] = None,
+    equalize: Annotated[
+        bool,
+        typer.Option(
+            "--equalize", help="Scale keys and values first; the scales can go into the weights."
+        ),
+    ] = False,
     subset: Subset = None,
     split: Split = None,
     column: Column = None,
@@ -102,7 +108,7 @@ def calibrate_command(
     """
     out = Output(json, quiet)
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.recipe import PRESETS, load, override
+    from rotationzoo.recipe import PRESETS, equalized, load, override
 
     hush_libraries()
     chosen = override(
@@ -117,6 +123,8 @@ def calibrate_command(
         length=length,
         seed=seed,
     )
+    if equalize:
+        chosen = equalized(chosen)
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.cli.calibrate_view import show_plan

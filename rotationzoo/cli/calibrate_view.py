@@ -31,6 +31,7 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "model": known.source.name,
         "revision": known.source.revision,
         "recipe": recipe.name,
+        "equalize": recipe.equalize,
         "layers": len(cached),
         "kv_heads": _common(kv_heads),
         "head_dim": _common(key_dims),
@@ -84,6 +85,8 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     peak, present = _size(known.peak_memory_bytes), _size(known.memory_bytes)
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
+    if job.recipe.equalize:
+        say("Keys and values are equalised first: these weights can carry the equalizers")
     if job.recipe.search is not None:
         say(_search_words(job.recipe.search, job.budget))
     if data["layers"]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import parse_windows
+from rotationzoo.cli.option_values import parse_tasks, parse_windows
 from rotationzoo.cli.options import (
     Column,
     Device,
@@ -14,11 +14,14 @@ from rotationzoo.cli.options import (
     Dtype,
     Format,
     Json,
+    Lengths,
     MaxMemory,
+    Questions,
     Quiet,
     Revision,
     Split,
     Subset,
+    Tasks,
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -40,6 +43,9 @@ def evaluate_command(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 16384,
     length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 2048,
     seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
+    tasks: Tasks = "all",
+    lengths: Lengths = None,
+    questions: Questions = 16,
     windows: Annotated[
         str | None,
         typer.Option(help="Sink/recent tokens kept exact; several pairs are separated by commas."),
@@ -80,7 +86,8 @@ def evaluate_command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure what rotations cost a model whose cache is stored in 2 bits.
+    """Measure what rotations cost a model whose cache is stored in 2 bits: answers to questions
+    about its context, then perplexity.
 
     rotationzoo evaluate demo rotations/demo-oscar
 
@@ -110,6 +117,7 @@ def evaluate_command(
         model=model,
         artifacts=folders,
         data=text.data,
+        tasks=parse_tasks(tasks, lengths, questions),
         windows=parse_windows(windows),
         format=format,
         layers=parse_layers(layers),

@@ -52,11 +52,22 @@ def export_command(
             help="Serve this model, whose weights carry the value rotation already.",
         ),
     ] = None,
+    folded: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Serve this model, whose weights carry the artifact's equalizers already.",
+        ),
+    ] = None,
     absorb_values: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL", help="Write this model with the value rotation in its weights."
         ),
+    ] = None,
+    absorb: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Write this model with the equalizers in its weights."),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -71,28 +82,38 @@ def export_command(
     rotationzoo export rotations/Qwen3-8B-oscar --absorb-values Qwen/Qwen3-8B -o Qwen3-8B-absorbed
     """
     out = Output(json, quiet)
-    if (to is None) == (absorb_values is None):
+    if [to, absorb_values, absorb].count(None) != 2:
         raise UsageError(
-            "export writes for one engine, or a model that carries the value rotation",
+            "export writes for one engine, or one model that carries a part of the artifact",
             hint="--to sglang",
         )
+    if values_absorbed and folded:
+        raise UsageError(
+            "--values-absorbed and --folded name two models to serve", hint="give one of them"
+        )
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.export_view import show_absorbed, show_export
+    from rotationzoo.cli.export_view import show_changed_model, show_export
 
     opened = Artifact.open(artifact)
     for_llama_cpp = bool(base or engine_hadamard or model)
-    if absorb_values is not None:
-        for_engines = pooled or uncentered or clip or windows or values_absorbed
+    if to is None:
+        for_engines = pooled or uncentered or clip or windows or values_absorbed or folded
         if for_engines or for_llama_cpp:
             raise UsageError(
-                "--absorb-values goes with --output alone", hint="give the other options with --to"
+                "--absorb and --absorb-values go with --output alone",
+                hint="give the other options with --to",
             )
         hush_libraries()
-        from rotationzoo.engines.absorb import absorb
+        from rotationzoo.engines import absorb as absorbing
 
-        target = follow_link(output) or Path("exports") / f"{artifact.resolve().name}-absorbed"
+        ending = "absorbed" if absorb is None else "folded"
+        target = follow_link(output) or Path("exports") / f"{artifact.resolve().name}-{ending}"
         with show_progress(out) as progress:
-            show_absorbed(out, absorb(opened, absorb_values, target, progress), artifact)
+            if absorb is not None:
+                absorbing.fold(opened, absorb, target, progress)
+            else:
+                absorbing.absorb(opened, str(absorb_values), target, progress)
+        show_changed_model(out, target, artifact, folded=absorb is not None)
         return
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export
@@ -106,6 +127,7 @@ def export_command(
         clip=parse_clip(clip),
         windows=parse_window(windows),
         values_absorbed=values_absorbed,
+        folded=folded,
         options=Options(base, engine_hadamard, model),
     )
     if to != "llama.cpp" and for_llama_cpp:

@@ -23,16 +23,18 @@ def show_export(out: Output, exported: Exported) -> None:
     out.result(as_json(exported), str(exported.path), human)
 
 
-def show_absorbed(out: Output, model: Path, artifact: Path) -> None:
-    """Print the folder of the new model, and the command that exports the keys for it.
+def show_changed_model(out: Output, model: Path, artifact: Path, folded: bool) -> None:
+    """Print the folder of the new model, and the command that exports the rest for it.
 
-    `model`: the folder of the model whose weights carry the value rotation of `artifact`.
+    `model`: the folder of the model whose weights carry the equalizers of `artifact` (`folded`) or
+    its value rotation.
     """
+    rest, flag = ("rotations", "--folded") if folded else ("keys", "--values-absorbed")
 
     def human() -> None:
         say(str(model))
-        command = f"rotationzoo export {artifact} --to ENGINE --values-absorbed {model}"
-        out.note(f"Now export the keys: {command}")
+        command = f"rotationzoo export {artifact} --to ENGINE {flag} {model}"
+        out.note(f"Now export the {rest}: {command}")
 
     out.result({"model": str(model)}, str(model), human)
 

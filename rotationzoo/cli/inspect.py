@@ -46,8 +46,26 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
         "rank: effective rank of the statistic; top1, top8: share of its strongest directions; "
         "error: largest |R R^T - I|"
     )
+    if artifact.recipe.equalize:
+        say(_equalizer_words(layers))
     if artifact.manifest.search is not None:
         show_search(artifact.content["search"])
+
+
+def _equalizer_words(layers: list["LayerSummary"]) -> str:
+    """One line with the range of the equalizers over all layers."""
+    ranges = []
+    for side in ("key", "value"):
+        scales = [getattr(layer, side).equalizer for layer in layers]
+        known = [bounds for bounds in scales if bounds is not None]
+        lowest = min(bounds[0] for bounds in known)
+        highest = max(bounds[1] for bounds in known)
+        ranges.append(f"{lowest:.3g} to {highest:.3g}")
+    keys, values = ranges
+    return (
+        f"Equalised: factors of key channels {keys}, singular values of value matrices {values}. "
+        "They are for the published weights: caches apply them, or export --absorb folds them in."
+    )
 
 
 def _cells(side: "SideSpectrum") -> list[str]:

@@ -1,43 +1,47 @@
-"""The record in a model's folder that says which artifact's value rotation it has absorbed."""
+"""Checks that a model's folder carries the part of an artifact that an export leaves to it."""
 
-import json
 import shlex
 from pathlib import Path
 
-from rotationzoo import __version__
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import EQUALIZER, RECORD, VALUE_ROTATION, read_record
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import size_of
 
-RECORD = "rotationzoo.json"
+_FLAGS = {VALUE_ROTATION: "--absorb-values", EQUALIZER: "--absorb"}
 
 
-def record_text(artifact: Artifact) -> str:
-    """The content of the record: the artifact's identity and the model that it was made for."""
-    record = {
-        "rotationzoo": __version__,
-        "absorbed": "value rotation",
-        "artifact": artifact.identity,
-        "model": artifact.content["model"],
-    }
-    return json.dumps(record, indent=2) + "\n"
+def check_carries(artifact: Artifact, folder: Path, absorbed: str) -> str:
+    """The absolute path of a model whose weights carry the value rotation or the equalizer.
 
-
-def check_absorbed_model(artifact: Artifact, folder: Path) -> str:
-    """The absolute path of a model with an absorbed value rotation.
-
-    Raises `RotationZooError` unless its record names this very artifact.
+    Raises `RotationZooError` unless its record says so and names this very artifact.
     """
-    if size_of(folder / RECORD) is None:
-        export = f"rotationzoo export {shlex.quote(str(artifact.folder))}"
+    record = read_record(folder)
+    if record is None or record.absorbed != absorbed:
+        carries = f"its {RECORD} says {record.absorbed}" if record else f"it has no {RECORD}"
         raise RotationZooError(
-            f"{folder} is no model with an absorbed value rotation: it has no {RECORD}",
-            hint=f"make one with: {export} --absorb-values MODEL",
+            f"the weights of {folder} do not carry the {absorbed} of an artifact: {carries}",
+            hint=f"make such a copy with: {write_command(artifact, absorbed)}",
         )
-    record = strict_json.read(folder / RECORD)
-    if not isinstance(record, dict) or record.get("artifact") != artifact.identity:
+    if record.artifact != artifact.identity:
         raise RotationZooError(
-            f"{folder} carries the value rotation of another artifact", hint="export that one"
+            f"{folder} carries the {absorbed} of another artifact", hint="export that one"
         )
     return str(folder.absolute())
+
+
+def check_served_whole(artifact: Artifact) -> None:
+    """Raise `RotationZooError` for an equalised artifact: no engine serves it with the weights as
+    they were published."""
+    if artifact.recipe.equalize:
+        raise RotationZooError(
+            f"{artifact.folder} is equalised, and engines apply no equalizer: the model that they "
+            "serve must carry it in its weights",
+            hint=f"write that model with: {write_command(artifact, EQUALIZER)} -o FOLDER, then add "
+            "--folded FOLDER",
+        )
+
+
+def write_command(artifact: Artifact, absorbed: str) -> str:
+    """The command that writes such a copy of the artifact's model."""
+    folder = shlex.quote(str(artifact.folder))
+    return f"rotationzoo export {folder} {_FLAGS[absorbed]} MODEL"

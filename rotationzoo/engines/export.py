@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.absorbed import check_absorbed_model
-from rotationzoo.engines.base import Launch, Payload
+from rotationzoo.engines.absorbed import check_carries, check_served_whole
+from rotationzoo.engines.base import Launch, Options, Payload
 from rotationzoo.engines.export_folder import RECORD, check_target, install_export
 from rotationzoo.engines.payload import PLACEHOLDER, Request, assemble_payload, requested_clips
 from rotationzoo.engines.reductions import agreed_reductions
@@ -49,12 +50,10 @@ def export(artifact: Artifact, request: Request) -> Exported:
             f"{artifact.folder} is not exported: {problems[0]}",
             hint=f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}",
         )
-    absorbed = None
-    if request.values_absorbed is not None:
-        absorbed = check_absorbed_model(artifact, request.values_absorbed)
+    changed_model = _changed_model(artifact, request)
     clips = requested_clips(artifact.rotations, request)
     reduced = agreed_reductions(artifact, request, engine.CAPABILITIES, clips)
-    payload = assemble_payload(artifact, request, clips, absorbed)
+    payload = assemble_payload(artifact, request, clips, changed_model)
     engine.check_payload(payload)
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
@@ -62,7 +61,7 @@ def export(artifact: Artifact, request: Request) -> Exported:
     recover(target)
     check_target(target)
     with disk_errors(target), temporary_sibling(target) as work:
-        launch = engine.write_files(work, target.absolute(), payload, request.options)
+        launch = engine.write_files(work, target.absolute(), payload, _options(request))
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
         launch = replace(launch, notes=notes)
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
@@ -76,6 +75,25 @@ def export(artifact: Artifact, request: Request) -> Exported:
         with launch.while_replaced():
             install_export(work, target)
     return exported
+
+
+def _changed_model(artifact: Artifact, request: Request) -> str | None:
+    """The path of the copy of the model to serve, whose weights carry a part of the artifact. None
+    to serve the model as it was published."""
+    if request.values_absorbed is not None:
+        return check_carries(artifact, request.values_absorbed, VALUE_ROTATION)
+    if request.folded is not None:
+        return check_carries(artifact, request.folded, EQUALIZER)
+    check_served_whole(artifact)
+    return None
+
+
+def _options(request: Request) -> Options:
+    """The engine's options. A base file is compared with the folded model, from which it was
+    converted."""
+    if request.folded is None or request.options.model is not None:
+        return request.options
+    return replace(request.options, model=str(request.folded))
 
 
 def as_json(exported: Exported) -> dict[str, Any]:

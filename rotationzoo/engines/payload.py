@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import folded_rotations
+from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
@@ -40,6 +42,8 @@ class Request:
     """Sink and recent tokens, instead of the artifact's own."""
     values_absorbed: Path | None = None
     """The model, written by `absorb`, whose weights already carry the value rotation."""
+    folded: Path | None = None
+    """The model, written by `fold`, whose weights already carry the equalizers."""
     options: Options = field(default_factory=Options)
 
 
@@ -55,13 +59,15 @@ def requested_clips(rotations: Rotations, request: Request) -> Clips:
 
 
 def assemble_payload(
-    artifact: Artifact, request: Request, clips: Clips, absorbed: str | None
+    artifact: Artifact, request: Request, clips: Clips, changed_model: str | None
 ) -> Payload:
-    """The engine's payload. `absorbed` is the model whose weights already carry the value rotation.
+    """The engine's payload. `changed_model` is the copy of the model to serve, whose weights carry
+    the value rotation or the equalizers.
 
     Raises `RotationZooError` if the rotations should be pooled and cannot be.
     """
-    recipe, rotations = artifact.recipe, artifact.rotations
+    # No engine applies an equalizer, so the matrices are those of the folded frame.
+    recipe, rotations = artifact.recipe, folded_rotations(artifact)
     pools = request.pooled and rotations.per_head
     if pools:
         rotations = pooled_rotations(artifact)
@@ -72,13 +78,15 @@ def assemble_payload(
         key, value = replace(key, mean={}), replace(value, mean={})
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     served = _served(clips, recipe.group_size, sink, recent)
+    if request.folded is not None:
+        served["equalizer_in_weights"] = True
     # No engine takes clip ratios by head, so `agreed_reductions` has left one per layer and side.
     single_clips = {layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()}
     return Payload(
-        model=absorbed or _model_to_serve(artifact),
+        model=changed_model or _model_to_serve(artifact),
         geometry=artifact.geometry,
         key=key,
-        value=None if absorbed else value,
+        value=None if request.values_absorbed else value,
         clips=single_clips,
         group_size=recipe.group_size,
         sink=sink,
@@ -94,7 +102,8 @@ def assemble_payload(
 
 
 def pooled_rotations(artifact: Artifact) -> Rotations:
-    """One rotation per layer, fitted from the statistics pooled over heads.
+    """One rotation per layer, fitted from the statistics pooled over heads, in the frame of the
+    folded weights.
 
     The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises
     `RotationZooError` for an artifact without the statistics to fit from.
@@ -106,21 +115,25 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
             "layer from",
             hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
         )
-    # Means are not fitted again but copied from the artifact, since statistics recovered from
-    # imported files have none.
+    # Means and equalizers are not fitted again but copied from the artifact, since statistics
+    # recovered from imported files have none.
     changes: dict[str, Any] = {
         "pooling": "layer",
         "center_keys": False,
         "center_values": False,
+        "equalize": False,
         "search": None,
     }
     # A search's choices for single heads are dropped, except for the clip ratios.
     changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
     pooled_recipe = recipe.model_copy(update=changes)
     moments = None if statistics is None else sums(statistics)
+    if moments is not None:
+        moments = fold_statistics(moments, stored_equalizers(artifact.rotations))
     fitted = fit(moments, pooled_recipe, artifact.geometry)
+    folded = folded_rotations(artifact)
     return fitted.replace(
-        lambda layer, side, rotation: replace(rotation, mean=artifact.rotations[layer][side].mean)
+        lambda layer, side, rotation: replace(rotation, mean=folded[layer][side].mean)
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,61 @@ from rotationzoo.model.source import Source
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+Transform = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a parameter in float64, and returns it changed, in the same shape."""
+
+
 @dataclass(frozen=True)
 class Change:
-    """The rotation to apply to one parameter."""
+    """What happens to one parameter."""
 
     shape: torch.Size
-    rotation: torch.Tensor
-    """R of each of its heads: `[H, D, D]`, float64."""
-    columns: bool
-    """Whether the heads are its columns (output projection) rather than its rows (value)."""
+    transform: Transform
+
+    def then(self, other: "Change") -> "Change":
+        """This change followed by another one of the same parameter."""
+        return Change(self.shape, lambda tensor: other.transform(self.transform(tensor)))
+
+
+def multiply_rows(matrix: torch.Tensor, first_row: int = 0) -> Transform:
+    """Multiply what a projection computes for each head by a matrix: rows `x` become `x @ matrix`.
+
+    `matrix`: `[H, D, D]` float64. The parameter is a weight `[H D, in]` or a bias `[H D]`, or has
+    these rows from `first_row` on.
+    """
+    heads, dim, _ = matrix.shape
+    rows = slice(first_row, first_row + heads * dim)
+
+    def transform(tensor: torch.Tensor) -> torch.Tensor:
+        of_heads = tensor[rows].reshape(heads, dim, *tensor.shape[1:])
+        changed = tensor.clone()
+        changed[rows] = torch.einsum("hij,hi...->hj...", matrix, of_heads).flatten(0, 1)
+        return changed
+
+    return transform
+
+
+def multiply_columns(matrix: torch.Tensor) -> Transform:
+    """Multiply what a projection reads of each head by a matrix, which then stands between the two:
+    `x @ weight^T` becomes `x @ matrix @ weight^T`.
+
+    `matrix`: `[H, D, D]` float64. The parameter is a weight `[out, H D]`.
+    """
+    by_rows = multiply_rows(matrix.mT)
+    return lambda tensor: by_rows(tensor.mT).mT
+
+
+def scale_rows(factors: torch.Tensor, offset: float = 0.0) -> Transform:
+    """Multiply the rows of a weight or a bias by factors, float64, after adding an offset that is
+    taken off again: norms that multiply by `1 + weight` have an offset of 1."""
+
+    def transform(tensor: torch.Tensor) -> torch.Tensor:
+        column = factors.view(-1, *[1] * (tensor.ndim - 1))
+        if factors.numel() != len(tensor):  # a factor for each element
+            column = factors.view(tensor.shape)
+        return (tensor + offset) * column - offset
+
+    return transform
 
 
 @dataclass(frozen=True)
@@ -75,22 +121,12 @@ def find_places(source: Source, changes: Mapping[str, Change]) -> dict[str, Plac
 
 
 def apply_change(path: Path, place: Place, change: Change) -> None:
-    """Rotate one tensor in a copy of its file.
-
-    Each head's rows are multiplied by `R^T` from the left, or its columns by `R` from the right.
-    The product is computed in float64 and rounded once.
-    """
-    heads, dim, _ = change.rotation.shape
+    """Change one tensor in a copy of its file. It is computed in float64 and rounded once."""
     with path.open("r+b") as file:
         file.seek(place.begin)
         data = bytearray(file.read(change.shape.numel() * place.dtype.itemsize))
         tensor = torch.frombuffer(data, dtype=place.dtype).view(change.shape).double()
-        rows = tensor.mT if change.columns else tensor
-        rotated = torch.einsum(
-            "hij,hi...->hj...", change.rotation, rows.reshape(heads, dim, *rows.shape[1:])
-        )
-        rows = rotated.flatten(0, 1)
-        result = (rows.mT if change.columns else rows).to(place.dtype).contiguous()
+        result = change.transform(tensor).to(place.dtype).contiguous()
         file.seek(place.begin)
         file.write(result.view(torch.uint8).numpy().data)
 

@@ -1,12 +1,18 @@
 """The arms of an evaluation: the user's artifacts, and baselines that need no calibration."""
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
 
-BASELINES = ("identity", "hadamard", "random")
+DATA_FREE = ("identity", "hadamard", "random")
+"""Presets that need no statistics."""
+KIVI = "kivi"
+BASELINES = (*DATA_FREE, KIVI)
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
@@ -21,18 +27,23 @@ def shared_recipe(artifacts: list[Artifact]) -> Recipe:
     return artifacts[0].recipe.model_copy(update=clips)
 
 
-def build_arms(artifacts: list[Artifact], geometry: Geometry) -> list[Arm]:
-    """One arm per artifact, in the given order, followed by one per baseline. All names differ."""
+def build_arms(artifacts: list[Artifact], geometry: Geometry, source: Source) -> list[Arm]:
+    """One arm per artifact, in the given order, followed by one per baseline. All names differ.
+
+    `source`: the evaluated model, whose weights may carry an artifact's equalizer.
+    """
     arms: list[Arm] = []
     for artifact in artifacts:
         name = _unique_name(artifact, arms)
-        arms.append(Arm(name, artifact.rotations, artifact.recipe.group_size))
+        arms.append(Arm(name, rotations_for(artifact, source), artifact.recipe.group_size))
     shared = shared_recipe(artifacts)
     codec = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
-    for name in BASELINES:
+    for name in DATA_FREE:
         # The baselines' rotations depend only on shapes, so they are fitted without statistics.
         rotations = fit(None, PRESETS[name].model_copy(update=codec), geometry)
         arms.append(Arm(name, rotations, shared.group_size))
+    # What a user may pick instead of any rotation.
+    arms.append(KiviArm(KIVI, fit(None, PRESETS["identity"], geometry)))
     return arms
 
 

@@ -4,6 +4,7 @@ What does not fit is refused. What fits with reservations becomes a note in the 
 """
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, same_shapes, shifted_layers
@@ -44,19 +45,28 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
             )
 
 
+def check_weights(artifacts: list[Artifact], source: Source) -> None:
+    """Raise `RotationZooError` if the model's weights carry the equalizer of another artifact."""
+    for artifact in artifacts:
+        folded_record(artifact, source)
+
+
 def notes_for_reader(
     text: Corpus, source: Source, artifacts: list[Artifact], geometry: Geometry
 ) -> list[str]:
     """Notes that qualify the figures.
 
-    They report text that fell short, and artifacts that were made for other weights, were
-    calibrated on this very text, or centre keys although this model's attention does not allow it.
+    They report text that fell short, who applies an artifact's equalizer, and artifacts that were
+    made for other weights, were calibrated on this very text, or centre keys although this model's
+    attention does not allow it.
     """
     notes = []
     if text.note:
         notes.append(text.note)
     for artifact in artifacts:
         name, calibrated_model = artifact.folder.resolve().name, artifact.manifest.model
+        if artifact.recipe.equalize:
+            notes.append(_equalizer_note(name, folded_record(artifact, source)))
         if _of_other_weights(artifact, source):
             notes.append(f"{name} was made for other weights than these: {calibrated_model.id}")
         calibration = artifact.manifest.calibration
@@ -73,9 +83,19 @@ def _of_other_weights(artifact: Artifact, source: Source) -> bool:
     model = artifact.manifest.model
     if model.config_sha256 != config_hash(source):
         return True
-    fingerprint = model.weights_fingerprint
+    record = folded_record(artifact, source)
+    fingerprint = record.weights if record else model.weights_fingerprint
     # Imported files do not always state which weights they were made for.
     return bool(fingerprint) and fingerprint != weights_fingerprint(source)
+
+
+def _equalizer_note(name: str, record: Record | None) -> str:
+    if record is not None:
+        return f"the weights of this model carry the equalizer of {name}; the cache only rotates"
+    return (
+        f"these weights do not carry the equalizer of {name}, so the cache applies it: an engine "
+        "needs the folded model (export --absorb)"
+    )
 
 
 def _describe_layers(layers: set[int]) -> str:

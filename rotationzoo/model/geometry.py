@@ -37,6 +37,11 @@ class Layer:
     """Whether its attention ignores what all keys share, so that subtracting their mean changes
     nothing. None where this was not tried: for files imported without a model, and in artifacts of
     earlier versions."""
+    rope_pairs: int | None = None
+    rope_distance: int | None = None
+    shared_norm: bool | None = None
+    """How many pairs of key channels RoPE mixes and how far apart their channels are, and whether
+    heads share the weight of a norm: see `model.rope_pairs`. None unless a recipe equalizes."""
 
     @property
     def group(self) -> int:
@@ -45,6 +50,7 @@ class Layer:
 
 
 Geometry = list[Layer]
+_MEASURED = "shift_invariant", "rope_pairs", "rope_distance", "shared_norm"
 
 
 def cached_layers(geometry: Geometry) -> Geometry:
@@ -58,14 +64,14 @@ def shifted_layers(geometry: Geometry) -> list[int]:
 
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
-    """Whether two geometries have the same layers, heads and dimensions. Shift invariance is
-    ignored."""
-    shapes, other_shapes = map(_without_shift_invariance, (geometry, other))
+    """Whether two geometries have the same layers, heads and dimensions."""
+    shapes, other_shapes = map(_shapes_alone, (geometry, other))
     return shapes == other_shapes
 
 
-def _without_shift_invariance(geometry: Geometry) -> Geometry:
-    return [replace(layer, shift_invariant=None) for layer in geometry]
+def _shapes_alone(geometry: Geometry) -> Geometry:
+    unmeasured: dict[str, Any] = dict.fromkeys(_MEASURED)
+    return [replace(layer, **unmeasured) for layer in geometry]
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:

@@ -77,6 +77,13 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
         raise UsageError(str(error), error.hint) from error
 
 
+def equalized(recipe: Recipe) -> Recipe:
+    """The recipe with equalizers, under a name that says so."""
+    if recipe.equalize:
+        return recipe
+    return recipe.model_copy(update={"equalize": True, "name": f"{recipe.name}-equalized"})
+
+
 def _first_problem(error: ValidationError) -> str:
     """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]

@@ -17,6 +17,9 @@ from rotationzoo.recipe.published import digest, name_of, without_paths
 
 SELF = "self"
 """The `Data.source` that stands for text which the model writes itself."""
+ADDED = ("equalize",)
+"""Keys of a recipe that artifacts have been published without. They count in a recipe's hash only
+where they are not at their default."""
 
 
 class Section(BaseModel):
@@ -143,6 +146,9 @@ class Recipe(Section):
     center_values: bool = False
     """Subtract each KV head's mean value, too. The reader adds it back to the output, times the
     attention that the tokens received."""
+    equalize: bool = False
+    """Scale keys, and transform values, by closed forms of the statistics before they are rotated,
+    so that no channel towers. The scales can be folded into the weights of the model."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are
     never quantized."""
@@ -182,13 +188,17 @@ class Recipe(Section):
 
     @property
     def hash(self) -> str:
-        """sha256 of the published recipe, as JSON with sorted keys."""
+        """sha256 of the published recipe, as JSON with sorted keys. A key that was added later
+        counts only where it is not at its default, so that recipes without it keep their hash."""
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, with the names of local files and folders instead of their paths. The
-        fingerprints stored beside it identify their content."""
-        return without_paths(self.model_dump())
+        fingerprints stored beside it identify their content. Keys in `ADDED` are left out at their
+        default."""
+        fields = type(self).model_fields
+        unused = {key for key in ADDED if getattr(self, key) == fields[key].default}
+        return without_paths(self.model_dump(exclude=unused))
 
     @property
     def has_eigenbasis(self) -> bool:
@@ -198,7 +208,13 @@ class Recipe(Section):
     @property
     def needs_statistics(self) -> bool:
         """False for data-free recipes, which read no text and run no model."""
-        return self.has_eigenbasis or bool(self.centered) or self.search is not None
+        asked = self.may_equalize or self.search is not None
+        return self.has_eigenbasis or bool(self.centered) or asked
+
+    @property
+    def may_equalize(self) -> bool:
+        """Whether the statistics must hold what an equalizer is made from."""
+        return self.equalize
 
     @property
     def centered(self) -> tuple[str, ...]:

@@ -37,8 +37,10 @@ def made(model, folder, **changes) -> Artifact:
         {"center_keys": True},
         {"center_keys": True, "center_values": True},
         {"pooling": "layer", "center_values": True},
+        {"equalize": True, "center_keys": True, "center_values": True},
+        {"equalize": True, "pooling": "layer"},
     ],
-    ids=["per head", "keys centred", "both centred", "pooled, values centred"],
+    ids=["per head", "keys centred", "both centred", "pooled", "equalized", "equalized, pooled"],
 )
 def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, changes):
     """Its code alone gives the very output of attention, and stores keys and values without their
@@ -61,7 +63,11 @@ def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, cha
         for side, rows, stored in (("key", k, rotated_k), ("value", v, rotated_v)):
             mean = tensors.get(f"layers.0.{side}.mean", torch.zeros(2, 16))[head]
             matrix = tensors[f"layers.0.{side}.rotation"]
-            assert torch.equal(stored, (rows - mean) @ matrix[head % len(matrix)])
+            rows = rows - mean
+            if changes.get("equalize"):
+                scales = tensors[f"layers.0.{side}.equalizer"][head]
+                rows = rows * scales if side == "key" else rows @ scales
+            assert torch.equal(stored, rows @ matrix[head % len(matrix)])
         assert ("- key_mean[head]" in code) == bool(changes.get("center_keys"))
 
 

@@ -16,12 +16,13 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import RECORD
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import absorb as absorbing
+from rotationzoo.engines import weight_changes, weight_copy
 from rotationzoo.engines.absorb import absorb
-from rotationzoo.engines.absorbed import RECORD
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
@@ -37,7 +38,6 @@ GATED = "has a gate or a norm between attention and the output projection, aten.
 # Families that are calibrated and cannot absorb a rotation -> the words that the refusal must
 # contain; all others can.
 REFUSED = {
-    "phi3": r"layer 0 of \S+ has a fused value projection, model.layers.0.self_attn.qkv_proj",
     "gemma4": r"layer 0 of \S+ has a norm or another operation between the value projection and "
     "attention",
     "qwen3_next": rf"layer 3 of \S+ {GATED}",
@@ -262,7 +262,9 @@ def test_nothing_is_absorbed_twice(made, tmp_path):
     record = json.loads((output / RECORD).read_text())
     assert record["artifact"] == made.artifact.identity
     assert record["model"]["id"] == made.folder.name
-    assert refused(made.artifact, output, tmp_path / "again", "absorbed a rotation already")
+    assert refused(
+        made.artifact, output, tmp_path / "again", "carry the value rotation of an artifact"
+    )
     (output / RECORD).unlink()
     assert absorb(made.artifact, str(output), tmp_path / "again"), "only the record told"
     assert refused(made.measured, output, tmp_path / "third", "made for other weights")
@@ -308,7 +310,7 @@ def test_what_does_not_fit_is_refused(made, tmp_path, monkeypatch):
 
 
 def test_a_model_that_needs_its_weights_to_run_is_refused(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(absorbing, "geometry_on_meta", lambda model: None)
+    monkeypatch.setattr(weight_changes, "geometry_on_meta", lambda model: None)
     assert refused(
         made.artifact, made.folder, tmp_path / "out", "cannot be checked without its weights"
     )
@@ -342,7 +344,7 @@ def test_a_damaged_artifact_or_checkpoint_is_refused(made, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
-    real, copied = absorbing.shutil.copyfile, []
+    real, copied = weight_copy.shutil.copyfile, []
 
     def full(source, target):
         if Path(target).suffix == ".safetensors":
@@ -350,7 +352,7 @@ def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
         copied.append(target)
         return real(source, target)
 
-    monkeypatch.setattr(absorbing.shutil, "copyfile", full)
+    monkeypatch.setattr(weight_copy.shutil, "copyfile", full)
     assert "make room" in refused(
         made.artifact, made.folder, tmp_path / "out", "No space left on device"
     )

@@ -39,6 +39,17 @@ def test_every_setting_changes_the_hash():
     assert override(Recipe(), tokens=4096).hash != Recipe().hash
 
 
+def test_recipes_without_an_equalizer_have_the_hash_that_they_were_published_with():
+    """The hash of `oscar` before the key `equalize` was added."""
+    assert PRESETS["oscar"].hash == (
+        "78660dac67c6ecb4b8f742698f03939152c39c4e4c065c410be00b3517b453b9"
+    )
+    equalized = PRESETS["oscar"].model_copy(update={"equalize": True})
+    assert equalized.hash != PRESETS["oscar"].hash
+    assert equalized.published()["equalize"] is True
+    assert "equalize" not in PRESETS["oscar"].published()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_search_takes_every_format(format):
     assert Search(format=format).format == format

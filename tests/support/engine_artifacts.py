@@ -56,7 +56,7 @@ def make(folder: Path, family: str, recipe: Recipe = OSCAR, **changes) -> Artifa
             "weights_fingerprint": "2" * 64,
         },
         "geometry": geometry_json(geometry),
-        "recipe": recipe.model_dump(),
+        "recipe": recipe.published(),
         "recipe_sha256": recipe.hash,
         "calibration": {"tokens": 192, "source": "random", "rows": 4, "fingerprint": "3" * 64},
         "identity": {},

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
+from rotationzoo.calibration.equalizing import stored_equalizers
 from rotationzoo.calibration.search import memory
 from rotationzoo.calibration.search.clip_ratios import search_clip
+from rotationzoo.calibration.search.frame import LayerData
 from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.sampling import Rows, Samples, sample_queries, sample_rows
@@ -94,6 +96,7 @@ def _search_layers(
     Layers that the checkpoint already holds are not searched again.
     """
     projections = output_projections(task.model, task.geometry)
+    equalizers = stored_equalizers(task.baseline)
     layers = cached_layers(task.geometry)
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     remaining = [layer for layer in layers if str(layer.index) not in record]
@@ -107,13 +110,17 @@ def _search_layers(
             progress("searching", done, total)
             # Pop the samples of a layer, so that they are freed once it is done: the search for
             # clip ratios needs the memory.
+            data = LayerData(
+                task.statistics[layer.index], samples.pop(layer.index), rows.pop(layer.index, None)
+            )
+            data = data.fold(equalizers.get(layer.index))
             search = LayerSearch(
                 layer,
-                task.statistics[layer.index],
+                data.moments,
                 task.recipe,
                 task.baseline[layer.index],
-                samples.pop(layer.index),
-                rows.pop(layer.index, None),
+                data.samples,
+                data.rows,
             )
             key = search.choose_keys(_next_deadline(deadline, total - done))
             done += 1

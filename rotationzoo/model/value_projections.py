@@ -6,8 +6,8 @@ undo. That holds only if nothing else reads the values or the output. The model 
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -17,7 +17,9 @@ from transformers import Cache, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.fused_values import FusedValues
 from rotationzoo.model.geometry import Geometry, Layer
+from rotationzoo.model.label_run import trace_labels
 
 SERVE_UNABSORBED = (
     "serve the model as it is and rotate its values on the way to the cache, with the artifact"
@@ -26,21 +28,32 @@ _SHARED = "a value or output projection that it shares with another module"
 _TOKENS = 8  # in the traced run: any number works
 
 
+class Projections(NamedTuple):
+    """The linear modules before and behind a layer's attention, by their paths."""
+
+    value: str
+    output: str
+    first_row: int = 0
+    """Where the rows of the values begin in `value`, which may compute queries and keys as well."""
+
+
 @torch.no_grad()
-def find_projections(
-    model: PreTrainedModel, geometry: Geometry, name: str
-) -> list[tuple[str, str]]:
-    """The module paths of each layer's value and output projection, in a model on `meta`.
+def find_projections(model: PreTrainedModel, geometry: Geometry, name: str) -> list[Projections]:
+    """Each layer's value and output projection, in a model on `meta`.
 
     Raises `UnsupportedModel` for a layer with anything but attention between the two.
     """
     run = _traced_run(model, name)
+    fused: FusedValues | None = None
     # Tied parameters are listed once per name, so that sharing shows as a count above 1.
     parameters = model.named_parameters(remove_duplicate=False)
     uses = Counter(id(parameter) for _, parameter in parameters)
-    projections: dict[str, str] = {}
+    projections: dict[str, Projections] = {}
     for layer in geometry:
         values = run.path_of(layer.index)
+        if _is_fused(model, layer, values):
+            fused = fused or FusedValues(trace_labels(model, name))
+            values = replace(values, fused_row=fused.first_row(layer.index, str(values.maker)))
         problem = _problem(model, layer, values, run.modules, uses)
         if problem is None and values.maker in projections:
             problem = _SHARED
@@ -49,8 +62,10 @@ def find_projections(
                 f"layer {layer.index} of {name} has {problem}", hint=SERVE_UNABSORBED
             )
         assert values.maker is not None
-        projections[values.maker] = values.output_readers[0]
-    return list(projections.items())
+        projections[values.maker] = Projections(
+            values.maker, values.output_readers[0], values.fused_row or 0
+        )
+    return list(projections.values())
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,17 @@ class _ValuePath:
     output_readers: list[str]
     """What reads the output of the layer's attention."""
     are_queries_or_keys: bool
+    fused_row: int | None = None
+    """Where the values begin among the rows of a fused projection, if they can be told apart."""
+
+
+def _is_fused(model: PreTrainedModel, layer: Layer, path: _ValuePath) -> bool:
+    """Whether the projection has more rows than the values need, or its output is also queries or
+    keys."""
+    if path.maker is None:
+        return False
+    rows = len(_weight(model, path.maker))
+    return rows != layer.kv_heads * layer.value_dim or path.are_queries_or_keys
 
 
 def _problem(
@@ -85,22 +111,21 @@ def _problem(
             "a norm or another operation between the value projection and attention, or no value "
             "projection"
         )
-    width = layer.kv_heads * layer.value_dim
-    value_weight = _weight(model, path.maker)
-    # A fused projection has more rows than the values need, or its output is also queries or keys.
-    if len(value_weight) != width or path.are_queries_or_keys:
+    fused = _is_fused(model, layer, path)
+    if fused and path.fused_row is None:
         return f"a fused value projection, {path.maker}"
     # The projection's rows must be grouped by head: the channels of a head are adjacent in memory,
     # and the heads follow one another.
+    width = layer.kv_heads * layer.value_dim
     in_order = path.values.stride()[1:] == (layer.value_dim, width, 1)
-    if path.other_readers or not in_order:
+    if not fused and (path.other_readers or not in_order):
         readers = ", ".join(path.other_readers) or "their order"
         return f"another use of its values than its attention, in {readers}"
     readers = ", ".join(path.output_readers)
     gated = f"a gate or a norm between attention and the output projection, {readers}"
     if len(path.output_readers) != 1 or readers not in modules:
         return gated
-    output_weight = _weight(model, readers)
+    value_weight, output_weight = _weight(model, path.maker), _weight(model, readers)
     if output_weight.shape[1] != layer.query_heads * layer.value_dim:
         return gated
     if uses[id(value_weight)] > 1 or uses[id(output_weight)] > 1:

@@ -1,0 +1,126 @@
+"""The equalizers that a recipe makes from statistics, and the statistics in the folded frame."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.equalization import fold_moments, key_factors, value_matrix
+from rotationzoo.linalg.moments import Average, Moment, Statistics
+from rotationzoo.model.geometry import Geometry, Layer, cached_layers
+from rotationzoo.model.projection import output_projections
+from rotationzoo.model.rope_pairs import partner_channels
+from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import Rotations
+
+
+@dataclass(frozen=True)
+class Equalizers:
+    """The equalizers of one layer, float32: what is stored, and what its statistics are folded
+    with."""
+
+    key: torch.Tensor
+    """Factors `[KV heads, D_k]`."""
+    value: torch.Tensor
+    """Matrices `[KV heads, D_v, D_v]`."""
+
+    def __getitem__(self, side: str) -> torch.Tensor:
+        """The equalizer of a side, `key` or `value`."""
+        return {"key": self.key, "value": self.value}[side]
+
+    def fold(self, moments: Mapping[str, Moment]) -> dict[str, Moment]:
+        """The layer's moments in the folded frame, by kind."""
+        return fold_moments(moments, self.key, self.value)
+
+    def fold_averages(self, averages: Mapping[str, Average]) -> dict[str, Average]:
+        """The second moments of the layer's averages in the folded frame, by kind."""
+        folded = self.fold({kind: average.sums for kind, average in averages.items()})
+        return {kind: Average(moment.second_moment) for kind, moment in folded.items()}
+
+
+def equalize(
+    statistics: Statistics | None, recipe: Recipe, geometry: Geometry
+) -> dict[int, Equalizers]:
+    """Layer -> its equalizers; empty for a recipe that does not equalize.
+
+    Raises `RotationZooError` where the statistics, or the RoPE pairs in the geometry, are missing.
+    """
+    if not recipe.equalize:
+        return {}
+    if statistics is None:
+        raise RotationZooError(f"the recipe {recipe.name} equalizes and needs statistics")
+    return {
+        layer.index: _equalize_layer(statistics[layer.index], recipe, layer)
+        for layer in cached_layers(geometry)
+    }
+
+
+def _equalize_layer(moments: Mapping[str, Moment], recipe: Recipe, layer: Layer) -> Equalizers:
+    """The equalizers of one layer. What the recipe centres is taken about its mean."""
+    if layer.rope_pairs is None or layer.rope_distance is None or "projection" not in moments:
+        raise RotationZooError(
+            f"layer {layer.index} has no statistics to equalize with: they were collected for a "
+            "recipe that does not",
+            hint="calibrate again with --equalize",
+        )
+    partners = partner_channels(layer.key_dim, layer.rope_pairs, layer.rope_distance)
+    factors = key_factors(
+        moments["query"].second_moment.cpu(),
+        _spread(moments["key"], recipe.center_keys),
+        torch.tensor(partners),
+        shared=bool(layer.shared_norm),
+    )
+    metric = moments["projection"].second_moment.cpu()
+    matrix = value_matrix(_spread(moments["value"], recipe.center_values), metric)
+    return Equalizers(factors.float().contiguous(), matrix.float().contiguous())
+
+
+def _spread(moment: Moment, centered: bool) -> torch.Tensor:
+    """The covariance `[H, D, D]` of rows that are stored without their mean, else their second
+    moment."""
+    return (moment.covariance if centered else moment.second_moment).cpu()
+
+
+def stored_equalizers(rotations: Rotations) -> dict[int, Equalizers]:
+    """Layer -> the equalizers that rotations carry; empty where they carry none."""
+    stored = {}
+    for layer, sides in rotations.items():
+        key, value = sides.key.equalizer, sides.value.equalizer
+        if key is not None and value is not None:
+            stored[layer] = Equalizers(key, value)
+    return stored
+
+
+def fold_statistics(statistics: Statistics, equalizers: Mapping[int, Equalizers]) -> Statistics:
+    """The statistics in the folded frame; layers without equalizers stay as they are."""
+    folded = dict(statistics)
+    for layer, equalizer in equalizers.items():
+        folded[layer] = equalizer.fold(statistics[layer])
+    return folded
+
+
+@torch.no_grad()
+def add_projections(statistics: Statistics, model: PreTrainedModel, geometry: Geometry) -> None:
+    """Add the moment `projection` to each cached layer: the columns `[D_v]` of the output
+    projection's weight, of every query head that reads a KV head.
+
+    With it, equalizers can be made again from the statistics of an artifact, without the model, and
+    averages of several files merge like all others. Layers that share a cache all count. Raises
+    `RotationZooError` where a weight cannot be read.
+    """
+    projections = output_projections(model, geometry)
+    for layer in geometry:
+        heads, origin = projections[layer.index].read()
+        if heads is None:
+            reason = origin.removeprefix("identity: ")
+            raise RotationZooError(
+                f"values of layer {layer.index} cannot be equalized: {reason}",
+                hint="leave --equalize out",
+            )
+        moments = statistics[layer.owner]
+        if layer.owner == layer.index:
+            moments["projection"] = Moment.zeros(layer.kv_heads, layer.value_dim)
+        columns = torch.unflatten(heads.cpu(), 0, (layer.kv_heads, -1)).transpose(2, 3)
+        moments["projection"].add(columns.flatten(1, 2))

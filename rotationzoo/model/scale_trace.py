@@ -1,0 +1,244 @@
+"""A traced run that follows the labels of weights through every operation of a model on `meta`.
+
+Beside every tensor it keeps the label whose factor each element would carry:
+
+* Moving elements, and multiplying them by anything without labels, keeps their labels.
+* A product with a norm's weight carries the labels of that weight.
+* A sum ties the labels of its operands: they must have the same factor, as both channels of a RoPE
+  pair do.
+* Any other operation pins the labels that it reads: their factor must be 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rotationzoo.model.scale_labels import Constraints, Weight
+
+_COPIES = ("clone", "_to_copy", "_unsafe_view")
+_MOVES = ("cat", "stack", "repeat", "flip", "roll")
+
+
+@dataclass(frozen=True)
+class _Shadow:
+    """The labels of one storage."""
+
+    labels: torch.Tensor
+    """One for each element of the storage; 0 for an element without a label."""
+    weight: Weight | None = None
+    """The weight that the storage holds, or a copy of it plus `offset`. None for activations."""
+    offset: float = 0.0
+
+
+class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Follows labels through every operation inside its `with` block."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.constraints = Constraints()
+        self.inside = ""
+        """The path of the module that is running."""
+        self.paused = False
+        """While this is set, results get no labels and nothing is pinned."""
+        self._weights = {_address(weight.parameter): weight for weight in weights}
+        self._shadows: dict[tuple[int, bool], _Shadow] = {}
+        self._alive: list[Any] = []  # a freed tensor's address could be reused for another one
+        self._rules: dict[str, Callable[..., bool]] = {
+            **dict.fromkeys(_COPIES, self._copy),
+            **dict.fromkeys(_MOVES, self._move),
+            **dict.fromkeys(("mul", "div", "neg"), self._multiply),
+            **dict.fromkeys(("add", "sub"), self._add),
+            **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), self._normalize),
+            "copy": self._copy_into,
+        }
+
+    def labels(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The labels of a tensor's elements, in its shape."""
+        shadow = self._shadow(tensor)
+        if shadow is None:
+            return torch.zeros((), dtype=torch.long).expand(tensor.shape)
+        return shadow.labels.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def project(self, module: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        """The output of a linear module, labelled with the module's rows."""
+        self.pin([states], "a projection")
+        self.paused = True
+        output = torch.nn.functional.linear(states, module.weight, module.bias)
+        self.paused = False
+        self._write(output, self._weights[_address(module.weight)].labels)
+        return output
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        self._alive += outputs
+        if self.paused:
+            return result
+        for weight in (self._weights.get(_address(tensor)) for tensor in inputs):
+            if weight is not None and weight.is_projection:  # used outside its module
+                self._constrain(weight.labels, f"{function} of its weight")
+        if not any(map(self._shadow, inputs)):
+            return result
+        is_view = set(map(_address, inputs)) & set(map(_address, outputs))
+        if not is_view or function._schema.is_mutable:
+            self._follow(function, args, inputs, outputs)
+        elif outputs[0].is_complex() != inputs[0].is_complex():
+            self._view_complex(inputs[0], outputs[0])
+        return result
+
+    def _follow(
+        self, function: Any, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Label the new or changed tensors that one operation returned."""
+        name = function._schema.name.removeprefix("aten::")
+        if function._schema.is_mutable:
+            name = name.removesuffix("_")
+        rule = self._rules.get(name)
+        if rule is not None and rule(function, args, outputs[0]):
+            return
+        self.pin(inputs, str(function))
+        # A pinned label means the same as none, but tells later why.
+        for output in outputs:
+            same = [tensor for tensor in inputs if tensor.shape == output.shape]
+            for tensor in same[:1]:
+                self._write(output, self.labels(tensor))
+
+    # Each rule labels the output of one kind of operation. It returns False where it does not hold,
+    # and the inputs are then pinned.
+
+    def _copy(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        self._write(output, self.labels(args[0]), self._shadow(args[0]))
+        return True
+
+    def _copy_into(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        self._write(output, self.labels(args[1]))
+        return True
+
+    def _move(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        def labels(leaf: Any) -> Any:
+            return self.labels(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        self._write(output, function(*tree_map(labels, args)))
+        return True
+
+    def _multiply(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        """Also for quotients and for a change of sign."""
+        factors = [factor for factor in args[:2] if isinstance(factor, torch.Tensor)]
+        labelled = [factor for factor in factors if self._shadow(factor)]
+        divides = function._schema.name.startswith("aten::div")
+        if divides and (labelled[-1] is not args[0] or len(labelled) > 1):
+            return False
+        weights = [factor for factor in labelled if self._weight(factor)]
+        # Of a weight and an activation with labels, the weight is what can be scaled.
+        chosen = weights if len(labelled) > 1 else labelled
+        if len(chosen) != 1 or (weights and len(factors) == 1):
+            return False
+        self.pin([factor for factor in labelled if factor is not chosen[0]], str(function))
+        if weights:
+            self._use(weights[0], str(function))
+        if len(factors) > 1:
+            self.constraints.bent.append(self.labels(chosen[0]).unique())
+        self._write(output, self.labels(chosen[0]))
+        return True
+
+    def _add(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        first, second = args[:2]
+        if not isinstance(second, torch.Tensor):
+            shadow = self._shadow(first)
+            plain = shadow is not None and shadow.weight is not None and shadow.offset == 0
+            if not plain or function is not torch.ops.aten.add.Tensor:
+                return False
+            assert shadow is not None
+            shifted = _Shadow(shadow.labels, shadow.weight, float(second))
+            self._write(output, self.labels(first), shifted)
+            return True
+        for part in (first, second):
+            if self._weight(part):
+                self._use(part, str(function))
+        pair = torch.stack([self.labels(part).expand(output.shape) for part in (first, second)])
+        both = (pair > 0).all(0)
+        self.constraints.tie(pair[0][both], pair[1][both])
+        self.constraints.bent.append(pair.unique())
+        self._constrain(pair[:, ~both], str(function))
+        self._write(output, pair.amax(0))
+        return True
+
+    def _normalize(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        """A norm in one operation, of rows, with a weight and perhaps a bias."""
+        rows, _, *parameters = args[:4]
+        given = [part for part in parameters if isinstance(part, torch.Tensor)]
+        if not given or not all(map(self._weight, given)):
+            return False
+        self.pin([rows], str(function))
+        for part in given:
+            self._use(part, str(function))
+            self.constraints.tie(self.labels(given[0]), self.labels(part))
+        self._write(output, self.labels(given[0]))
+        return True
+
+    def _view_complex(self, tensor: torch.Tensor, view: torch.Tensor) -> None:
+        """Label a view of pairs as complex numbers, or of complex numbers as pairs."""
+        shadow = self._shadow(tensor)
+        assert shadow is not None
+        if view.is_complex():
+            pairs = shadow.labels.view(-1, 2)
+            self.constraints.tie(pairs[:, 0], pairs[:, 1])
+            self.constraints.bent.append(pairs.unique())
+            labels = pairs[:, 0].contiguous()
+        else:
+            labels = shadow.labels.repeat_interleave(2)
+        self._shadows[_address(view), view.is_complex()] = _Shadow(labels)
+
+    def _use(self, factor: torch.Tensor, operation: str) -> None:
+        """Note that the model multiplies by a weight."""
+        shadow, weight = self._shadow(factor), self._weight(factor)
+        assert shadow is not None
+        assert weight is not None
+        if self.constraints.offsets.setdefault(weight.first, shadow.offset) != shadow.offset:
+            self._constrain(weight.labels, f"another {operation} of its weight")
+
+    def _weight(self, tensor: torch.Tensor) -> Weight | None:
+        shadow = self._shadow(tensor)
+        return None if shadow is None else shadow.weight
+
+    def _shadow(self, tensor: torch.Tensor) -> _Shadow | None:
+        key = _address(tensor), tensor.is_complex()
+        weight = self._weights.get(key[0])
+        if key not in self._shadows and weight is not None and not weight.is_projection:
+            self._shadows[key] = _Shadow(weight.labels, weight)
+        return self._shadows.get(key)
+
+    def _write(
+        self, tensor: torch.Tensor, labels: torch.Tensor, like: _Shadow | None = None
+    ) -> None:
+        """Label a tensor's elements. `like` says what its storage holds if it is new."""
+        key = _address(tensor), tensor.is_complex()
+        if key not in self._shadows:
+            count = tensor.untyped_storage().nbytes() // tensor.itemsize
+            weight, offset = (like.weight, like.offset) if like else (None, 0.0)
+            self._shadows[key] = _Shadow(torch.zeros(count, dtype=torch.long), weight, offset)
+        self.labels(tensor).copy_(labels.expand(tensor.shape))
+
+    def pin(self, tensors: list[torch.Tensor], operation: str) -> None:
+        """Demand factors of 1 for all labels of some tensors, which an operation reads."""
+        for tensor in tensors:
+            if self._shadow(tensor):
+                self._constrain(self.labels(tensor), operation)
+
+    def _constrain(self, labels: torch.Tensor, operation: str) -> None:
+        self.constraints.pin(labels, f"{operation} in {self.inside}")
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address

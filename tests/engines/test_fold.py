@@ -1,0 +1,316 @@
+"""Equalizers in the weights: the same logits from equalized keys and values, or a refusal that says
+why not."""
+
+import copy
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support import architectures
+from support.architectures import BASE, EXPECTED, NAMES
+from support.equalizers import equalized, random_equalizers
+from support.models import save_tiny
+from support.places import ROOT
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import RECORD, rotations_for
+from rotationzoo.cache.arm import Arm
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.membership import Candidate, check_membership
+from rotationzoo.checks.verify import verify
+from rotationzoo.codec import int2
+from rotationzoo.engines import weight_changes, weight_copy
+from rotationzoo.engines.absorb import absorb, fold
+from rotationzoo.engines.export import export
+from rotationzoo.engines.payload import Request, pooled_rotations
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.model import loading
+from rotationzoo.model.capture import capture, decoder
+from rotationzoo.model.foldable import check_equalizable, find_key_scales
+from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.source import find, weights_fingerprint
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.rotations import SIDES
+
+IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
+# Family -> why it cannot carry equalizers: a table in docs/engines.md. All others can.
+TABLE = re.compile(r"^\| (\S+) \| (layer \d+) (has .*) \|$", re.MULTILINE)
+REFUSED = {
+    name: f"{layer} of the model {reason}"
+    for name, layer, reason in TABLE.findall((ROOT / "docs" / "engines.md").read_text())
+}
+calibrated = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not architectures.available(name), reason="not in this transformers"
+        ),
+    )
+    for name in NAMES
+    if not EXPECTED[name].refusal
+]
+assert len(REFUSED) == 6, "the rows of the table were found"
+
+
+def widen(model: torch.nn.Module) -> None:
+    """Give norms and biases weights that initialisation does not give them."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def look(model) -> tuple[torch.Tensor, dict[tuple[int, str], torch.Tensor]]:
+    """The logits of a model, and the keys and values `[B, H_kv, T, D]` of each layer."""
+    rows = {}
+
+    def observe(layer, query, key, value, output):
+        rows.update({(layer, "key"): key, (layer, "value"): value})
+
+    with torch.no_grad(), capture(model, observe):
+        return model(input_ids=IDS, use_cache=False).logits, rows
+
+
+def check_same(plain, folded, equalizers) -> None:
+    """The same logits of two models in float64, from equalized keys and values.
+
+    Float32 arithmetic is wrong by up to 3e-6 of the logits of these models anyway, so what the
+    float32 weights do is looked at in float64.
+    """
+    (logits, rows), (folded_logits, folded_rows) = look(plain), look(folded)
+    # 1.1e-6 was measured with these equalizers, and 2.8e-6 with the worst of three seeds.
+    assert (folded_logits - logits).abs().max() <= 2e-6 * logits.abs().max()
+    for (layer, side), equalizer in equalizers.items():
+        matrix = torch.diag_embed(equalizer) if side == "key" else equalizer
+        expected = rows[layer, side] @ matrix.double()
+        size = expected.abs().max()
+        assert (folded_rows[layer, side] - expected).abs().max() <= 5e-6 * size
+        assert (folded_rows[layer, side] - rows[layer, side]).abs().max() > 0.1 * size
+
+
+@pytest.mark.parametrize("name", calibrated)
+def test_every_family_folds_or_says_why_not(name, monkeypatch):
+    model = architectures.build(name)
+    widen(model)
+    on_meta = loading.on_meta(model.config, "this")
+    geometry = geometry_on_meta(on_meta)
+    if name in REFUSED:
+        assert check_equalizable(on_meta, geometry) == REFUSED[name]
+        return
+    assert check_equalizable(on_meta, geometry) is None
+    scales = find_key_scales(on_meta, geometry, "this")
+    monkeypatch.setattr(weight_changes, "find_key_scales", lambda *_: scales)  # found already
+    equalizers = random_equalizers(geometry, scales.classes)
+    rotations = {
+        layer: {side: SimpleNamespace(equalizer=equalizers[layer, side]) for side in SIDES}
+        for layer, _ in equalizers
+    }
+    artifact = SimpleNamespace(geometry=geometry, rotations=rotations)
+    changes = weight_changes.equalizer_changes(artifact, on_meta, "this")
+    if getattr(decoder(model).config, "_experts_implementation", None):
+        model.set_experts_implementation("eager")  # the others have no float64
+    folded = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter_name, change in changes.items():
+            parameter = folded.get_parameter(parameter_name)
+            parameter.copy_(change.transform(parameter.double()))
+    check_same(model.double(), folded.double(), equalizers)
+
+
+def save(folder: Path, kind: str, dtype=torch.float32, shards: str = "5GB", **changes) -> Path:
+    """A random model whose biases and norms are not what initialisation makes of them."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.25).add_(parameter.ndim == 1)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shards)
+    return folder
+
+
+def load(folder: Path, dtype=torch.float64):
+    """As anybody would, without this package."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def equalizers_of(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
+    return {
+        (layer, side): rotation.equalizer for layer, side, rotation in artifact.rotations.each()
+    }
+
+
+def test_a_sharded_model_with_tied_embeddings_and_biases(tmp_path):
+    folder = save(tmp_path / "qwen2", "Qwen2", shards="20KB", tie_word_embeddings=True)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    artifact = equalized(folder, shared_norm=False)
+    output = fold(artifact, str(folder), tmp_path / "folded")
+    check_same(load(folder), load(output), equalizers_of(artifact))
+    before, after = load(folder).state_dict(), load(output).state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    parts = {name.split(".", 3)[3] for name in changed}
+    ends = [f"{part}_proj.{end}" for part in "qkv" for end in ("weight", "bias")]
+    assert parts == {f"self_attn.{end}" for end in [*ends, "o_proj.weight"]}
+    record = json.loads((output / RECORD).read_text())
+    assert record["absorbed"] == "equalizer"
+    assert record["artifact"] == artifact.identity
+    assert record["published_weights"] == weights_fingerprint(find(str(folder)))
+    assert record["weights"] == weights_fingerprint(find(str(output)))
+
+
+def test_factors_of_keys_are_exact_in_bfloat16(tmp_path):
+    folder = save(tmp_path / "half", "Qwen3", torch.bfloat16, head_dim=16)
+    artifact = equalized(folder, shared_norm=True)
+    output = fold(artifact, str(folder), tmp_path / "folded")
+    before, after = (load(path, "auto").state_dict() for path in (folder, output))
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    factors = artifact.rotations[0].key.equalizer[0]
+    attention = "model.layers.0.self_attn"
+    for norm, scale in (("k_norm", factors), ("q_norm", 1 / factors)):
+        name = f"{attention}.{norm}.weight"
+        assert torch.equal(after[name].double(), before[name].double() * scale.double())
+    for kept in ("k_proj", "q_proj"):
+        assert torch.equal(*(state[f"{attention}.{kept}.weight"] for state in (before, after)))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> SimpleNamespace:
+    """A saved model, a calibrated artifact with equalizers and means, its folded copy, and another
+    artifact without equalizers."""
+    folder = save_tiny(tmp_path_factory.mktemp("fold") / "tiny")
+    changes = {"data": Data(tokens=1024, length=256), "center_keys": True, "center_values": True}
+    recipe = PRESETS["oscar"].model_copy(update=changes | {"equalize": True})
+    artifact = calibrate(Job(str(folder), recipe, folder.with_name("equalized"), device="cpu"))
+    folded = fold(artifact, str(folder), folder.with_name("folded"))
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    plain = calibrate(Job(str(folder), recipe, folder.with_name("plain"), device="cpu"))
+    return SimpleNamespace(folder=folder, artifact=artifact, folded=folded, plain=plain)
+
+
+def refused(call, match: str) -> str:
+    with pytest.raises(RotationZooError, match=match) as refusal:
+        call()
+    return refusal.value.hint
+
+
+def test_what_is_not_to_be_folded_is_refused_and_leaves_nothing(made, tmp_path, monkeypatch):
+    artifact, folder, output = made.artifact, str(made.folder), tmp_path / "out"
+    assert "--absorb-values" in refused(lambda: fold(made.plain, folder, output), "not equalised")
+    assert "--absorb" in refused(lambda: absorb(artifact, folder, output), "is equalised")
+    refused(lambda: fold(artifact, str(made.folded), output), "carry the equalizer of an artifact")
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(weight_copy.shutil, "copyfile", full)
+    assert "make room" in refused(lambda: fold(artifact, folder, output), "No space left")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_verify_says_which_weights_it_was_given(made, tmp_path):
+    published = verify(made.artifact, str(made.folder))
+    folded = verify(made.artifact, str(made.folded))
+    assert published.ok, published.problems
+    assert folded.ok, folded.problems
+    assert published.checked[-1] == f"the published weights of {made.folder}"
+    assert folded.checked[-1] == f"the folded weights of {made.folded}"
+    assert "equalizer of another artifact" in verify(made.plain, str(made.folded)).problems[0]
+    assert verify(made.plain, str(made.folder)).checked[-1] == f"the weights of {made.folder}"
+    changed = shutil.copytree(made.folded, tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    assert "made for other weights" in verify(made.artifact, str(changed)).problems[0]
+
+
+def test_an_artifact_serves_both_frames(made):
+    """Rows of the folded model, in its frame, are quantized as those of the published one are."""
+    published, folded = (find(str(folder)) for folder in (made.folder, made.folded))
+    assert rotations_for(made.artifact, published) is made.artifact.rotations
+    assert not rotations_for(made.artifact, folded).equalized
+    arms = [Arm("", rotations_for(made.artifact, source)) for source in (published, folded)]
+    rows = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
+    for layer, side, rotation in made.artifact.rotations.each():
+        equalizer = rotation.equalizer
+        matrix = torch.diag_embed(equalizer) if side == "key" else equalizer
+        restored = arms[0].fake_quantize(rows, layer, side, int2.SGLANG) @ matrix
+        in_frame = arms[1].fake_quantize(rows @ matrix, layer, side, int2.SGLANG)
+        # 2e-6 was measured; a mean in the wrong frame differs by more than 1.
+        assert (restored - in_frame).abs().max() <= 2e-5
+
+
+def test_rotations_are_pooled_and_looked_for_in_the_folded_frame(made):
+    pooled = pooled_rotations(made.artifact)
+    assert not pooled.equalized
+    query = made.artifact.statistics[1]["query"].second_moment
+    factors = made.artifact.rotations[1].key.equalizer.double()
+    folded = query / factors[:, :, None] / factors[:, None]
+    expected = torch.linalg.eigvalsh(folded.mean(0)).float()
+    assert torch.allclose(pooled[1].key.eigenvalues[0], expected, rtol=1e-4)
+    found = [
+        check_membership(made.artifact, Candidate(str(folder), device="cpu"))
+        for folder in (made.folder, made.folded)
+    ]
+    assert not found[0].foreign
+    # They differ by 1e-8: both are what the folded weights compute.
+    assert found[0].key == pytest.approx(found[1].key, abs=1e-3)
+    assert found[0].value == pytest.approx(found[1].value, abs=1e-3)
+
+
+def test_evaluate_applies_the_equalizer_where_the_weights_do_not(made):
+    text = Data(tokens=384, length=192)
+    figures = []
+    for folder, words in (
+        (made.folder, "so the cache applies it"),
+        (made.folded, "the cache only rotates"),
+    ):
+        job = Evaluation(str(folder), [made.artifact.folder], text, windows=[(4, 16)], device="cpu")
+        report = evaluate(job)
+        assert any(words in note for note in report["notes"])
+        assert not any("other weights" in note for note in report["notes"])
+        figures.append(report["arms"][made.artifact.folder.name]["perplexity"])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+    job = Evaluation(str(made.folded), [made.plain.folder], text, windows=[(4, 16)], device="cpu")
+    assert "published" in refused(lambda: evaluate(job), "the equalizer of another artifact")
+
+
+def test_engines_get_the_folded_frame_and_serve_the_folded_model(made, tmp_path, inside):
+    artifact = made.artifact
+    request = Request("sglang", tmp_path / "out", uncentered=True)
+    hint = refused(lambda: export(artifact, request), "engines apply no equalizer")
+    assert "--absorb MODEL" in hint
+    assert "--folded" in hint
+    refused(
+        lambda: export(artifact, replace(request, folded=made.folder)), "it has no rotationzoo.json"
+    )
+    refused(
+        lambda: export(made.plain, replace(request, folded=made.folded)),
+        "carries the equalizer of another artifact",
+    )
+    result = inside("export", artifact.folder, "--absorb", made.folder, "-o", "copy", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {"model": "copy"}
+    done = inside("export", artifact.folder, "--to", "sglang", "--folded", "copy", "--json")
+    assert done.returncode == 1, "values keep their mean, which is said"
+    flags = ["--to", "sglang", "--folded", "copy", "--uncentered", "--json"]
+    done = inside("export", artifact.folder, *flags)
+    assert done.returncode == 0, done.stderr
+    served = json.loads(done.stdout)
+    assert f"--model-path {inside.folder / 'copy'}" in served["command"][0]
+    files = {name: inside.folder / served["path"] / name for name in served["files"]}
+    pair = [torch.load(path, weights_only=True) for path in files.values() if path.suffix == ".pt"]
+    assert len(pair) == 2
+    assert inside("export", artifact.folder, "--absorb", "x", "--pooled").returncode == 2
+    two = ["--to", "mlx", "--folded", "copy", "--values-absorbed", "copy"]
+    assert inside("export", artifact.folder, *two).returncode == 2
