@@ -72,6 +72,8 @@ class TwoCopyMasks:
         for mask in self._masks:
             if mask.fits(attend, query):
                 return mask
+        # While an answer grows by tokens, nobody asks again for the masks of shorter rows.
+        self._masks = [mask for mask in self._masks if mask.length == query.shape[2]]
         whole = two_copy_mask(attend, query, self.cache)
         blocks = split_into_blocks(whole)
         mask = TwoCopyMask(attend.mask, query.device, query.shape[2], whole, blocks)

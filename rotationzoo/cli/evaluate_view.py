@@ -4,6 +4,7 @@ from typing import Any
 
 from rotationzoo.artifact.card_results import describe_prefill
 from rotationzoo.cache.size import CONTEXT
+from rotationzoo.cli.harness_view import explain_harness, show_harness
 from rotationzoo.cli.output import Output, say, table
 
 
@@ -22,6 +23,8 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
     for window in windows:
         _show_arms(window)
+        show_harness(report, window)
+    explain_harness(report)
     say("±: standard error over texts, paired with the exact model")
     say(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
     for window in windows:

@@ -14,6 +14,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, shared_recipe
 from rotationzoo.evaluation.compatibility import check_artifacts, check_layers, notes_for_reader
 from rotationzoo.evaluation.forward import Measurements, Trial, run_models
+from rotationzoo.evaluation.harness.run import run_harness
+from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.report import report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.model import loading
@@ -47,6 +49,8 @@ class Evaluation:
     """What earlier chunks keep exact, as in `Cache`. None means `server`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
+    harness: HarnessSettings | None = None
+    """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
     batch: int = 1
     device: str = "auto"
@@ -65,6 +69,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     before any weights are fetched.
     """
     _check_settings(job)
+    loader = TaskLoader(job.harness, job.data.length) if job.harness else None
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
@@ -85,6 +90,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # fetched.
     fetch(source, weights=False)
     text = _read_text(job, source)
+    tokenizer = loading.load_tokenizer(source)
+    tasks = loader.load(tokenizer) if loader else {}
     progress("fetching the weights", 0, 0)
     fetch(source)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -98,8 +105,13 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
+        harness = None
+        if job.harness:
+            harness = run_harness(model, tokenizer, tasks, job.harness, trial, progress)
     notes = notes_for_reader(text, source, artifacts, geometry)
     report = _assemble_report(job, source, text, notes, trial, measured)
+    if harness:
+        harness.add_to(report, trial)
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
     # with each of them.
     for artifact, arm in zip(artifacts, arms, strict=False):

@@ -1,0 +1,112 @@
+"""The model as the harness asks it: answers come from whole rows, so that a simulated cache can be
+read."""
+
+import sys
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM, stop_sequences_criteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rotationzoo.model.loading import input_device
+from rotationzoo.progress import Progress
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The length of one generated answer."""
+
+    task: str
+    tokens: int
+    """Tokens that were generated, with the stop string or the end token."""
+    truncated: bool
+    """Whether it ended only because it reached the task's largest length."""
+
+
+class HarnessModel(HFLM):  # type: ignore[misc]
+    """lm-evaluation-harness' own model class around a model that is already loaded.
+
+    Prompts, truncation of long contexts, stop strings and scores are the harness' own. Differences:
+
+    * Requests run one at a time, without padding, because a simulated cache counts positions from
+      the start of the row.
+    * While `reads_simulation` is set, answers are generated without transformers' own KV cache: a
+      simulation needs the whole row in each forward pass.
+    * Log likelihoods are computed in one forward pass, as the harness does it. Inside a
+      `Simulation`, every position of that pass reads what it would read when decoding.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress
+    ):
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
+        self._device = input_device(model)
+        self._progress = progress
+        # Bars are drawn on this stream, even while the harness' own output is sent elsewhere.
+        self._stderr = sys.stderr
+        self.reads_simulation = False
+        self.stage = ""
+        """What the progress callback is told."""
+        self.answers: list[Answer] = []
+        """The lengths of the answers generated since this list was last emptied."""
+        self._done, self._total = 0, 0
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """One text per request, in the order given; the harness sorts them by length otherwise."""
+        texts: list[str] = []
+        self._done, self._total = 0, len(requests)
+        for request in requests:
+            self._task = request.task_name
+            texts += super().generate_until([request], disable_tqdm=True)
+            self._tell_progress()
+        return texts
+
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
+    ) -> torch.Tensor:
+        """Continue `context` `[1, T]` greedily, unless the task's options say otherwise."""
+        if not options.get("temperature"):
+            options.pop("temperature", None)
+            options.setdefault("do_sample", False)
+        rows: torch.Tensor = self.model.generate(
+            input_ids=context,
+            max_length=max_length,
+            stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], 1),
+            pad_token_id=self.tokenizer.pad_token_id,
+            use_cache=not self.reads_simulation,
+            **options,
+        )
+        answer = rows[0, context.shape[1] :]
+        truncated = rows.shape[1] >= max_length and not self._is_finished(answer, stop)
+        self.answers.append(Answer(self._task, len(answer), truncated))
+        return rows
+
+    def _is_finished(self, answer: torch.Tensor, stop: list[str]) -> bool:
+        """Whether an answer's token ids `[N]` hold a stop string or end in an end token."""
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        if any(token in ends for token in answer[-1:].tolist()):
+            return True
+        text = self.tokenizer.decode(answer)
+        return any(word in text for word in stop)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """The log likelihood of each continuation, and whether it is greedy."""
+        self._done, self._total = 0, len(requests)
+        scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True)
+        return scores
+
+    @torch.no_grad()
+    def _model_call(self, inps: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=inps, use_cache=False).logits
+        self._tell_progress()
+        return logits
+
+    def _tell_progress(self) -> None:
+        self._done += 1
+        with redirect_stderr(self._stderr):
+            self._progress(self.stage, self._done, self._total)

@@ -1,0 +1,143 @@
+"""Runs the harness' tasks through the exact model and through every combination of arm and
+cache."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
+from rotationzoo.errors import as_unavailable
+from rotationzoo.evaluation.forward import Trial
+from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
+from rotationzoo.evaluation.harness.tasks import HarnessSettings, hushed
+from rotationzoo.progress import Progress
+
+if TYPE_CHECKING:
+    from rotationzoo.evaluation.harness.model import HarnessModel
+
+_SEED = 1234  # the harness' own for examples; sampled answers are the same in every run
+_RESAMPLES = 1000  # for the standard errors of metrics that have none in closed form
+
+
+@dataclass(frozen=True)
+class HarnessMeasures:
+    """What the exact model and every arm answered: task -> metric -> value."""
+
+    version: str
+    """The version of lm-evaluation-harness."""
+    settings: HarnessSettings
+    exact: dict[str, TaskMeasures]
+    arms: dict[tuple[Cache, str], dict[str, TaskMeasures]]
+    """Keyed by cache and name of the arm."""
+
+    def add_to(self, report: dict[str, Any], trial: Trial) -> None:
+        """Add the measures to a report of `evaluate`: to its exact model and to each arm."""
+        report["harness"] = {
+            "version": self.version,
+            "tasks": list(self.settings.tasks),
+            "limit": self.settings.limit,
+            "chat": self.settings.chat,
+        }
+        report["exact"]["harness"] = self.exact
+        for cache, window in zip(trial.caches, report["windows"], strict=True):
+            for name, arm in window["arms"].items():
+                arm["harness"] = self.arms[cache, name]
+
+
+class HarnessRun:
+    """One model and the tasks that it answers again and again, with the same prompts each time."""
+
+    def __init__(self, model: "HarnessModel", tasks: dict[str, Any], settings: HarnessSettings):
+        self.model, self.tasks, self.settings = model, tasks, settings
+
+    def answer(self) -> tuple[dict[str, Any], dict[str, TaskMeasures]]:
+        """What the harness returns, and the measures made of it."""
+        from lm_eval.evaluator import evaluate
+
+        for task in self.tasks["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            # The examples are drawn anew in each run: the same seed draws the same.
+            task.set_fewshot_seed(seed=_SEED)
+        self.model.answers.clear()
+        with hushed(), _seeded(), as_unavailable("the harness fails on its tasks"):
+            results = evaluate(
+                lm=self.model,
+                task_dict=self.tasks,
+                limit=self.settings.limit,
+                bootstrap_iters=_RESAMPLES,
+                apply_chat_template=self.settings.chat,
+                fewshot_as_multiturn=self.settings.chat,
+            )
+        return results, measure_tasks(results, self.model.answers)
+
+
+def run_harness(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: dict[str, Any],
+    settings: HarnessSettings,
+    trial: Trial,
+    progress: Progress,
+) -> HarnessMeasures:
+    """Have the exact model and every combination of cache and arm answer the loaded `tasks`.
+
+    Raises `RotationZooError` if the harness fails, for instance in a task's own code.
+    """
+    import lm_eval
+
+    from rotationzoo.evaluation.harness.model import HarnessModel
+
+    asked = HarnessModel(model, tokenizer, progress)
+    run = HarnessRun(asked, tasks, settings)
+    asked.stage = "answering exactly"
+    exact_results, exact = run.answer()
+    asked.reads_simulation = True
+    arms: dict[tuple[Cache, str], dict[str, TaskMeasures]] = {}
+    for cache, arm in product(trial.caches, trial.arms):
+        asked.stage = f"answering through {arm.name}"
+        simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
+        with simulation.running(model):
+            results, measures = run.answer()
+        pair_with_exact(measures, results, exact_results)
+        arms[cache, arm.name] = measures
+    return HarnessMeasures(lm_eval.__version__, settings, exact, arms)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Inside the block, the global random generators start from a fixed state; afterwards they are
+    as they were."""
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(), _in_one_process():
+            random.seed(_SEED)
+            np.random.seed(_SEED)
+            torch.manual_seed(_SEED)
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    """Inside the block, the harness resamples in this process. It would fork one per core
+    otherwise, which a process that holds a GPU does not bear."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["DISABLE_MULTIPROC"]
+        if before is not None:
+            os.environ["DISABLE_MULTIPROC"] = before
