@@ -1,4 +1,4 @@
-"""What `evaluate --harness` prints: a table of all arms for each task, and what its columns mean."""
+"""What `evaluate --harness` prints: a table of all arms for each task, and its legend."""
 
 from typing import Any
 
@@ -33,16 +33,21 @@ def _show_task(task: str, measured: dict[str, Any]) -> None:
     exact = measured["exact"]
     metrics = [name for name, value in exact.items() if name in exact["standard_error"]]
     generated = "answer_tokens" in exact
+    paired = {metric for measures in measured.values() for metric in measures.get("paired", ())}
     columns = ["arm"]
     for metric in metrics:
-        columns += [metric, "-lost +gained"]
+        columns.append(metric)
+        if metric in paired:
+            columns.append("-lost +gained")
     if generated:
         columns += ["tokens", "truncated"]
     rows = []
     for name, measures in measured.items():
         row = [name]
         for metric in metrics:
-            row += [_value(measures, metric), _pairing(measures, metric)]
+            row.append(_value(measures, metric))
+            if metric in paired:
+                row.append(_pairing(measures, metric))
         if generated:
             row += [f"{measures['answer_tokens']:.1f}", f"{measures['truncated']:.1%}"]
         rows.append(row)

@@ -1,5 +1,5 @@
-"""The model as the harness asks it: answers come from whole rows, so that a simulated cache can be
-read."""
+"""The model as the harness asks it: with prompts, stop strings and scores of the harness, and a
+cache that a simulation can read."""
 
 import sys
 from contextlib import redirect_stderr
@@ -10,6 +10,7 @@ import torch
 from lm_eval.models.huggingface import HFLM, stop_sequences_criteria
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress
 
@@ -32,8 +33,9 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
     * Requests run one at a time, without padding, because a simulated cache counts positions from
       the start of the row.
-    * While `reads_simulation` is set, answers are generated without transformers' own KV cache: a
-      simulation needs the whole row in each forward pass.
+    * While `reads_simulation` is set, answers are generated with a KV cache that keeps all
+      positions, which the simulation reads through the codec at each step. Models that need a cache
+      class of their own read the whole row again for each token.
     * Log likelihoods are computed in one forward pass, as the harness does it. Inside a
       `Simulation`, every position of that pass reads what it would read when decoding.
     """
@@ -51,7 +53,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         """What the progress callback is told."""
         self.answers: list[Answer] = []
         """The lengths of the answers generated since this list was last emptied."""
-        self._done, self._total = 0, 0
+        self._task, self._done, self._total = "", 0, 0
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """One text per request, in the order given; the harness sorts them by length otherwise."""
@@ -70,12 +72,16 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         if not options.get("temperature"):
             options.pop("temperature", None)
             options.setdefault("do_sample", False)
+        options["use_cache"] = True
+        if self.reads_simulation:
+            cache = cache_of_all_positions(self.model)
+            options |= {"past_key_values": cache, "cache_implementation": None}
+            options["use_cache"] = cache is not None
         rows: torch.Tensor = self.model.generate(
             input_ids=context,
             max_length=max_length,
             stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], 1),
             pad_token_id=self.tokenizer.pad_token_id,
-            use_cache=not self.reads_simulation,
             **options,
         )
         answer = rows[0, context.shape[1] :]
