@@ -46,7 +46,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
         self._device = input_device(model)
         self._progress = progress
-        # Bars are drawn on this stream, even while the harness' own output is sent elsewhere.
+        # Where progress is shown while the model works; the harness' own output goes nowhere.
         self._stderr = sys.stderr
         self.reads_simulation = False
         self.stage = ""
@@ -59,10 +59,11 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         """One text per request, in the order given; the harness sorts them by length otherwise."""
         texts: list[str] = []
         self._done, self._total = 0, len(requests)
-        for request in requests:
-            self._task = request.task_name
-            texts += super().generate_until([request], disable_tqdm=True)
-            self._tell_progress()
+        with redirect_stderr(self._stderr):
+            for request in requests:
+                self._task = request.task_name
+                texts += super().generate_until([request], disable_tqdm=True)
+                self._tell_progress()
         return texts
 
     def _model_generate(
@@ -103,7 +104,8 @@ class HarnessModel(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """The log likelihood of each continuation, and whether it is greedy."""
         self._done, self._total = 0, len(requests)
-        scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True)
+        with redirect_stderr(self._stderr):
+            scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True)
         return scores
 
     @torch.no_grad()
@@ -114,5 +116,4 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
     def _tell_progress(self) -> None:
         self._done += 1
-        with redirect_stderr(self._stderr):
-            self._progress(self.stage, self._done, self._total)
+        self._progress(self.stage, self._done, self._total)

@@ -1,30 +1,24 @@
 """Runs the harness' tasks through the exact model and through every combination of arm and
 cache."""
 
-import os
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import as_unavailable
 from rotationzoo.evaluation.forward import Trial
+from rotationzoo.evaluation.harness.isolation import SEED, isolated
 from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
-from rotationzoo.evaluation.harness.tasks import HarnessSettings, hushed
+from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.progress import Progress
 
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import HarnessModel
 
-_SEED = 1234  # the harness' own for examples; sampled answers are the same in every run
 _RESAMPLES = 1000  # for the standard errors of metrics that have none in closed form
 
 
@@ -67,9 +61,9 @@ class HarnessRun:
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             # The examples are drawn anew in each run: the same seed draws the same.
-            task.set_fewshot_seed(seed=_SEED)
+            task.set_fewshot_seed(seed=SEED)
         self.model.answers.clear()
-        with hushed(), _seeded(), as_unavailable("the harness fails on its tasks"):
+        with isolated(), as_unavailable("the harness fails on its tasks"):
             results = evaluate(
                 lm=self.model,
                 task_dict=self.tasks,
@@ -111,33 +105,3 @@ def run_harness(
         pair_with_exact(measures, results, exact_results)
         arms[cache, arm.name] = measures
     return HarnessMeasures(lm_eval.__version__, settings, exact, arms)
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """Inside the block, the global random generators start from a fixed state; afterwards they are
-    as they were."""
-    state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(), _in_one_process():
-            random.seed(_SEED)
-            np.random.seed(_SEED)
-            torch.manual_seed(_SEED)
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-
-
-@contextmanager
-def _in_one_process() -> Iterator[None]:
-    """Inside the block, the harness resamples in this process. It would fork one per core
-    otherwise, which a process that holds a GPU does not bear."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["DISABLE_MULTIPROC"]
-        if before is not None:
-            os.environ["DISABLE_MULTIPROC"] = before

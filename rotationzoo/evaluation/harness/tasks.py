@@ -1,10 +1,8 @@
 """The harness' tasks: found by name, and loaded with their data before any weights are fetched."""
 
-import contextlib
 import difflib
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, UsageError, first_sentence
+from rotationzoo.evaluation.harness.isolation import isolated
+from rotationzoo.network.huggingface_session import asking_huggingface
 
 INSTALL = "pip install 'rotationzoo[tasks]'"
 _NEAREST = 5  # names in a hint
@@ -51,7 +51,7 @@ class TaskLoader:
             # What RULER's tasks ask for: they make their prompts themselves.
             "metadata": {"tokenizer": self._tokenizer_folder.name, "max_seq_lengths": [length]},
         }
-        with hushed():
+        with isolated():
             self._manager: Any = None
             if settings.folder is not None:
                 # The harness' own list has 14,000 names and takes seconds to read.
@@ -73,8 +73,8 @@ class TaskLoader:
                 hint="leave it out: base models are asked in plain text",
             )
         loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
-        with self._tokenizer_folder as folder, hushed():
-            _save_without_code(tokenizer, Path(folder))
+        with self._tokenizer_folder as folder, isolated():
+            save_without_code(tokenizer, Path(folder))
             for name in self.settings.tasks:
                 part = self._load_one(name)
                 loaded["tasks"] |= part["tasks"]
@@ -85,7 +85,8 @@ class TaskLoader:
 
     def _load_one(self, name: str) -> Any:
         try:
-            return self._manager.load([name])
+            with asking_huggingface():
+                return self._manager.load([name])
         except Exception as error:  # each data set and each task's own code fails in its own way
             raise RotationZooError(
                 f"the data of the harness' task {name} cannot be loaded: {first_sentence(error)}",
@@ -96,17 +97,6 @@ class TaskLoader:
     def _unknown(self) -> list[str]:
         names = set(self._manager.all_tasks)
         return [name for name in self.settings.tasks if name not in names]
-
-
-@contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Inside the block, what is printed goes nowhere: the harness prints, and draws bars."""
-    with (
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        yield
 
 
 def _task_manager() -> Any:
@@ -134,7 +124,7 @@ def _unknown_task(name: str, names: list[str]) -> UsageError:
     return UsageError(f"the harness has no task {name!r}", hint=hint)
 
 
-def _save_without_code(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_without_code(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a copy of the tokenizer that names no code of its repository.
 
     RULER's tasks load a tokenizer by its place, with remote code allowed; a model's code is never
