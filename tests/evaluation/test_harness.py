@@ -21,10 +21,12 @@ from lm_eval.tasks._index import TaskIndex
 
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
+from rotationzoo.cli.evaluate_view import show_evaluation
+from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.harness.measures import compare_answers
-from rotationzoo.evaluation.harness.model import Answer, HarnessModel
+from rotationzoo.evaluation.harness.model import HarnessModel, Row
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader, save_without_code
 from rotationzoo.model import loading
@@ -149,6 +151,7 @@ def test_log_likelihoods_read_the_2_bit_cache(measured):
     for arm in arms.values():
         assert arm["local_last"]["perplexity"] != exact["local_last"]["perplexity"]
         assert arm["local_last"]["paired"].keys() == {"acc"}
+        assert arm["local_last"]["past_windows"] == 1
         for metric, pairing in arm["local_choice"]["paired"].items():
             gap = exact["local_choice"][metric] - arm["local_choice"][metric]
             assert pairing["lost"] - pairing["gained"] == pytest.approx(gap * QUESTIONS)
@@ -176,7 +179,8 @@ def test_answers_read_the_2_bit_cache(asked):
         expected = [greedy(model, tokenizer, prompt, 8) for prompt in prompts]
     assert answers == expected
     assert answers != exact == [greedy(model, tokenizer, prompt, 8) for prompt in prompts]
-    assert harness.answers == [Answer("task", 8, truncated=True)] * 4
+    lengths = [len(tokenizer(prompt).input_ids) + 7 for prompt in prompts]
+    assert harness.rows == [Row("task", length, 8, truncated=True) for length in lengths * 2]
 
 
 def greedy(model, tokenizer, prompt, tokens):
@@ -197,6 +201,7 @@ def test_a_cache_that_keeps_everything_exact_answers_as_the_model(asked, folder,
         for name in TASKS:
             measures = dict(arm[name])
             pairings = measures.pop("paired")
+            assert measures.pop("past_windows") == 0
             assert all(pairing["lost"] == pairing["gained"] == 0 for pairing in pairings.values())
             errors = measures.pop("standard_error")
             # Measured: equal but for perplexity, by 4e-7: positions are summed in another order.
@@ -296,23 +301,29 @@ def test_data_that_cannot_be_fetched_is_named_before_weights_are(folder, inside,
     assert "--harness-chat needs a chat template" in result.stderr
 
 
-def test_the_command_line(folder, inside, artifacts):
+def test_the_command_line(folder, inside, artifacts, capsys):
     words = ["evaluate", "demo", artifacts[0], "--tokens", 512, "--length", 512, "--queries", 0]
-    words += ["--windows", "4/8", "--harness", "local_generate,local_choice"]
-    words += ["--harness-path", folder, "--harness-limit", 2]
-    result = inside(*words, "--save", "--json")
+    words += ["--windows", "4/8,64/400", "--harness", "local_generate,local_choice"]
+    words += ["--harness-path", folder, "--harness-limit", 1, "--save"]
+    result = inside(*words, "--json")
     report = json.loads(result.stdout)
-    assert result.stderr == ""
+    notes = [line for line in result.stderr.splitlines() if line.startswith("Note: ")]
+    assert notes == [
+        f"Note: {task} says little about this cache: 0% of its rows are longer than the 464 tokens "
+        "that are read exactly"
+        for task in ("local_generate", "local_choice")
+    ]
     assert report["harness"]["tasks"] == ["local_generate", "local_choice"]
-    assert report["exact"]["harness"]["local_generate"]["questions"] == 2
+    assert report["exact"]["harness"]["local_generate"]["questions"] == 1
     arm = report["arms"]["oscar"]["harness"]
     assert arm["local_choice"].keys() == {
-        *("acc", "acc_norm", "standard_error", "questions", "paired")
+        *("acc", "acc_norm", "standard_error", "questions", "row_tokens", "past_windows", "paired")
     }
     saved = json.loads((artifacts[0] / "evaluation.json").read_text())
     assert saved["windows"][0]["arms"]["oscar"]["harness"] == arm
     assert saved["exact"]["harness"] == report["exact"]["harness"]
-    table = inside(*words).stdout
-    assert "local_generate, 2 questions" in table
+    show_evaluation(Output(), report)
+    table = capsys.readouterr().out
+    assert "local_generate, 1 questions" in table
     assert "-0 +0 (p 1)" in table
     assert "truncated" in table

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from scipy.stats import binomtest
 
+from rotationzoo.cache.windows import Cache
+
 if TYPE_CHECKING:
-    from rotationzoo.evaluation.harness.model import Answer
+    from rotationzoo.evaluation.harness.model import Row
 
 TaskMeasures = dict[str, Any]
 """The measures of one task: each metric's value under the harness' own name (`acc`, or
@@ -17,6 +19,9 @@ TaskMeasures = dict[str, Any]
 
 * `standard_error`: metric -> the harness' standard error, None where it has none;
 * `questions`: how many were asked;
+* `row_tokens`: the mean length of what was read for a question (prompt and answer), in tokens;
+* `past_windows`: for an arm, the share of these rows that are longer than the exact windows, so
+  that something in them is read in 2 bits;
 * `answer_tokens`, `truncated`: for generated answers, their mean length in tokens and the share
   that reached the task's largest length without a stop string or an end token;
 * `paired`: for an arm, metric -> `Pairing`, for metrics that are 0 or 1 for each question.
@@ -34,11 +39,16 @@ class Pairing(TypedDict):
     """Of McNemar's exact test: the chance of a split at least as uneven if both were as good."""
 
 
-def measure_tasks(results: dict[str, Any], answers: Iterable["Answer"]) -> dict[str, TaskMeasures]:
-    """The measures of every task and group in what `lm_eval.evaluator.evaluate` returned."""
-    lengths: dict[str, list[Answer]] = {}
-    for answer in answers:
-        lengths.setdefault(answer.task, []).append(answer)
+def measure_tasks(
+    results: dict[str, Any], rows: Iterable["Row"], cache: Cache | None
+) -> dict[str, TaskMeasures]:
+    """The measures of every task and group in what `lm_eval.evaluator.evaluate` returned.
+
+    `rows` is what the model read, through `cache` if there is one.
+    """
+    rows_of: dict[str, list[Row]] = {}
+    for row in rows:
+        rows_of.setdefault(row.task, []).append(row)
     measured: dict[str, TaskMeasures] = {}
     for task, metrics in results["results"].items():
         measures = _metrics(metrics)
@@ -46,11 +56,22 @@ def measure_tasks(results: dict[str, Any], answers: Iterable["Answer"]) -> dict[
             continue  # a group without a metric of its own
         if counts := results["n-samples"].get(task):
             measures["questions"] = counts["effective"]
-        if generated := lengths.get(task):
-            measures["answer_tokens"] = sum(answer.tokens for answer in generated) / len(generated)
-            measures["truncated"] = sum(answer.truncated for answer in generated) / len(generated)
+        if task in rows_of:
+            measures |= _lengths(rows_of[task], cache)
         measured[task] = measures
     return measured
+
+
+def _lengths(rows: list["Row"], cache: Cache | None) -> TaskMeasures:
+    measures: TaskMeasures = {"row_tokens": sum(row.tokens for row in rows) / len(rows)}
+    if cache is not None:
+        past = sum(row.tokens > cache.first_quantized for row in rows)
+        measures["past_windows"] = past / len(rows)
+    answers = [row.answer for row in rows if row.answer is not None]
+    if answers:
+        measures["answer_tokens"] = sum(answers) / len(answers)
+        measures["truncated"] = sum(row.truncated for row in rows) / len(answers)
+    return measures
 
 
 def pair_with_exact(

@@ -16,14 +16,17 @@ from rotationzoo.progress import Progress
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The length of one generated answer."""
+class Row:
+    """The tokens that the model read for one request."""
 
     task: str
     tokens: int
-    """Tokens that were generated, with the stop string or the end token."""
-    truncated: bool
-    """Whether it ended only because it reached the task's largest length."""
+    """All tokens that it read: the prompt, and the answer but for its last token."""
+    answer: int | None = None
+    """Tokens that it generated, with the stop string or the end token; None where it only scored an
+    answer that was given."""
+    truncated: bool = False
+    """Whether a generated answer ended only because it reached the task's largest length."""
 
 
 class HarnessModel(HFLM):  # type: ignore[misc]
@@ -51,9 +54,11 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.reads_simulation = False
         self.stage = ""
         """What the progress callback is told."""
-        self.answers: list[Answer] = []
-        """The lengths of the answers generated since this list was last emptied."""
+        self.rows: list[Row] = []
+        """What was read since this list was last emptied."""
         self._task, self._done, self._total = "", 0, 0
+        # The tasks of scored requests, in their order; the windows of a rolling text have no task.
+        self._scored_tasks: list[str] = []
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """One text per request, in the order given; the harness sorts them by length otherwise."""
@@ -87,7 +92,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         )
         answer = rows[0, context.shape[1] :]
         truncated = rows.shape[1] >= max_length and not self._is_finished(answer, stop)
-        self.answers.append(Answer(self._task, len(answer), truncated))
+        self.rows.append(Row(self._task, rows.shape[1] - 1, len(answer), truncated))
         return rows
 
     def _is_finished(self, answer: torch.Tensor, stop: list[str]) -> bool:
@@ -99,10 +104,20 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         text = self.tokenizer.decode(answer)
         return any(word in text for word in stop)
 
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The log likelihood of each continuation, and whether it is greedy."""
+        self._scored_tasks = [request.task_name for request in requests]
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return scores
+
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """The log likelihood of each continuation, and whether it is greedy."""
+        for task, (_, context, continuation) in zip(self._scored_tasks, requests, strict=False):
+            self.rows.append(Row(task, len(context) + len(continuation) - 1))
+        self._scored_tasks = []
         self._done, self._total = 0, len(requests)
         with redirect_stderr(self._stderr):
             scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True)

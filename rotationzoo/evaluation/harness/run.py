@@ -19,6 +19,7 @@ from rotationzoo.progress import Progress
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import HarnessModel
 
+_MOST = 0.5  # the share of a task's rows that must read something in 2 bits
 _RESAMPLES = 1000  # for the standard errors of metrics that have none in closed form
 
 
@@ -45,6 +46,20 @@ class HarnessMeasures:
         for cache, window in zip(trial.caches, report["windows"], strict=True):
             for name, arm in window["arms"].items():
                 arm["harness"] = self.arms[cache, name]
+            report["notes"] += _notes(cache, next(iter(window["arms"].values()))["harness"])
+
+
+def _notes(cache: Cache, tasks: dict[str, TaskMeasures]) -> list[str]:
+    """Notes on tasks whose questions are mostly too short to read anything in 2 bits."""
+    notes = []
+    for name, measures in tasks.items():
+        share = measures.get("past_windows", 1)
+        if share < _MOST:
+            notes.append(
+                f"{name} says little about this cache: {share:.0%} of its rows are longer than the "
+                f"{cache.first_quantized} tokens that are read exactly"
+            )
+    return notes
 
 
 class HarnessRun:
@@ -53,8 +68,9 @@ class HarnessRun:
     def __init__(self, model: "HarnessModel", tasks: dict[str, Any], settings: HarnessSettings):
         self.model, self.tasks, self.settings = model, tasks, settings
 
-    def answer(self) -> tuple[dict[str, Any], dict[str, TaskMeasures]]:
-        """What the harness returns, and the measures made of it."""
+    def answer(self, cache: Cache | None) -> tuple[dict[str, Any], dict[str, TaskMeasures]]:
+        """What the harness returns, and the measures made of it. `cache` is the one that is
+        simulated; None for the exact model."""
         from lm_eval.evaluator import evaluate
 
         for task in self.tasks["tasks"].values():
@@ -62,7 +78,7 @@ class HarnessRun:
                 task.set_config(key="num_fewshot", value=0)
             # The examples are drawn anew in each run: the same seed draws the same.
             task.set_fewshot_seed(seed=SEED)
-        self.model.answers.clear()
+        self.model.rows.clear()
         with isolated(), as_unavailable("the harness fails on its tasks"):
             results = evaluate(
                 lm=self.model,
@@ -72,7 +88,7 @@ class HarnessRun:
                 apply_chat_template=self.settings.chat,
                 fewshot_as_multiturn=self.settings.chat,
             )
-        return results, measure_tasks(results, self.model.answers)
+        return results, measure_tasks(results, self.model.rows, cache)
 
 
 def run_harness(
@@ -94,14 +110,14 @@ def run_harness(
     asked = HarnessModel(model, tokenizer, progress)
     run = HarnessRun(asked, tasks, settings)
     asked.stage = "answering exactly"
-    exact_results, exact = run.answer()
+    exact_results, exact = run.answer(None)
     asked.reads_simulation = True
     arms: dict[tuple[Cache, str], dict[str, TaskMeasures]] = {}
     for cache, arm in product(trial.caches, trial.arms):
         asked.stage = f"answering through {arm.name}"
         simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
         with simulation.running(model):
-            results, measures = run.answer()
+            results, measures = run.answer(cache)
         pair_with_exact(measures, results, exact_results)
         arms[cache, arm.name] = measures
     return HarnessMeasures(lm_eval.__version__, settings, exact, arms)
