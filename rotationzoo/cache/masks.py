@@ -94,14 +94,14 @@ def two_copy_mask(
     queries, mask = query.shape[2], attend.mask
     length = length or queries
     if mask is None:
-        causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        mask = causal[None, None, -queries:]
+        every = torch.ones(queries, length, dtype=torch.bool, device=query.device)
+        mask = every.tril(length - queries)[None, None]
     if mask.ndim != 4 or mask.shape[-2:] != (queries, length):
         name = type(attend.module).__name__
         raise UnsupportedModel(
             f"{name} masks its attention in a way that cannot show it a second copy of its cache"
         )
-    exact = cache.exact(length, query.device)[-queries:]
+    exact = cache.exact(length, query.device, queries)
     if mask.dtype == torch.bool:
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min

@@ -26,11 +26,15 @@ class Cache:
     fork of SGLang writes chunks (`_mixed_extend_layout_counts`); there, `recent` applies to
     decoding only. With `window` the `recent` tokens before a chunk stay exact too."""
 
-    def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Boolean `[T, T]`: whether query t reads the exact copy of position j."""
+    def exact(
+        self, length: int, device: torch.device | str = "cpu", queries: int | None = None
+    ) -> torch.Tensor:
+        """Boolean `[Q, T]`: whether query t reads the exact copy of position j, for the last Q =
+        `queries` of T = `length` positions, or for all of them (None)."""
         position = torch.arange(length, device=device)
+        query = position if queries is None else position[length - queries :]
         chunk = self.prefill_chunk
-        end = position + 1 if chunk is None else position // chunk * chunk
+        end = query + 1 if chunk is None else query // chunk * chunk
         # Positions after the query count as exact here; the model's own mask hides them.
         return (position < self.sink) | (position >= end[:, None] - self._recent)
 

@@ -52,7 +52,7 @@ def measure_tasks(
     measured: dict[str, TaskMeasures] = {}
     for task, metrics in results["results"].items():
         measures = _metrics(metrics)
-        if not measures["standard_error"]:
+        if measures == {"standard_error": {}}:
             continue  # a group without a metric of its own
         if counts := results["n-samples"].get(task):
             measures["questions"] = counts["effective"]
@@ -104,14 +104,16 @@ def _metrics(metrics: dict[str, Any]) -> TaskMeasures:
     errors: dict[str, float | None] = {}
     for key, value in metrics.items():
         name, comma, filter = key.rpartition(",")
-        if not comma:  # the task's name and counts
+        # Without a comma it is the task's name or a count. RULER's tasks have a metric for each
+        # length, which is -1 for lengths that were not asked.
+        if not comma or (name.isdecimal() and value == -1):
             continue
         number = float(value) if _is_number(value) else None
         if name.endswith("_stderr"):
             errors[_label(name.removesuffix("_stderr"), filter)] = number
         else:
             values[_label(name, filter)] = number
-    return {**values, "standard_error": errors}
+    return {**values, "standard_error": {metric: errors.get(metric) for metric in values}}
 
 
 def _scores(samples: list[dict[str, Any]]) -> dict[str, dict[int, float]]:

@@ -107,7 +107,8 @@ def run_harness(
 
     from rotationzoo.evaluation.harness.model import HarnessModel
 
-    asked = HarnessModel(model, tokenizer, progress)
+    with as_unavailable("the harness cannot use this model and its tokenizer"):
+        asked = HarnessModel(model, tokenizer, progress)
     run = HarnessRun(asked, tasks, settings)
     asked.stage = "answering exactly"
     exact_results, exact = run.answer(None)
