@@ -11,7 +11,9 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe, load, override
@@ -80,6 +82,8 @@ class EvaluationOptions(Text, Run, total=False):
     prefill_layout: Literal["server", "window"]
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
+    harness: HarnessSettings
+    """Tasks of lm-evaluation-harness that the exact model and every arm answer."""
     progress: Progress
 
 

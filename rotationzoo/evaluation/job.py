@@ -69,12 +69,12 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     before any weights are fetched.
     """
     _check_settings(job)
-    loader = TaskLoader(job.harness, job.data.length) if job.harness else None
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
         if artifact.folder in job.save_to:
             artifact.check_writable()
+    loader = TaskLoader(job.harness, job.data.length) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     config = loading.load_config(source)

@@ -226,7 +226,7 @@ def test_truncated_answers_are_counted(asked, tmp_path):
         assert measures["local_endless"]["answer_tokens"] == 3
         assert measures["local_short"]["truncated"] == 0
         assert measures["local_short"]["answer_tokens"] < 3
-    assert stages[-1] == ("answering through hadamard", 4, 4)
+    assert stages[-1] == ("answering, hadamard", 4, 4)
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (5, 0), (3, 4)])

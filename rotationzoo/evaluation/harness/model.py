@@ -52,18 +52,18 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         # Where progress is shown while the model works; the harness' own output goes nowhere.
         self._stderr = sys.stderr
         self.reads_simulation = False
-        self.stage = ""
-        """What the progress callback is told."""
+        self.reader = ""
+        """The arm that answers, by whose name progress is told."""
         self.rows: list[Row] = []
         """What was read since this list was last emptied."""
-        self._task, self._done, self._total = "", 0, 0
+        self._task, self._stage, self._done, self._total = "", "", 0, 0
         # The tasks of scored requests, in their order; the windows of a rolling text have no task.
         self._scored_tasks: list[str] = []
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """One text per request, in the order given; the harness sorts them by length otherwise."""
         texts: list[str] = []
-        self._done, self._total = 0, len(requests)
+        self._start_stage("answering", requests)
         with redirect_stderr(self._stderr):
             for request in requests:
                 self._task = request.task_name
@@ -118,7 +118,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         for task, (_, context, continuation) in zip(self._scored_tasks, requests, strict=False):
             self.rows.append(Row(task, len(context) + len(continuation) - 1))
         self._scored_tasks = []
-        self._done, self._total = 0, len(requests)
+        self._start_stage("scoring", requests)
         with redirect_stderr(self._stderr):
             scores: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True)
         return scores
@@ -129,6 +129,11 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self._tell_progress()
         return logits
 
+    def _start_stage(self, verb: str, requests: list[Any]) -> None:
+        # A stage of its own for each kind of request, because each has its own number and speed.
+        self._stage = f"{verb}, {self.reader}"
+        self._done, self._total = 0, len(requests)
+
     def _tell_progress(self) -> None:
         self._done += 1
-        self._progress(self.stage, self._done, self._total)
+        self._progress(self._stage, self._done, self._total)

@@ -110,12 +110,12 @@ def run_harness(
     with as_unavailable("the harness cannot use this model and its tokenizer"):
         asked = HarnessModel(model, tokenizer, progress)
     run = HarnessRun(asked, tasks, settings)
-    asked.stage = "answering exactly"
+    asked.reader = "exact"
     exact_results, exact = run.answer(None)
     asked.reads_simulation = True
     arms: dict[tuple[Cache, str], dict[str, TaskMeasures]] = {}
     for cache, arm in product(trial.caches, trial.arms):
-        asked.stage = f"answering through {arm.name}"
+        asked.reader = arm.name
         simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
         with simulation.running(model):
             results, measures = run.answer(cache)
