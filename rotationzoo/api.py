@@ -13,7 +13,6 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import Evaluation
-from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe, load, override
