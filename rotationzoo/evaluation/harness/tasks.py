@@ -36,9 +36,9 @@ class HarnessSettings:
 class TaskLoader:
     """Finds the tasks of some settings at once, and loads their data when a tokenizer is there."""
 
-    def __init__(self, settings: HarnessSettings, length: int):
+    def __init__(self, settings: HarnessSettings, lengths: Sequence[int]):
         """Raises `RotationZooError` if the harness is not installed, and `UsageError` for a task
-        that it does not know. `length` is the tokens of a prompt for tasks that can be made of any
+        that it does not know. `lengths` are the tokens per prompt for tasks that can be made of any
         length (RULER).
         """
         self.settings = settings
@@ -49,7 +49,7 @@ class TaskLoader:
         options = {
             "include_path": settings.folder,
             # What RULER's tasks ask for: they make their prompts themselves.
-            "metadata": {"tokenizer": self._tokenizer_folder.name, "max_seq_lengths": [length]},
+            "metadata": {"tokenizer": self._tokenizer_folder.name, "max_seq_lengths": [*lengths]},
         }
         with isolated():
             self._manager: Any = None
