@@ -25,6 +25,7 @@ ORDER = [
     "recipe",
     "model",
     "text",
+    "recall",
     "cache",
     "artifact",
     "calibration",

@@ -1,0 +1,49 @@
+"""How well a model answers the questions of prompts: exact matches, and log probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.model.loading import input_device
+from rotationzoo.recall.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A model's answers to all questions of some prompts, in their order."""
+
+    correct: torch.Tensor
+    """Boolean `[questions]`: whether the greedy answer is exactly right."""
+    log_probability: torch.Tensor
+    """Float64 `[questions]`: the log probability of the whole right answer, in nats."""
+
+
+@torch.no_grad()
+def read_answers(model: PreTrainedModel, prompts: Sequence[Prompt], batch: int = 1) -> Answers:
+    """The model's answers to the questions of prompts of one length.
+
+    One forward pass is enough. Every token of the right answer is the most probable one after those
+    before it if and only if greedy decoding writes exactly this answer. A later question follows
+    the right answers of earlier ones. Inside a running `Simulation`, the answers are those of a
+    model that reads its cache in 2 bits.
+    """
+    correct, log_probability = [], []
+    for start in range(0, len(prompts), batch):
+        rows = prompts[start : start + batch]
+        ids = torch.stack([prompt.ids for prompt in rows]).to(input_device(model))
+        first = min(prompt.questions[0].answer.start for prompt in rows) - 1
+        kept = ids.shape[1] - first
+        output = model(input_ids=ids, use_cache=False, logits_to_keep=kept)
+        # Sliced again, for models that return all logits whatever `logits_to_keep` says.
+        for prompt, logits in zip(rows, output.logits[:, -kept:], strict=True):
+            for question in prompt.questions:
+                target = prompt.ids[question.answer].to(logits.device)
+                # Position t predicts the token at t + 1.
+                at = slice(question.answer.start - 1 - first, question.answer.stop - 1 - first)
+                predicted = logits[at].float()
+                loss = torch.nn.functional.cross_entropy(predicted, target, reduction="sum")
+                correct.append((predicted.argmax(-1) == target).all())
+                log_probability.append(-loss.double())
+    return Answers(torch.stack(correct).cpu(), torch.stack(log_probability).cpu())

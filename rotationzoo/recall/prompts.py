@@ -1,0 +1,249 @@
+"""Prompts of the recall tasks: token rows that hide statements in ordinary text and ask for them at
+the end."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.recall.exercises import POOLS, Asked, Block, Exercise, write_exercise
+from rotationzoo.text.tokenizing import start_tokens
+
+TASKS = {"needles": 8, "key-value": 8, "quote": 4, "copy": 4, "assignments": 4}
+"""Task -> questions per prompt. The tasks with fewer have longer answers or more statements."""
+
+QUOTE = "quote"
+"""The task that hides nothing: it asks for passages of the text itself, word for word."""
+_QUOTE_CUE, _QUOTED = 12, 16  # tokens of the passage that are given, and that are asked for
+_QUOTE_LEAD = "# as above:\n"
+_TRIES = 200  # at finding a passage whose cue occurs only once
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """What the prompts of one task look like."""
+
+    task: str
+    prompts: int
+    length: int = 2048
+    """Tokens per prompt."""
+    questions: int | None = None
+    """Questions per prompt; None takes those of `TASKS`."""
+    first: int = 64
+    """The first position at which a statement may begin; the exact window before it is the sink."""
+    recent: int = 256
+    """Tokens before the first question that hold no statement, so that every answer must be read
+    from the quantized part of the cache."""
+    seed: int = 0
+    pool: str = "judge"
+    """The words that are used: a key of `POOLS`."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of a prompt."""
+
+    task: str
+    answer: slice
+    """The positions of the answer's tokens."""
+    source: int
+    """The position of the statement that holds the answer."""
+
+    @property
+    def distance(self) -> int:
+        """Tokens from the statement to the answer."""
+        return int(self.answer.start) - self.source
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of token ids `[T]` with questions at its end, each followed by its right answer."""
+
+    ids: torch.Tensor
+    questions: tuple[Question, ...]
+
+    def depth(self, question: Question) -> float:
+        """Where in the prompt the statement is: 0 at the start, 1 at the end."""
+        return question.source / len(self.ids)
+
+
+def write_prompts(
+    settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, filler: Sequence[int]
+) -> list[Prompt]:
+    """Prompts of `settings.length` tokens each, hidden in stretches of `filler` (token ids).
+
+    The same settings, tokenizer and filler give the same prompts on every machine. Raises
+    `RotationZooError` if the length leaves no room for statements outside the exact windows.
+    """
+    writer = _Writer(settings, tokenizer, filler)
+    return [writer.write(number) for number in range(settings.prompts)]
+
+
+@dataclass
+class _Piece:
+    """Token ids of a question, and where in them its answer is."""
+
+    ids: list[int]
+    answer: slice
+    source: str | int
+    """What holds the answer: a line of an exercise, or the place of a passage in the filler."""
+
+
+@dataclass
+class _Row:
+    """A prompt while it is written: the ids so far, and where each line was put."""
+
+    ids: list[int]
+    places: dict[str | int, int] = field(default_factory=dict)
+
+
+class _Writer:
+    """Writes the prompts of one task."""
+
+    def __init__(
+        self, settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, filler: Sequence[int]
+    ):
+        self.settings, self.tokenizer, self.filler = settings, tokenizer, filler
+        self.questions = settings.questions or TASKS[settings.task]
+        self.start = start_tokens(tokenizer)
+        self.line_end = self._encode("\n")
+        # Statements are put after a line's end, where there is one nearby.
+        self.line_ends = {token for token in set(filler) if "\n" in tokenizer.decode([token])}
+
+    def write(self, number: int) -> Prompt:
+        seed = f"{self.settings.seed} {self.settings.task} {number}"
+        draw = random.Random(seed)
+        if self.settings.task == QUOTE:
+            return self._write_quotes(draw)
+        words = POOLS[self.settings.pool]
+        exercise = write_exercise(self.settings.task, self.questions, words, seed)
+        pieces = [self._question(asked) for asked in exercise.questions]
+        blocks = [block for group in exercise.groups for block in group]
+        hidden = sum(len(self._encode(line + "\n")) for block in blocks for line in block)
+        filler, places = self._draw_filler(draw, pieces, hidden)
+        positions = self._draw_positions(draw, filler, places, len(blocks))
+        row = self._hide(draw, exercise, filler, positions)
+        return self._ask(row, pieces)
+
+    def _write_quotes(self, draw: random.Random) -> Prompt:
+        """A prompt that asks for passages of its own text."""
+        lead = self._encode(_QUOTE_LEAD)
+        cue = slice(len(lead), len(lead) + _QUOTE_CUE)
+        answer = slice(cue.stop, cue.stop + _QUOTED)
+        # The passages are known only once the text is; until then, any tokens hold their place.
+        empty = _Piece([0] * answer.stop + self.line_end, answer, 0)
+        filler, places = self._draw_filler(draw, [empty] * self.questions, 0)
+        passages = self._draw_passages(draw, filler, places)
+        pieces = []
+        for position in passages:
+            passage = filler[position : position + _QUOTE_CUE + _QUOTED]
+            pieces.append(_Piece([*lead, *passage, *self.line_end], answer, position))
+        row = _Row([*self.start, *filler])
+        row.places = {place: len(self.start) + place for place in passages}
+        return self._ask(row, pieces)
+
+    def _draw_filler(
+        self, draw: random.Random, pieces: list[_Piece], hidden: int
+    ) -> tuple[list[int], range]:
+        """A stretch of filler that leaves room for the questions and the hidden tokens, and the
+        range of positions in it at which statements may be put."""
+        settings = self.settings
+        asked = len(self.line_end) + sum(len(piece.ids) for piece in pieces)
+        room = settings.length - len(self.start) - hidden - asked
+        places = range(max(0, settings.first - len(self.start)), room - settings.recent)
+        if len(places) < 2 * len(pieces):
+            raise RotationZooError(
+                f"prompts of {settings.length} tokens are too short for the task {settings.task}",
+                hint="give a greater --lengths, or smaller --windows",
+            )
+        # Short fillers are repeated, rather than refused.
+        first = draw.randrange(len(self.filler))
+        return [self.filler[(first + at) % len(self.filler)] for at in range(room)], places
+
+    def _draw_positions(
+        self, draw: random.Random, filler: list[int], places: range, count: int
+    ) -> list[int]:
+        """Positions in the filler, ascending: one at a random place of each of `count` equal
+        parts."""
+        positions = []
+        for part in range(count):
+            low = places.start + len(places) * part // count
+            high = places.start + len(places) * (part + 1) // count
+            position = draw.randrange(low, max(high, low + 1))
+            ends = (at for at in range(position, high) if filler[at] in self.line_ends)
+            positions.append(next(ends, position - 1) + 1)
+        return positions
+
+    def _draw_passages(self, draw: random.Random, filler: list[int], places: range) -> list[int]:
+        """Positions of passages whose cue is nowhere else in the filler, at random depths."""
+        # The last passage must end before the recent window begins.
+        places = range(places.start, places.stop - _QUOTE_CUE - _QUOTED)
+        cues = [tuple(filler[at : at + _QUOTE_CUE]) for at in range(len(filler))]
+        count = Counter(cues)
+        passages: list[int] = []
+        for position in self._draw_positions(draw, filler, places, self.questions):
+            # Repeated text may have no unique cue; then any passage must do.
+            tries = [position, *draw.choices(places, k=_TRIES)]
+            unique = (at for at in tries if count[cues[at]] == 1 and at not in passages)
+            passages.append(next(unique, position))
+        return draw.sample(passages, len(passages))
+
+    def _hide(
+        self, draw: random.Random, exercise: Exercise, filler: list[int], positions: list[int]
+    ) -> _Row:
+        """The filler with every block put at one of the positions; groups keep their order."""
+        groups = [number for number, blocks in enumerate(exercise.groups) for _ in blocks]
+        draw.shuffle(groups)
+        waiting = [iter(blocks) for blocks in exercise.groups]
+        row, before = _Row(list(self.start)), 0
+        for position, group in zip(positions, groups, strict=True):
+            row.ids += filler[before:position]
+            before = position
+            self._put(row, next(waiting[group]))
+        row.ids += filler[before:]
+        return row
+
+    def _put(self, row: _Row, block: Block) -> None:
+        for line in block:
+            row.places[line] = len(row.ids)
+            row.ids += self._encode(line + "\n")
+
+    def _ask(self, row: _Row, pieces: list[_Piece]) -> Prompt:
+        """The prompt that ends with the questions."""
+        # The filler may stop in the middle of a line.
+        row.ids += self.line_end
+        questions = []
+        for piece in pieces:
+            start = len(row.ids)
+            answer = slice(start + piece.answer.start, start + piece.answer.stop)
+            questions.append(Question(self.settings.task, answer, row.places[piece.source]))
+            row.ids += piece.ids
+        return Prompt(torch.tensor(row.ids), tuple(questions))
+
+    def _question(self, asked: Asked) -> _Piece:
+        """The ids of a question with its answer.
+
+        They are tokenized together, as the statement was, so that the answer has the same tokens.
+        """
+        ids = self._encode(asked.prefix + asked.answer + "\n")
+        first = _common(ids, self._encode(asked.prefix))
+        last = _common(ids, self._encode(asked.prefix + asked.answer))
+        return _Piece(ids, slice(first, last), asked.line)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+
+def _common(ids: list[int], beginning: list[int]) -> int:
+    """How many tokens two rows have in common at their start."""
+    count = 0
+    for first, second in zip(ids, beginning, strict=False):
+        if first != second:
+            break
+        count += 1
+    return count

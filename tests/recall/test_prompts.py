@@ -1,0 +1,87 @@
+"""The prompts of recall tasks: their lengths, where statements are, and what answers are."""
+
+import re
+
+import pytest
+import torch
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model.loading import load_tokenizer
+from rotationzoo.model.source import find
+from rotationzoo.recall.exercises import POOLS
+from rotationzoo.recall.prompts import TASKS, PromptSettings, write_prompts
+from rotationzoo.recipe import Data
+from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.text.rows import read_corpus
+
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(find("demo", None))
+
+
+@pytest.fixture(scope="module")
+def filler(tokenizer):
+    text = read_corpus(Data(source=str(HELD_OUT), tokens=8192, length=4096), tokenizer)
+    return torch.cat(text.rows).tolist()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_answer_is_in_its_statement_outside_the_exact_windows(task, tokenizer, filler):
+    settings = PromptSettings(task, prompts=4, length=LENGTH, first=64, recent=128)
+    for prompt in write_prompts(settings, tokenizer, filler):
+        assert prompt.ids.shape == (LENGTH,)
+        assert len(prompt.questions) == TASKS[task]
+        for question in prompt.questions:
+            answer = tokenizer.decode(prompt.ids[question.answer])
+            assert question.source >= 64
+            assert question.source + 128 < prompt.questions[0].answer.start
+            statement = tokenizer.decode(prompt.ids[question.source :][:160])
+            # In a dictionary the answer is not preceded by the same character.
+            assert answer.strip() in statement
+            assert question.distance == question.answer.start - question.source
+            assert 0 < prompt.depth(question) < 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_same_seed_writes_the_same_prompts(task, tokenizer, filler):
+    first, second, other = (
+        write_prompts(PromptSettings(task, 2, LENGTH, recent=64, seed=seed), tokenizer, filler)
+        for seed in (0, 0, 1)
+    )
+    assert all(map(torch.equal, (p.ids for p in first), (p.ids for p in second)))
+    assert not torch.equal(first[0].ids, other[0].ids)
+    assert not torch.equal(first[0].ids, first[1].ids)
+
+
+def test_chains_of_assignments_are_hidden_in_order(tokenizer, filler):
+    settings = PromptSettings("assignments", prompts=1, length=LENGTH, recent=64)
+    (prompt,) = write_prompts(settings, tokenizer, filler)
+    text = tokenizer.decode(prompt.ids)
+    for question in prompt.questions:
+        asked = tokenizer.decode(prompt.ids[: question.answer.start])
+        name = asked.rsplit("assert ", 1)[1].removesuffix(" ==")
+        before = re.search(rf"{name} = (\w+_\w+)", text)
+        assert text.index(f"{before[1]} = ") < before.start()
+
+
+def test_quoted_passages_are_copies(tokenizer, filler):
+    settings = PromptSettings("quote", prompts=2, length=LENGTH, recent=64)
+    for prompt in write_prompts(settings, tokenizer, filler):
+        ids = prompt.ids.tolist()
+        for question in prompt.questions:
+            size = question.answer.stop - question.answer.start
+            start = question.source + 12  # the cue comes first
+            assert ids[start : start + size] == ids[question.answer]
+
+
+def test_choosing_and_judging_share_no_word():
+    assert not set(POOLS["choose"]) & set(POOLS["judge"])
+
+
+def test_a_prompt_too_short_for_its_windows_is_refused(tokenizer, filler):
+    settings = PromptSettings("needles", prompts=1, length=512, recent=256)
+    with pytest.raises(RotationZooError, match="too short for the task needles"):
+        write_prompts(settings, tokenizer, filler)

@@ -1,0 +1,131 @@
+"""The scripts that make lab models: what they train on, and copies with outliers that compute the
+same."""
+
+import random
+
+import add_outliers
+import describe_lab_models
+import lab_rows
+import numpy as np
+import pytest
+import torch
+import train_lab_models
+import transformers
+
+from rotationzoo.model.loading import load_tokenizer
+from rotationzoo.model.source import find
+from rotationzoo.recall.exercises import POOLS
+
+SEEN = "".join(f"this_line_is_for_training = number_{number}\n" for number in range(400))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(find("demo"))
+
+
+@pytest.fixture
+def source(tokenizer, monkeypatch):
+    tokens = lab_rows.tokens_of([SEEN] * 20, tokenizer)
+    words = [f"{letter}{end}" for letter in "abcdefghijklmnopqrstuvwxyz" for end in ("ear", "old")]
+    source = lab_rows.Source(tokenizer, tokens, words, seed=0)
+    monkeypatch.setattr(lab_rows, "_source", source, raising=False)
+    yield source
+    POOLS.pop(lab_rows.POOL, None)
+
+
+@pytest.mark.parametrize("name", lab_rows.BUNDLED)
+def test_files_of_the_bundled_texts_are_left_out_in_other_releases_too(name, tmp_path):
+    text = lab_rows.bundled_texts(name)[0]
+    (tmp_path / "released_later.py").write_text(f"import later_release\n{text}\nA_NEW_LINE = 1\n")
+    (tmp_path / "seen.py").write_text(SEEN)
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "installed.py").write_text(SEEN)
+    assert lab_rows.read_sources([tmp_path]) == [SEEN]
+
+
+def test_words_of_training_are_whole_and_none_of_those_that_judge():
+    words = lab_rows.common_words(
+        ["socket socket buffer SomeClass lonelyword " + POOLS["judge"][0]]
+    )
+    assert words[0] == "socket"
+    assert set(words) == {"socket", "buffer"}
+
+
+def test_rows_have_one_length_and_weigh_their_answers(source, tokenizer):
+    draw = random.Random(3)
+    groups = [lab_rows._write_group(draw, 2048) for _ in range(8)]
+    ids, weights = (np.concatenate(arrays) for arrays in zip(*groups, strict=True))
+    assert ids.shape == weights.shape == (8 * lab_rows.GROUP, 2048)
+    assert set(np.unique(weights)) == {1, lab_rows.ANSWER_WEIGHT}
+    heavy = weights > 1
+    assert not heavy.any(1).all(), "some rows are plain"
+    assert heavy.any(1).any()
+    row = heavy.any(1).argmax()
+    answer = tokenizer.decode(ids[row][heavy[row]].tolist())
+    assert answer.split()[0] in tokenizer.decode(ids[row][: heavy[row].argmax()].tolist())
+
+
+def test_the_demo_model_fits_its_package_and_its_positions():
+    model = train_lab_models.new_model(train_lab_models.MODELS["demo"], train_lab_models.Size(), 0)
+    assert 2 * sum(p.numel() for p in model.parameters()) < 6_000_000
+    assert model.config.max_position_embeddings == 8192
+
+
+@pytest.mark.parametrize("name", train_lab_models.MODELS)
+def test_the_loss_of_training_is_that_of_the_model(name):
+    torch.manual_seed(0)
+    lab, size = train_lab_models.MODELS[name], train_lab_models.SMALL
+    model = train_lab_models.new_model(lab, size, 0)
+    ids = torch.randint(2048, (2, 64))
+    weights = torch.ones(2, 64, dtype=torch.uint8)
+    with torch.no_grad():
+        loss = train_lab_models.loss_of(model, ids, weights)
+        torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)
+        weights[:, 32:] = 3
+        assert train_lab_models.loss_of(model, ids, weights) != loss
+
+
+def test_lanes_have_equal_shares():
+    lanes = train_lab_models.lanes_of(["llama", "qwen2", "qwen3", "demo"], 2)
+    shares = [sum(train_lab_models.MODELS[name].share for name in lane) for lane in lanes]
+    assert sorted(shares) == [2, 3]
+    assert sorted(name for lane in lanes for name in lane) == ["demo", "llama", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize(
+    "config", [transformers.Qwen3Config, transformers.Qwen2Config, transformers.LlamaConfig]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_with_outliers_computes_the_same_bits(config, dtype):
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config(**options), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    scaled = add_outliers.with_outliers(model, seed=1)
+    assert add_outliers.logit_difference(model, scaled) == 0
+    for layer, other in zip(model.model.layers, scaled.model.layers, strict=True):
+        ratio = other.self_attn.v_proj.weight / layer.self_attn.v_proj.weight
+        assert ratio.max() >= 2
+        scaled_by = "k_norm" if hasattr(layer.self_attn, "k_norm") else "k_proj"
+        before, after = (getattr(each.self_attn, scaled_by).weight for each in (layer, other))
+        assert (after / before).max() >= 4
+
+
+def test_measures_of_keys_see_a_towering_pair():
+    energy = torch.ones(1, 8)
+    energy[:, [2, 6]] = 25.0
+    mean = torch.zeros(1, 8)
+    mean[:, 2] = 4.0
+    measures = describe_lab_models.describe_keys(torch.diag_embed(energy), mean)
+    assert measures["keys: widest pair"] == 5
+    assert measures["kurtosis"] == pytest.approx((6 + 2 * 625) / 8 / 7**2)
+    assert measures["mean / deviation"] == pytest.approx(4 / 3)
+    spectrum = describe_lab_models.describe_spectrum("C_Q", torch.eye(16)[None])
+    assert spectrum["C_Q: effective rank / D"] == pytest.approx(1)
+    assert spectrum["C_Q: 8 strongest"] == pytest.approx(0.5)
