@@ -3,6 +3,7 @@ cache in 2 bits."""
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -301,8 +302,9 @@ def test_data_that_cannot_be_fetched_is_named_before_weights_are(folder, inside,
     assert "--harness-chat needs a chat template" in result.stderr
 
 
-def test_the_command_line(folder, inside, artifacts, capsys):
-    words = ["evaluate", "demo", artifacts[0], "--tokens", 512, "--length", 512, "--queries", 0]
+def test_the_command_line(folder, inside, artifacts, tmp_path, capsys):
+    artifact = shutil.copytree(artifacts[0], tmp_path / "oscar")
+    words = ["evaluate", "demo", artifact, "--tokens", 512, "--length", 512, "--queries", 0]
     words += ["--windows", "4/8,64/400", "--harness", "local_generate,local_choice"]
     words += ["--harness-path", folder, "--harness-limit", 1, "--save"]
     result = inside(*words, "--json")
@@ -319,7 +321,7 @@ def test_the_command_line(folder, inside, artifacts, capsys):
     assert arm["local_choice"].keys() == {
         *("acc", "acc_norm", "standard_error", "questions", "row_tokens", "past_windows", "paired")
     }
-    saved = json.loads((artifacts[0] / "evaluation.json").read_text())
+    saved = json.loads((artifact / "evaluation.json").read_text())
     assert saved["windows"][0]["arms"]["oscar"]["harness"] == arm
     assert saved["exact"]["harness"] == report["exact"]["harness"]
     show_evaluation(Output(), report)
