@@ -11,6 +11,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.settings import TaskSettings
@@ -90,6 +91,8 @@ class EvaluationOptions(Text, Run, total=False):
     prefill_layout: Literal["server", "window"]
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
+    harness: HarnessSettings
+    """Tasks of lm-evaluation-harness that the exact model and every arm answer."""
     progress: Progress
 
 

@@ -115,7 +115,7 @@ class _SimulatedAttention:
             return attend(query, key, value)
         keys = self._both_copies(key, self.owners[layer], "key")
         values = self._both_copies(value, self.owners[layer], "value")
-        mask = self.masks.mask_for(attend, query)
+        mask = self.masks.mask_for(attend, query, key.shape[2])
         queries = self.simulation.queries
         if queries is not None:
             kl = _attention_kl(attend, query, key, keys, mask.whole, queries)

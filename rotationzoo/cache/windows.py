@@ -29,11 +29,15 @@ class Cache:
     """How many tokens are quantized together, counted from the end of the sink. The tokens of a
     group stay exact until all of them have left the recent window."""
 
-    def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Boolean `[T, T]`: whether query t reads the exact copy of position j."""
+    def exact(
+        self, length: int, device: torch.device | str = "cpu", queries: int | None = None
+    ) -> torch.Tensor:
+        """Boolean `[Q, T]`: whether query t reads the exact copy of position j, for the last Q =
+        `queries` of T = `length` positions, or for all of them (None)."""
         position = torch.arange(length, device=device)
+        query = position if queries is None else position[length - queries :]
         chunk = self.prefill_chunk
-        end = position + 1 if chunk is None else position // chunk * chunk
+        end = query + 1 if chunk is None else query // chunk * chunk
         # Positions after the query count as exact here; the model's own mask hides them.
         return (position < self.sink) | (self._group_end(position) > end[:, None] - self._recent)
 

@@ -5,6 +5,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from rotationzoo.cli.harness_options import (
+    HarnessChat,
+    HarnessLimit,
+    HarnessPath,
+    HarnessTasks,
+    parse_harness,
+)
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import parse_tasks, parse_windows
 from rotationzoo.cli.options import (
@@ -74,6 +81,10 @@ def evaluate_command(
     queries: Annotated[
         int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
     ] = 32,
+    harness: HarnessTasks = None,
+    harness_limit: HarnessLimit = None,
+    harness_path: HarnessPath = None,
+    harness_chat: HarnessChat = False,
     batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
@@ -125,6 +136,7 @@ def evaluate_command(
         prefill_chunk=prefill_chunk,
         prefill_layout=prefill_layout,
         queries=queries,
+        harness=parse_harness(harness, harness_limit, harness_path, harness_chat),
         revision=revision,
         batch=batch,
         device=device,

@@ -5,6 +5,7 @@ from typing import Any
 from rotationzoo.artifact.card_results import ABOUT_KIVI, describe_prefill
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.answers_view import explain_answers, show_answers
+from rotationzoo.cli.harness_view import explain_harness, show_harness
 from rotationzoo.cli.output import Output, say, table
 
 
@@ -26,7 +27,9 @@ def _say_evaluation(report: dict[str, Any]) -> None:
         say(_title(window))
         show_answers(report, window)
         _show_arms(window)
+        show_harness(report, window)
     explain_answers(report)
+    explain_harness(report)
     say("±: standard error over texts, paired with the exact model")
     say(
         f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included; "

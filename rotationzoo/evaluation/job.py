@@ -19,6 +19,8 @@ from rotationzoo.evaluation.compatibility import (
     notes_for_reader,
 )
 from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.evaluation.harness.run import run_harness
+from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, judged_text
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
@@ -57,6 +59,8 @@ class Evaluation:
     """What earlier chunks keep exact, as in `Cache`. None means `server`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
+    harness: HarnessSettings | None = None
+    """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
     batch: int = 1
     device: str = "auto"
@@ -80,6 +84,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     for artifact in artifacts:
         if artifact.folder in job.save_to:
             artifact.check_writable()
+    loader = TaskLoader(job.harness, [job.data.length]) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     config = loading.load_config(source)
@@ -99,6 +104,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
+    harness_tasks = loader.load(tokenizer) if loader else {}
     progress("fetching the weights", 0, 0)
     fetch(source)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -114,9 +120,14 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
         answers = answer_tasks(asking, plan, trial)
+        harness = None
+        if job.harness:
+            harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
     notes = notes_for_reader(text, source, artifacts, geometry) + answers.notes
     results = Results(trial, measured, answers, job.data.length)
     report = _assemble_report(job, source, text, notes, results)
+    if harness:
+        harness.add_to(report, trial)
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
     # with each of them.
     for artifact, arm in zip(artifacts, arms, strict=False):
