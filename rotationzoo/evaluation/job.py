@@ -84,7 +84,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     for artifact in artifacts:
         if artifact.folder in job.save_to:
             artifact.check_writable()
-    loader = TaskLoader(job.harness, list(job.tasks.lengths or [job.data.length])) if job.harness else None
+    lengths = job.tasks.lengths or (job.data.length,)
+    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     config = loading.load_config(source)
