@@ -107,7 +107,7 @@ def test_the_report_is_saved_and_shown_with_answers_first(report, job):
     assert saved["windows"][0]["verdict"] == report["verdict"]
     assert saved["exact"]["tasks"] == report["exact"]["tasks"]
     compared_with = [row["other"] for row in report["verdict"]["answers"]["comparisons"]]
-    assert compared_with == ["identity", "hadamard", "random"]
+    assert compared_with == ["identity", "hadamard", "random", "kivi"]
     first, *_ = report["verdict"]["words"]
     assert first.startswith("mine: ")
     assert "answer" in first
