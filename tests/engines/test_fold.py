@@ -108,8 +108,6 @@ def test_every_family_folds_or_says_why_not(name, monkeypatch):
         keys, values = check_equalizable(on_meta, geometry), check_values(on_meta, geometry)
         assert (keys or values) == REFUSED[name]
         return
-    assert check_equalizable(on_meta, geometry) is None
-    assert check_values(on_meta, geometry) is None
     scales = find_key_scales(on_meta, geometry, "this")
     monkeypatch.setattr(weight_changes, "find_key_scales", lambda *_: scales)  # found already
     equalizers = random_equalizers(geometry, scales.classes)
