@@ -60,6 +60,7 @@ class Layer(Strict, extra="forbid"):
     rope_pairs: _Number | None = None
     rope_distance: _Number | None = None
     shared_norm: bool | None = None
+    fixed_values: bool | None = None
 
 
 class Calibration(Strict):

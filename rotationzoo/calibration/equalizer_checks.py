@@ -67,6 +67,9 @@ def _layer_problems(stored: Equalizers, layer: Layer) -> list[str]:
         problems.append("key equalizer differs within a RoPE pair")
     if layer.shared_norm and not torch.equal(factors, factors[:1].expand_as(factors)):
         problems.append("key equalizer differs between heads that share a norm")
+    unchanged = torch.eye(layer.value_dim).expand_as(stored.value)
+    if layer.fixed_values and not torch.equal(stored.value, unchanged):
+        problems.append("value equalizer that no weights of the model can carry")
     condition = torch.linalg.cond(stored.value.double())
     if not (condition <= 1.01 * CONDITION).all():  # infinite for a matrix without an inverse
         problems.append(f"value equalizer of a condition number above {CONDITION:.0f}")

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.compositions import identity
 from rotationzoo.linalg.equalization import fold_moments, key_factors, value_matrix
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
@@ -73,7 +74,10 @@ def _equalize_layer(moments: Mapping[str, Moment], recipe: Recipe, layer: Layer)
         shared=bool(layer.shared_norm),
     )
     metric = moments["projection"].second_moment.cpu()
-    matrix = value_matrix(_spread(moments["value"], recipe.center_values), metric)
+    if layer.fixed_values:
+        matrix = identity(layer.value_dim).expand_as(metric)
+    else:
+        matrix = value_matrix(_spread(moments["value"], recipe.center_values), metric)
     return Equalizers(factors.float().contiguous(), matrix.float().contiguous())
 
 

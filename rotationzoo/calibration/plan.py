@@ -20,7 +20,7 @@ from rotationzoo.calibration.recipe_checks import (
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import check_equalizable
+from rotationzoo.model.foldable import check_equalizable, with_fixed_values
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
@@ -121,6 +121,8 @@ def plan(job: Job) -> Plan:
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
+    if job.recipe.may_equalize and geometry is not None:
+        geometry = with_fixed_values(model, geometry)
     if reason := _unequalizable(job.recipe, model, geometry):
         return Plan(job, source, config, geometry, reason)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe

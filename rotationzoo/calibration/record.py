@@ -76,7 +76,7 @@ def manifest_content(
         "geometry": geometry_json(result.geometry),
         "recipe": result.recipe.published(),
         "recipe_sha256": result.recipe.hash,
-        "notes": [*planned.notes, *result.notes],
+        "notes": [*planned.notes, *result.notes, *_equalizer_notes(result)],
         "calibration": None if result.text is None else _describe_text(job, result.text, identity),
         "identity": dict(identity),
         "versions": versions,
@@ -95,6 +95,13 @@ def manifest_content(
     if result.search is not None:
         content["search"] = result.search
     return content
+
+
+def _equalizer_notes(result: CalibrationResult) -> list[str]:
+    """A note where only keys are equalized."""
+    if result.recipe.equalize and any(layer.fixed_values for layer in result.geometry):
+        return ["only keys are equalized: no weights of this model can transform its values"]
+    return []
 
 
 def _describe_text(job: Job, text: Corpus, identity: Identity) -> dict[str, Any]:

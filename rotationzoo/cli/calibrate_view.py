@@ -86,7 +86,9 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
     if job.recipe.equalize:
-        say("Keys and values are equalised first: these weights can carry the equalizers")
+        fixed = any(layer.fixed_values for layer in known.geometry or [])
+        sides = "Keys are" if fixed else "Keys and values are"
+        say(f"{sides} equalised first: these weights can carry the equalizers")
     if job.recipe.search is not None:
         say(_search_words(job.recipe.search, job.budget))
     if data["layers"]:

@@ -3,6 +3,8 @@
 Nothing here knows a model by name: what makes the queries, keys and values of each layer is traced.
 """
 
+from dataclasses import replace
+
 from transformers import PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel
@@ -13,18 +15,29 @@ from rotationzoo.model.value_projections import find_projections
 
 
 def check_equalizable(model: PreTrainedModel, geometry: Geometry) -> str | None:
-    """Why the weights of a model on `meta` cannot carry an equalizer, or None if they can.
-
-    They can if the keys of every cached layer may have a factor for each RoPE pair of channels, and
-    its values may be multiplied by an invertible matrix.
-    """
-    name = "the model"
+    """Why the weights of a model on `meta` cannot carry an equalizer of keys, or None if they can:
+    if the keys of every cached layer may have a factor for each RoPE pair of channels."""
     try:
-        find_key_scales(model, geometry, name)
-        find_projections(model, geometry, name)
+        find_key_scales(model, geometry, "the model")
     except UnsupportedModel as refusal:
         return str(refusal)
     return None
+
+
+def check_values(model: PreTrainedModel, geometry: Geometry) -> str | None:
+    """Why the weights of a model on `meta` cannot carry an equalizer of values, or None if they
+    can: if the values of every layer may be multiplied by an invertible matrix."""
+    try:
+        find_projections(model, geometry, "the model")
+    except UnsupportedModel as refusal:
+        return str(refusal)
+    return None
+
+
+def with_fixed_values(model: PreTrainedModel, geometry: Geometry) -> Geometry:
+    """The geometry of a model on `meta`, with what `check_values` says in every layer."""
+    fixed = check_values(model, geometry) is not None
+    return [replace(layer, fixed_values=fixed) for layer in geometry]
 
 
 def find_key_scales(model: PreTrainedModel, geometry: Geometry, name: str) -> KeyScales:

@@ -40,8 +40,9 @@ class Layer:
     rope_pairs: int | None = None
     rope_distance: int | None = None
     shared_norm: bool | None = None
-    """How many pairs of key channels RoPE mixes and how far apart their channels are, and whether
-    heads share the weight of a norm: see `model.rope_pairs`. None unless a recipe equalizes."""
+    fixed_values: bool | None = None
+    """For equalizers: how many pairs of key channels RoPE mixes, and how far apart; whether heads
+    share a norm's weight, and whether no weights can transform the values. Else None."""
 
     @property
     def group(self) -> int:
@@ -50,7 +51,7 @@ class Layer:
 
 
 Geometry = list[Layer]
-_MEASURED = "shift_invariant", "rope_pairs", "rope_distance", "shared_norm"
+_MEASURED = "shift_invariant", "rope_pairs", "rope_distance", "shared_norm", "fixed_values"
 
 
 def cached_layers(geometry: Geometry) -> Geometry:
@@ -65,8 +66,7 @@ def shifted_layers(geometry: Geometry) -> list[int]:
 
 def same_shapes(geometry: Geometry, other: Geometry) -> bool:
     """Whether two geometries have the same layers, heads and dimensions."""
-    shapes, other_shapes = map(_shapes_alone, (geometry, other))
-    return shapes == other_shapes
+    return _shapes_alone(geometry) == _shapes_alone(other)
 
 
 def _shapes_alone(geometry: Geometry) -> Geometry:

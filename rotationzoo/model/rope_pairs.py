@@ -119,6 +119,9 @@ def _describe(partners: list[int], layer: int) -> tuple[int, int]:
     if not firsts:
         return 0, 0
     pairs, distance = len(firsts), partners[firsts[0]] - firsts[0]
+    if distance > 1 and 2 * distance == len(partners):
+        # RoPE pairs all channels and turns only the first ones, by angles that differ from zero.
+        return distance, distance
     if partner_channels(len(partners), pairs, distance) != partners:
         raise UnsupportedModel(
             f"RoPE mixes the key channels of layer {layer} in pairs of no known pattern",

@@ -22,8 +22,10 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.compositions import eigenbasis
 from rotationzoo.linalg.moments import sums
+from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder, intercept
-from rotationzoo.model.geometry import cached_layers, geometry_of
+from rotationzoo.model.foldable import find_key_scales
+from rotationzoo.model.geometry import cached_layers, geometry_of, geometry_on_meta
 from rotationzoo.model.rope_pairs import with_rope_pairs
 from rotationzoo.recipe import PRESETS, Recipe, equalized
 
@@ -234,28 +236,40 @@ def test_missing_equalizers_pairs_and_projections_are_found(made):
     geometry = [replace(layer, rope_pairs=9) for layer in made.geometry]
     (problem,) = Claim.from_recipe(RECIPE, geometry).equalizer_problems(rotations, None)
     assert "do not fit the head dimension" in problem
+    geometry = [replace(layer, fixed_values=True) for layer in made.geometry]
+    (problem,) = Claim.from_recipe(RECIPE, geometry).equalizer_problems(rotations, None)
+    assert "that no weights of the model can carry" in problem
     fewer = {layer: dict(kinds) for layer, kinds in sums(statistics).items()}
     del fewer[1]["projection"]
     with pytest.raises(RotationZooError, match="layer 1 has no statistics to equalize with"):
         fit(fewer, RECIPE, made.geometry)
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("qwen3_5", "a gate or a norm between attention and the output projection"),
-        ("llama4", "keys that cannot be scaled exactly"),
-        ("gemma4", "a norm or another operation between the value projection and attention"),
-    ],
-)
-def test_a_model_that_cannot_carry_equalizers_is_refused_from_its_config(family, reason, tmp_path):
-    folder = save_family(family, tmp_path / family, weights=False)
+def test_a_model_that_cannot_carry_equalizers_is_refused_from_its_config(tmp_path):
+    folder = save_family("llama4", tmp_path / "llama4", weights=False)
     refusal = plan(job(folder, tmp_path, RECIPE)).refusal
     assert isinstance(refusal, UnsupportedModel)
-    assert reason in str(refusal)
+    assert "keys that cannot be scaled exactly" in str(refusal)
     assert "--equalize" in refusal.hint
     plain = RECIPE.model_copy(update={"equalize": False})
     assert plan(job(folder, tmp_path, plain)).refusal is None
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4", "doge"])
+def test_keys_alone_are_equalized_where_no_weights_can_transform_values(family, tmp_path):
+    """A gate after attention, a norm of values, and values that decide the mask."""
+    per_layer = {"vocab_size_per_layer_input": 2048} if family == "gemma4" else {}
+    folder = save_family(family, tmp_path / family, **per_layer)
+    recipe = RECIPE.model_copy(update={"center_keys": False})
+    artifact = calibrate(job(folder, tmp_path, recipe))
+    assert verify(artifact).problems == []
+    assert any(note.startswith("only keys are equalized") for note in artifact.manifest.notes)
+    for equalizers in stored_equalizers(artifact.rotations).values():
+        assert torch.equal(equalizers.value, torch.eye(len(equalizers.value[0])).expand(2, -1, -1))
+    meta = loading.on_meta(architectures.config(family, vocab_size=2048), family)
+    scales = find_key_scales(meta, geometry_on_meta(meta), family)
+    factors = {layer: sides.key.equalizer for layer, sides in artifact.rotations.items()}
+    scales.scalings(factors)  # raises where the weights cannot carry them
 
 
 def test_offloaded_weights_are_measured_and_read_like_others(made, wide, tmp_path):

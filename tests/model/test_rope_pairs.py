@@ -25,7 +25,7 @@ for sharing in ("qwen3", "gemma3", "gemma3-vlm", "lfm2", "doge", "qwen3_vl"):
 for partial in ("qwen3_next", "qwen3_5", "qwen3_5-vlm"):
     EXPECTED[partial] = {(2, 2, True)}
 EXPECTED |= {
-    "gemma4": {(8, 8, True), (4, 16, True)},
+    "gemma4": {(8, 8, True), (16, 16, True)},
     "glm4_moe": {(4, 4, False)},
     "mimo_v2_flash": {(3, 3, False)},
     "llama4": {(8, 1, True), (0, 0, False)},  # neighbours; layers without RoPE have no norm
@@ -74,8 +74,7 @@ def test_rope_commutes_with_factors_that_are_equal_within_pairs(name):
 
 @pytest.mark.parametrize("name", TRACED)
 def test_measured_pairs_are_those_that_tracing_the_weights_gives(name):
-    """Two independent ways to find which factors must be equal. Tracing also joins channels that
-    RoPE turns by no angle, as of Gemma 4."""
+    """Two independent ways to find which factors must be equal."""
     _, geometry = measured_model(name)
     on_meta = loading.on_meta(architectures.config(name), name)
     geometry_on_meta(on_meta)  # chooses an implementation of experts that runs there
@@ -93,9 +92,7 @@ def test_measured_pairs_are_those_that_tracing_the_weights_gives(name):
             classes += layer.key_dim * torch.arange(layer.kv_heads)[:, None]
         measured, traced = classes.flatten(), scales.classes[layer.index].flatten()
         joined = measured[:, None] == measured
-        assert (~joined | (traced[:, None] == traced)).all()
-        if name != "gemma4":
-            assert torch.equal(joined, traced[:, None] == traced)
+        assert torch.equal(joined, traced[:, None] == traced)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -110,7 +107,8 @@ def test_slow_pairs_of_wide_heads_are_seen(dtype):
 
 
 def test_pairs_of_another_pattern_are_refused():
-    assert _describe(partner_channels(16, 4, 8), 0) == (4, 8)
+    assert _describe(partner_channels(16, 4, 4), 0) == (4, 4)
+    assert _describe(partner_channels(16, 3, 8), 0) == (8, 8)
     assert _describe(partner_channels(16, 4, 1), 0) == (4, 1)
     assert _describe(list(range(16)), 0) == (0, 0)
     with pytest.raises(UnsupportedModel, match="layer 3 in pairs of no known pattern"):
