@@ -11,8 +11,10 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import PRESETS, Recipe, equalized, load, override
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
@@ -69,6 +71,13 @@ class CalibrationOptions(Text, Run, total=False):
 class EvaluationOptions(Text, Run, total=False):
     """Further options of `evaluate`."""
 
+    tasks: Sequence[str]
+    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
+    empty list asks nothing."""
+    lengths: Sequence[int]
+    """Tokens per prompt of the tasks. Defaults to `length`."""
+    questions: int
+    """Questions per task and length."""
     windows: list[tuple[int, int]]
     """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
     pair."""
@@ -82,6 +91,8 @@ class EvaluationOptions(Text, Run, total=False):
     prefill_layout: Literal["server", "window"]
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
+    harness: HarnessSettings
+    """Tasks of lm-evaluation-harness that the exact model and every arm answer."""
     progress: Progress
 
 
@@ -144,9 +155,9 @@ def evaluate(
       rows of 2,048.
 
     Returns the report that `rotationzoo evaluate --json` prints. `exact` is the exact model's
-    perplexity; `arms` holds `perplexity_increase`, `attention_kl` and `output_error` of each
-    rotation. Raises `RotationZooError` where the model, the artifacts and the options do not fit
-    together.
+    perplexity and answers; `arms` holds `tasks`, `perplexity_increase`, `attention_kl` and
+    `output_error` of each rotation. Raises `RotationZooError` where the model, the artifacts and
+    the options do not fit together.
     """
     several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
     folders = [_folder_of(artifact) for artifact in several]
@@ -155,6 +166,7 @@ def evaluate(
     settings: Any = {key: value for key, value in options.items() if key not in _TEXT}
     progress: Any = settings.pop("progress", silent)
     save_to = folders if save else []
+    settings["tasks"] = _task_settings(settings)
     return run_evaluation(Evaluation(model, folders, data, save_to=save_to, **settings), progress)
 
 
@@ -202,3 +214,14 @@ def _data_settings(options: CalibrationOptions | EvaluationOptions) -> dict[str,
     if "data" in settings:
         settings["source"] = settings.pop("data")
     return settings
+
+
+def _task_settings(settings: dict[str, Any]) -> TaskSettings:
+    """The recall tasks among the settings of an evaluation, which lose them."""
+    chosen: dict[str, Any] = {}
+    for option, field in (("tasks", "names"), ("lengths", "lengths")):
+        if option in settings:
+            chosen[field] = tuple(settings.pop(option))
+    if "questions" in settings:
+        chosen["questions"] = settings.pop("questions")
+    return TaskSettings(**chosen)

@@ -22,6 +22,7 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec import int2
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.rotations import Rotations
@@ -43,7 +44,8 @@ def main() -> None:
         artifact = calibrate(Job(args.model, recipe, Path(work) / "artifact"))
         report = {"model": args.model, **compare_codes(args.model, artifact.rotations, data)}
         for format in ("sglang", "sglang-bisected"):
-            job = Evaluation(args.model, [artifact.folder], data, queries=0, format=format)
+            folders, tasks = [artifact.folder], TaskSettings(())
+            job = Evaluation(args.model, folders, data, queries=0, format=format, tasks=tasks)
             arms = evaluate(job)["arms"]
             report[f"perplexity increase, {format}"] = {
                 arm: arms[arm]["perplexity_increase"] for arm in arms

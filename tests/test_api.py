@@ -94,9 +94,9 @@ def test_what_cannot_be_honoured_is_refused(tmp_path):
 def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = calibrate("demo", output="other", recipe="hadamard")
-    short = dict(tokens=512, length=512, windows=[(4, 16)], queries=0)
+    short = dict(tokens=512, length=512, windows=[(4, 16)], queries=0, tasks=[])
     report = evaluate("demo", [str(made), other], save=False, **short)
-    assert list(report["arms"]) == ["made", "other", "identity", "hadamard", "random"]
+    assert list(report["arms"]) == ["made", "other", "identity", "hadamard", "random", "kivi"]
     assert "evaluation.json" not in Artifact.open("other").manifest.files
     saved = evaluate("demo", other, save=True, sides=("key",), **short)
     assert saved["sides"] == ["key"]

@@ -1,6 +1,6 @@
 """The results on a model card: a validation on a GPU, and an evaluation with its table."""
 
-from rotationzoo.artifact.results import EvaluationSummary, ValidationSummary
+from rotationzoo.artifact.results import EvaluationSummary, TaskSummary, ValidationSummary
 
 _MEASURES = {"perplexity_increase": "+.2%", "attention_kl": ".4f", "output_error": ".3f"}
 """Measure of an arm -> its number format."""
@@ -24,6 +24,12 @@ On {validation.device}, `int2.cu` gave {result} of all layers and heads
 """
 
 
+ABOUT_KIVI = (
+    "kivi is no rotation: whatever the format, 32 tokens of a key channel share a float16 scale, "
+    "and 32 channels of a value (arXiv 2402.02750)"
+)
+
+
 def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     """The section on what the rotations and the baselines cost the model; empty without an
     evaluation."""
@@ -41,18 +47,46 @@ def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     exact = f"{evaluation.tokens:,} tokens past the windows of `{evaluation.text}`"
     windows = f"{evaluation.sink}/{evaluation.recent}"
     prefill = describe_prefill(evaluation.prefill_chunk, evaluation.prefill_layout)
+    # Evaluations by earlier versions lack this arm.
+    about = f"\n{ABOUT_KIVI[0].upper()}{ABOUT_KIVI[1:]}.\n" if "kivi" in evaluation.arms else ""
     return f"""
 ## What it costs the model
 
-Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.
+{_answers_table(evaluation)}Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.
 With a 2-bit cache of the format {evaluation.format} and windows {windows}{prefill},
 {_describe_errors(evaluation.texts)}:
 
 | rotation | perplexity | attention KL | error of the attention block |
 |---|---|---|---|
 {rows}
-
+{about}
 {verdict}"""
+
+
+def _answers_table(evaluation: EvaluationSummary) -> str:
+    """The table of recall tasks, with a sentence on what they are; empty where no arm was asked."""
+    tasks = list(next((arm.tasks for arm in evaluation.arms.values()), {}))
+    if not tasks:
+        return ""
+    lines = []
+    models = {"exact": evaluation.exact_tasks}
+    models |= {name: arm.tasks for name, arm in evaluation.arms.items()}
+    for name, scores in models.items():
+        cells = [_score(scores[task]) for task in tasks if task in scores]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    rows = "\n".join(lines)
+    return f"""Questions about statements hidden in the text, read from the 2-bit part of the cache:
+the share answered exactly, and the mean log probability of the right answers in nats.
+
+| rotation | {" | ".join(tasks)} |
+|---|{"---|" * len(tasks)}
+{rows}
+
+"""
+
+
+def _score(score: TaskSummary) -> str:
+    return f"{score.answered / score.questions:.0%}, {score.log_probability:.2f}"
 
 
 def describe_prefill(prefill_chunk: int | None, prefill_layout: str | None) -> str:

@@ -96,15 +96,24 @@ class Search(Strict):
     layers: dict[Annotated[str, Field(pattern="^[0-9]{1,5}$")], ChosenSides]
 
 
+class TaskSummary(Strict):
+    """How the questions of one recall task were answered."""
+
+    answered: Count
+    questions: Annotated[int, Field(gt=0)]
+    log_probability: float
+
+
 class _Arm(Strict):
     """What one arm costs the model."""
 
     perplexity_increase: float
     attention_kl: float | None
     output_error: float
-    # Earlier versions measured no standard errors, and their summaries have no `texts` and no
-    # `verdict`.
+    # Earlier versions measured no standard errors and asked nothing, and their summaries have no
+    # `texts` and no `verdict`.
     standard_error: dict[str, float | None] = Field(default={})
+    tasks: dict[str, TaskSummary] = Field(default={})
 
 
 class EvaluationSummary(Strict):
@@ -117,6 +126,8 @@ class EvaluationSummary(Strict):
     sink: Count
     recent: Count
     arms: dict[str, _Arm]
+    exact_tasks: dict[str, TaskSummary] = Field(default={})
+    """What the exact model answered, tasks that it cannot do included."""
     texts: Count | None = None
     verdict: list[str] = Field(default=[])
     prefill_chunk: Count | None = None

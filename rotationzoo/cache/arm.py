@@ -16,6 +16,15 @@ class Arm:
     rotations: Rotations
     group_size: int | None = None
 
+    @property
+    def token_group(self) -> int:
+        """Tokens that are quantized together: each token has scales of its own."""
+        return 1
+
+    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+        """Bits per quantized element of a side, with its share of the scales."""
+        return int2.bits_per_element(dim, self.group_size, format)
+
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
 
@@ -39,12 +48,18 @@ class Arm:
         rotation = self.rotations[layer][side]
         mean = self._mean(rows, layer, side)
         centered = rows.float() if mean is None else rows.float() - mean
-        restored = fake_quantize(
-            centered, rotation.transform, rotation.clip, self.group_size, format, rotation.inverse
+        transform, inverse = (
+            matrix.to(rows.device) for matrix in (rotation.transform, rotation.inverse)
         )
+        restored = self.store(centered @ transform, layer, side, format) @ inverse
         if mean is not None and side == "value":
             restored = restored + mean
         return restored.to(rows.dtype)
+
+    def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
+        """Rotated rows `[B, H, T, D]` as a reader gets them back, still rotated."""
+        clip = self.rotations[layer][side].clip
+        return int2.round_trip(rows, clip[..., None], self.group_size, format)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not

@@ -31,25 +31,25 @@ class Block:
 class TwoCopyMask:
     """The two-copy mask made from one of the model's own masks.
 
-    `mask` (None: plain causal), `device` and `length` in tokens identify the mask that it was made
-    from. `whole` is the two-copy mask `[B or 1, 1, T, 2T]`, and `blocks` is the same mask split by
-    queries.
+    `mask` (None: plain causal), `device` and `lengths` (Q queries, T keys) identify the mask that
+    it was made from. `whole` is the two-copy mask `[B or 1, 1, Q, 2T]`, and `blocks` is the same
+    mask split by queries.
     """
 
     mask: torch.Tensor | None
     device: torch.device
-    length: int
+    lengths: tuple[int, int]
     whole: torch.Tensor
     blocks: list[Block]
 
-    def fits(self, attend: Attention, query: torch.Tensor) -> bool:
-        """Whether this mask was made from the same model mask, for as many queries, on the same
-        device.
+    def fits(self, attend: Attention, lengths: tuple[int, int], device: torch.device) -> bool:
+        """Whether this mask was made from the same model mask, for as many queries and keys, on the
+        same device.
 
         Masks are compared by content, because layers on a second device each receive their own
         copy.
         """
-        if self.device != query.device or self.length != query.shape[2]:
+        if self.device != device or self.lengths != lengths:
             return False
         mask, other = self.mask, attend.mask
         if mask is None or other is None or mask is other:
@@ -66,35 +66,42 @@ class TwoCopyMasks:
         self.cache = cache
         self._masks: list[TwoCopyMask] = []
 
-    def mask_for(self, attend: Attention, query: torch.Tensor) -> TwoCopyMask:
-        """The two-copy mask for one attention call. Raises `UnsupportedModel` as `two_copy_mask`
-        does."""
+    def mask_for(self, attend: Attention, query: torch.Tensor, length: int) -> TwoCopyMask:
+        """The two-copy mask for one attention call over `length` keys. Raises `UnsupportedModel` as
+        `two_copy_mask` does."""
+        lengths, device = (query.shape[2], length), query.device
         for mask in self._masks:
-            if mask.fits(attend, query):
+            if mask.fits(attend, lengths, device):
                 return mask
-        whole = two_copy_mask(attend, query, self.cache)
-        blocks = split_into_blocks(whole)
-        mask = TwoCopyMask(attend.mask, query.device, query.shape[2], whole, blocks)
+        # Nobody asks again for the masks of an earlier row, or of an answer before its last token.
+        self._masks = [mask for mask in self._masks if mask.lengths == lengths]
+        whole = two_copy_mask(attend, query, self.cache, length)
+        mask = TwoCopyMask(attend.mask, device, lengths, whole, split_into_blocks(whole))
         self._masks.append(mask)
         return mask
 
 
-def two_copy_mask(attend: Attention, query: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """The mask `[B or 1, 1, T, 2T]` that shows each query one copy of each position that it may
+def two_copy_mask(
+    attend: Attention, query: torch.Tensor, cache: Cache, length: int | None = None
+) -> torch.Tensor:
+    """The mask `[B or 1, 1, Q, 2T]` that shows each query one copy of each position that it may
     see.
 
-    The mask is boolean or additive, like the model's own. Raises `UnsupportedModel` for any other
-    kind of mask.
+    The Q queries are the last of T = `length` positions: all of them (None), or those whose
+    predecessors the model reads from its own KV cache. The mask is boolean or additive, like the
+    model's own. Raises `UnsupportedModel` for any other kind of mask.
     """
-    length, mask = query.shape[2], attend.mask
+    queries, mask = query.shape[2], attend.mask
+    length = length or queries
     if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-    if mask.ndim != 4 or mask.shape[-2:] != (length, length):
+        every = torch.ones(queries, length, dtype=torch.bool, device=query.device)
+        mask = every.tril(length - queries)[None, None]
+    if mask.ndim != 4 or mask.shape[-2:] != (queries, length):
         name = type(attend.module).__name__
         raise UnsupportedModel(
             f"{name} masks its attention in a way that cannot show it a second copy of its cache"
         )
-    exact = cache.exact(length, query.device)
+    exact = cache.exact(length, query.device, queries)
     if mask.dtype == torch.bool:
         return torch.cat([mask & exact, mask & ~exact], dim=-1)
     hidden = torch.finfo(mask.dtype).min
@@ -102,7 +109,7 @@ def two_copy_mask(attend: Attention, query: torch.Tensor, cache: Cache) -> torch
 
 
 def split_into_blocks(mask: torch.Tensor) -> list[Block]:
-    """Split a mask `[B or 1, 1, T, 2T]` into blocks of queries.
+    """Split a mask `[B or 1, 1, Q, 2T]` into blocks of queries.
 
     A block does not need to read all 2T positions. Later positions are hidden from all of its
     queries, and so is one of the two copies of nearly every earlier position.

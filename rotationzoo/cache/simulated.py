@@ -1,4 +1,4 @@
-"""A model that reads its keys and values from a 2-bit cache, simulated in one forward pass.
+"""A model that reads its keys and values from a quantized cache, simulated in one forward pass.
 
 A server keeps the first `sink` and the last `recent` tokens of a request exact. Queries soon after
 a position therefore read it exact, and later queries read it quantized. To simulate this in one
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.divergence import divergence
 from rotationzoo.cache.masks import TwoCopyMasks, as_additive
+from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.windows import Cache
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
@@ -32,9 +32,9 @@ positions, averaged over heads."""
 
 @dataclass(frozen=True)
 class Simulation:
-    """A model that reads one arm's rotations through one cache."""
+    """A model that reads its keys and values as one arm stores them, through one cache."""
 
-    arm: Arm
+    arm: CacheArm
     cache: Cache
     geometry: Geometry
     layers: set[int]
@@ -88,7 +88,8 @@ class _SimulatedAttention:
         self.simulation = simulation
         self.observe_kl = observe_kl
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
-        self.masks = TwoCopyMasks(simulation.cache)
+        token_group = simulation.arm.token_group
+        self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
         self.switched_off = False
 
     @contextmanager
@@ -114,7 +115,7 @@ class _SimulatedAttention:
             return attend(query, key, value)
         keys = self._both_copies(key, self.owners[layer], "key")
         values = self._both_copies(value, self.owners[layer], "value")
-        mask = self.masks.mask_for(attend, query)
+        mask = self.masks.mask_for(attend, query, key.shape[2])
         queries = self.simulation.queries
         if queries is not None:
             kl = _attention_kl(attend, query, key, keys, mask.whole, queries)
@@ -133,10 +134,12 @@ class _SimulatedAttention:
         if side not in self.simulation.sides:
             # Both copies are exact, but the mask still expects two.
             return torch.cat([rows, rows], dim=2)
-        arm = self.simulation.arm
+        arm, cache = self.simulation.arm, self.simulation.cache
         exact = arm.keep_exact(rows, owner, side)
-        quantized = arm.fake_quantize(rows, owner, side, self.simulation.cache.format)
-        return torch.cat([exact, quantized], dim=2)
+        # No query reads a quantized sink token, and groups of tokens begin after the sink.
+        sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
+        quantized = arm.fake_quantize(past, owner, side, cache.format)
+        return torch.cat([exact, sink, quantized], dim=2)
 
 
 class _BlockComparison:

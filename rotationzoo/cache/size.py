@@ -1,9 +1,15 @@
 """The size of a 2-bit cache in bits per element, including its exact windows and its scales."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
+from rotationzoo.cache.protocol import CacheArm
+from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry, cached_layers
 
 CONTEXT = 131072  # tokens of the request for which sizes are stated
+EXACT_BITS = 16
 
 
 def bits_per_element(
@@ -11,13 +17,31 @@ def bits_per_element(
 ) -> float:
     """Bits per element of a 2-bit cache at `CONTEXT` tokens, averaged over every element that the
     model caches."""
-    bits, elements = 0.0, 0
+    windows = {"context": CONTEXT, "sink": sink, "recent": recent}
+    return _average(
+        geometry, lambda _, dim: int2.bits_per_element(dim, group_size, format, **windows)
+    )
+
+
+def arm_bits(geometry: Geometry, arm: CacheArm, cache: Cache, length: int = CONTEXT) -> float:
+    """Bits per element of an arm's cache that holds `length` tokens, averaged over every element
+    that the model caches.
+
+    Exact tokens count 16 bits, including those of a group of tokens that is not complete yet.
+    Arms with as many of these bits take equal bytes.
+    """
+    grouped = replace(cache, token_group=arm.token_group)
+    quantized = grouped.quantized_tokens(length) / length
+    stored = _average(geometry, lambda side, dim: arm.stored_bits(side, dim, cache.format))
+    return quantized * stored + (1 - quantized) * EXACT_BITS
+
+
+def _average(geometry: Geometry, bits: Callable[[str, int], float]) -> float:
+    """The mean of `bits(side, dim)` over every element that the model caches."""
+    total, elements = 0.0, 0
     for layer in cached_layers(geometry):
-        for dim in (layer.key_dim, layer.value_dim):
-            each = int2.bits_per_element(
-                dim, group_size, format, context=CONTEXT, sink=sink, recent=recent
-            )
+        for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             count = layer.kv_heads * dim  # elements per token
-            bits += count * each
+            total += count * bits(side, dim)
             elements += count
-    return bits / elements
+    return total / elements

@@ -25,14 +25,31 @@ class Cache:
     """What stays exact of earlier chunks. With `server` it is only the sink, which is how OSCAR's
     fork of SGLang writes chunks (`_mixed_extend_layout_counts`); there, `recent` applies to
     decoding only. With `window` the `recent` tokens before a chunk stay exact too."""
+    token_group: int = 1
+    """How many tokens are quantized together, counted from the end of the sink. The tokens of a
+    group stay exact until all of them have left the recent window."""
 
-    def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Boolean `[T, T]`: whether query t reads the exact copy of position j."""
+    def exact(
+        self, length: int, device: torch.device | str = "cpu", queries: int | None = None
+    ) -> torch.Tensor:
+        """Boolean `[Q, T]`: whether query t reads the exact copy of position j, for the last Q =
+        `queries` of T = `length` positions, or for all of them (None)."""
         position = torch.arange(length, device=device)
+        query = position if queries is None else position[length - queries :]
         chunk = self.prefill_chunk
-        end = position + 1 if chunk is None else position // chunk * chunk
+        end = query + 1 if chunk is None else query // chunk * chunk
         # Positions after the query count as exact here; the model's own mask hides them.
-        return (position < self.sink) | (position >= end[:, None] - self._recent)
+        return (position < self.sink) | (self._group_end(position) > end[:, None] - self._recent)
+
+    def quantized_tokens(self, length: int) -> int:
+        """How many of the `length` tokens of a request are quantized once it is complete."""
+        past = max(0, length - self.sink - self.recent)
+        return past // self.token_group * self.token_group
+
+    def _group_end(self, position: torch.Tensor) -> torch.Tensor:
+        """The position after the last token of the group that each position belongs to."""
+        groups = (position - self.sink).div(self.token_group, rounding_mode="floor") + 1
+        return self.sink + groups * self.token_group
 
     @property
     def first_quantized(self) -> int:
@@ -44,6 +61,13 @@ class Cache:
         # chunk that has more than `exact` tokens before it.
         chunks = -(-(exact + 1) // self.prefill_chunk)
         return chunks * self.prefill_chunk
+
+    @property
+    def reach(self) -> int:
+        """How many tokens up to and including a query it may read exact; earlier ones past the sink
+        it reads quantized."""
+        # A query at the end of a chunk reads the whole chunk exact, and what stays exact before it.
+        return self._recent + (self.prefill_chunk or 0)
 
     @property
     def _recent(self) -> int:

@@ -9,6 +9,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.loading import position_count
 from rotationzoo.recipe import SELF, Recipe, tries, without
 
 
@@ -77,7 +78,7 @@ def settle_equalizing(recipe: Recipe, problem: str | None) -> tuple[Recipe, list
 
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
     """The recipe, with rows cut to the number of positions that the model has."""
-    positions = _positions(config)
+    positions = position_count(config)
     if positions is None or recipe.data.length <= positions:
         return recipe
     data = recipe.data.model_copy(update={"length": positions})
@@ -90,7 +91,7 @@ def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
     if not recipe.needs_statistics:
         return
     length, data = recipe.data.length, recipe.data
-    positions = _positions(config)
+    positions = position_count(config)
     if positions is not None and length > positions:
         raise RotationZooError(
             f"rows of {length} tokens are longer than the {positions} positions of the model",
@@ -130,8 +131,3 @@ def check_held_out(recipe: Recipe, lengths: list[int]) -> None:
         raise RotationZooError(
             f"no held-out row is longer than {exact} tokens", hint="give longer rows with --length"
         )
-
-
-def _positions(config: PretrainedConfig) -> int | None:
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None

@@ -5,8 +5,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from rotationzoo.cli.harness_options import (
+    HarnessChat,
+    HarnessLimit,
+    HarnessPath,
+    HarnessTasks,
+    parse_harness,
+)
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import parse_windows
+from rotationzoo.cli.option_values import parse_tasks, parse_windows
 from rotationzoo.cli.options import (
     Column,
     Device,
@@ -14,11 +21,14 @@ from rotationzoo.cli.options import (
     Dtype,
     Format,
     Json,
+    Lengths,
     MaxMemory,
+    Questions,
     Quiet,
     Revision,
     Split,
     Subset,
+    Tasks,
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -40,6 +50,9 @@ def evaluate_command(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 16384,
     length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 2048,
     seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
+    tasks: Tasks = "all",
+    lengths: Lengths = None,
+    questions: Questions = 16,
     windows: Annotated[
         str | None,
         typer.Option(help="Sink/recent tokens kept exact; several pairs are separated by commas."),
@@ -68,6 +81,10 @@ def evaluate_command(
     queries: Annotated[
         int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
     ] = 32,
+    harness: HarnessTasks = None,
+    harness_limit: HarnessLimit = None,
+    harness_path: HarnessPath = None,
+    harness_chat: HarnessChat = False,
     batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
@@ -80,7 +97,8 @@ def evaluate_command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure what rotations cost a model whose cache is stored in 2 bits.
+    """Measure what rotations cost a model whose cache is stored in 2 bits: answers to questions
+    about its context, then perplexity.
 
     rotationzoo evaluate demo rotations/demo-oscar
 
@@ -110,6 +128,7 @@ def evaluate_command(
         model=model,
         artifacts=folders,
         data=text.data,
+        tasks=parse_tasks(tasks, lengths, questions),
         windows=parse_windows(windows),
         format=format,
         layers=parse_layers(layers),
@@ -117,6 +136,7 @@ def evaluate_command(
         prefill_chunk=prefill_chunk,
         prefill_layout=prefill_layout,
         queries=queries,
+        harness=parse_harness(harness, harness_limit, harness_path, harness_chat),
         revision=revision,
         batch=batch,
         device=device,

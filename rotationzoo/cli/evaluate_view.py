@@ -2,13 +2,16 @@
 
 from typing import Any
 
-from rotationzoo.artifact.card_results import describe_prefill
+from rotationzoo.artifact.card_results import ABOUT_KIVI, describe_prefill
 from rotationzoo.cache.size import CONTEXT
+from rotationzoo.cli.answers_view import explain_answers, show_answers
+from rotationzoo.cli.harness_view import explain_harness, show_harness
 from rotationzoo.cli.output import Output, say, table
 
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:
-    """Print the arms for each window, with their perplexity increase by context length."""
+    """Print the arms for each window: what they answer, and their perplexity increase by context
+    length."""
     out.notes(report["notes"])
     out.result(report, "\n".join(report["arms"]), lambda: _say_evaluation(report))
 
@@ -21,9 +24,18 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
     say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
     for window in windows:
+        say(_title(window))
+        show_answers(report, window)
         _show_arms(window)
+        show_harness(report, window)
+    explain_answers(report)
+    explain_harness(report)
     say("±: standard error over texts, paired with the exact model")
-    say(f"bits: of a cached element at {CONTEXT:,} tokens, windows included")
+    say(
+        f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included; "
+        f"bits here: at {report['text']['length']:,}"
+    )
+    say(ABOUT_KIVI)
     for window in windows:
         if len(windows) > 1:
             say(f"With {_title(window)}:")
@@ -43,11 +55,13 @@ def _show_arms(window: dict[str, Any]) -> None:
                 _with_error(arm["attention_kl"], error["attention_kl"], ".4f", ".4f"),
                 _with_error(arm["output_error"], error["output_error"], ".4f", ".4f"),
                 f"{arm['bits_per_element']:.2f}",
+                f"{arm['bits_at_length']:.2f}",
             ]
         )
         increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
         by_length.append([name, *increases])
-    table(_title(window), ["arm", "perplexity", "attention KL", "block error", "bits"], rows)
+    columns = ["arm", "perplexity", "attention KL", "block error", "bits", "bits here"]
+    table("cost", columns, rows)
     some_arm = next(iter(arms.values()))  # the lengths are the same for all
     starts = [f"from {bucket['from']:,}" for bucket in some_arm["by_length"]]
     table("by context length", ["arm", *starts], by_length)

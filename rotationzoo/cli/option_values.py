@@ -1,10 +1,16 @@
-"""Parsing the values of shared options: windows, clip ratios, folders, hubs."""
+"""Parsing the values of shared options: windows, clip ratios, tasks, folders,
+hubs."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rotationzoo.errors import UsageError
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
+
+if TYPE_CHECKING:
+    from rotationzoo.evaluation.tasks.settings import TaskSettings
 
 
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
@@ -50,6 +56,30 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
             hint="write it as: --clip 0.96/0.92",
         )
     return ratios[0], ratios[-1]
+
+
+def parse_tasks(tasks: str, lengths: str | None, questions: int) -> "TaskSettings":
+    """Parse the names of recall tasks, such as `needles,copy`, `all` or `none`, and the lengths of
+    their prompts, such as `2048,8192`. Raises `UsageError`."""
+    from rotationzoo.evaluation.tasks.settings import TaskSettings
+
+    settings = TaskSettings(questions=questions)
+    if lengths is not None:
+        parts = [part.strip() for part in lengths.split(",")]
+        if not all(part.isdecimal() and part.isascii() for part in parts):
+            raise UsageError(
+                f"--lengths {lengths} is no list of numbers of tokens",
+                hint="write it as: --lengths 2048,8192",
+            )
+        settings = replace(settings, lengths=tuple(dict.fromkeys(map(int, parts))))
+    if tasks == "all":
+        return settings
+    names: list[str] = []
+    if tasks != "none":
+        names = [name.strip() for name in tasks.split(",")]
+    settings = replace(settings, names=tuple(dict.fromkeys(names)))
+    settings.check()
+    return settings
 
 
 def default_output(model: str, suffix: str) -> Path:

@@ -52,6 +52,16 @@ Windows = Annotated[
     str | None, typer.Option("--windows", help="Sink and recent tokens kept exact, as 64/256.")
 ]
 
+Tasks = Annotated[
+    str,
+    typer.Option(help="Recall tasks: needles, key-value, quote, copy, assignments; all or none."),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(help="Tokens per prompt of the tasks, as 2048,8192. [default: --length]"),
+]
+Questions = Annotated[int, typer.Option(min=1, help="Questions per task and length.")]
+
 IndexPlace = Annotated[str | None, typer.Option("--index", help="Path or URL of a zoo_index.json.")]
 ZooRepo = Annotated[
     str | None, typer.Option("--repo", help="The zoo repository whose index to read.")

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link
+from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link, parse_tasks
 from rotationzoo.cli.options import (
     Device,
     DeviceMap,
     HubOrBoth,
     IndexPlace,
     Json,
+    Lengths,
     MaxMemory,
+    Questions,
     Quiet,
+    Tasks,
     ZooRepo,
 )
 from rotationzoo.cli.output import Output, say, table
@@ -41,6 +44,9 @@ def regenerate_command(
     data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
     length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 2048,
+    tasks: Tasks = "all",
+    lengths: Lengths = None,
+    questions: Questions = 64,
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
     to: Annotated[HubOrBoth | None, typer.Option(help="Publish to this hub.")] = None,
     device: Device = "auto",
@@ -93,7 +99,8 @@ def regenerate_command(
     )
     # Only the text settings of this recipe are used.
     text = override(load("oscar"), source=data, tokens=tokens, length=length)
-    evaluation = Evaluation(model=model, artifacts=[], data=text.data)
+    asked = parse_tasks(tasks, lengths, questions)
+    evaluation = Evaluation(model=model, artifacts=[], data=text.data, tasks=asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
     places: dict[str, Published] = {}
@@ -150,6 +157,9 @@ def show_regenerated(
             difference = verdict["log_perplexity_difference"]
             error = verdict["standard_error"] or 0
             change = f"log perplexity {difference:+.4f} ±{error:.4f}"
+            if answers := verdict["answers"]:
+                new, old = answers["answered"], answers["other_answered"]
+                say(f"{new} of {answers['questions']} questions answered, by the published {old}")
             say(f"{change} beside the published rotations")
         for name, place in places.items():
             say(f"{name}: {place.url}")

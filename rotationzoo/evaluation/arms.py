@@ -3,12 +3,16 @@
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
 
-BASELINES = ("identity", "hadamard", "random")
+DATA_FREE = ("identity", "hadamard", "random")
+"""Presets that need no statistics."""
+KIVI = "kivi"
+BASELINES = (*DATA_FREE, KIVI)
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
@@ -34,10 +38,12 @@ def build_arms(artifacts: list[Artifact], geometry: Geometry, source: Source) ->
         arms.append(Arm(name, rotations_for(artifact, source), artifact.recipe.group_size))
     shared = shared_recipe(artifacts)
     codec = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
-    for name in BASELINES:
+    for name in DATA_FREE:
         # The baselines' rotations depend only on shapes, so they are fitted without statistics.
         rotations = fit(None, PRESETS[name].model_copy(update=codec), geometry)
         arms.append(Arm(name, rotations, shared.group_size))
+    # What a user may pick instead of any rotation.
+    arms.append(KiviArm(KIVI, fit(None, PRESETS["identity"], geometry)))
     return arms
 
 

@@ -2,13 +2,14 @@
 combination of arm and cache."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
@@ -27,7 +28,7 @@ class Trial:
     """The settings that every text is run with."""
 
     geometry: Geometry
-    arms: list[Arm]
+    arms: Sequence[CacheArm]
     caches: list[Cache]
     layers: list[int]
     """The layers that read a 2-bit cache."""

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, shared_recipe
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
@@ -18,16 +18,21 @@ from rotationzoo.evaluation.compatibility import (
     check_weights,
     notes_for_reader,
 )
-from rotationzoo.evaluation.forward import Measurements, Trial, run_models
-from rotationzoo.evaluation.report import report_windows
+from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.evaluation.harness.run import run_harness
+from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
+from rotationzoo.evaluation.judged_text import check_length, judged_text
+from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
+from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
+from rotationzoo.evaluation.tasks.prompts import plan_tasks
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import Placement, memory_limits, place_weights
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
-from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus, read_corpus
 
 
@@ -38,6 +43,8 @@ class Evaluation:
     model: str
     artifacts: list[Path]
     data: Data
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    """The recall tasks that the model is asked."""
     windows: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of sink and recent tokens. If empty, the recipe's pair is used."""
     format: str = "sglang"
@@ -52,6 +59,8 @@ class Evaluation:
     """What earlier chunks keep exact, as in `Cache`. None means `server`."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
+    harness: HarnessSettings | None = None
+    """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
     batch: int = 1
     device: str = "auto"
@@ -75,22 +84,28 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     for artifact in artifacts:
         if artifact.folder in job.save_to:
             artifact.check_writable()
+    lengths = job.tasks.lengths or (job.data.length,)
+    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     config = loading.load_config(source)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         _check_model(job, artifacts, geometry)
+    job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the same tokens: those that read quantized positions
     # with all of them.
     start = max(cache.first_quantized for cache in caches)
-    _check_text_length(job, start)
+    check_length(job.data, start)
     # The text needs only the tokenizer and may be refused, so it is read before the weights are
     # fetched.
     fetch(source, weights=False)
     check_weights(artifacts, source)
-    text = _read_text(job, source)
+    tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
+    text = read_corpus(data, tokenizer)
+    plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
+    harness_tasks = loader.load(tokenizer) if loader else {}
     progress("fetching the weights", 0, 0)
     fetch(source)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -104,8 +119,16 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
-    notes = notes_for_reader(text, source, artifacts, geometry)
-    report = _assemble_report(job, source, text, notes, trial, measured)
+        asking = Asking(model, job.model, job.batch * job.data.length, progress)
+        answers = answer_tasks(asking, plan, trial)
+        harness = None
+        if job.harness:
+            harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
+    notes = notes_for_reader(text, source, artifacts, geometry) + answers.notes
+    results = Results(trial, measured, answers, job.data.length)
+    report = _assemble_report(job, source, text, notes, results)
+    if harness:
+        harness.add_to(report, trial)
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
     # with each of them.
     for artifact, arm in zip(artifacts, arms, strict=False):
@@ -122,6 +145,7 @@ def _check_settings(job: Evaluation) -> None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
         )
+    job.tasks.check()
     memory_limits(job.device_map, job.max_memory)
 
 
@@ -129,22 +153,6 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
     if job.layers is not None:
         check_layers(job.model, job.layers, geometry)
     check_artifacts(job.model, artifacts, geometry)
-
-
-def _check_text_length(job: Evaluation, start: int) -> None:
-    if job.data.length < start + 2:
-        raise RotationZooError(
-            f"texts of {job.data.length} tokens are too short: "
-            f"the first that reads a quantized one is at position {start}",
-            hint="give longer rows with --length, or smaller ones with --windows",
-        )
-    # With fewer tokens than one row there is no row at all. Only with `document` packing is every
-    # document a row, whatever its length.
-    if job.data.packing != "document" and not job.data.row_lengths:
-        raise UsageError(
-            f"{job.data.tokens} tokens are less than one text of {job.data.length}",
-            hint="more --tokens, or a shorter --length",
-        )
 
 
 def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
@@ -163,18 +171,6 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
-def _read_text(job: Evaluation, source: Source) -> Corpus:
-    """The rows of the job's text.
-
-    For `bundled` this is the held-out text, not the one that artifacts are calibrated on by
-    default.
-    """
-    data = job.data
-    if data.source == "bundled":
-        data = data.model_copy(update={"source": str(HELD_OUT)})
-    return read_corpus(data, loading.load_tokenizer(source))
-
-
 def _load_model(
     job: Evaluation,
     source: Source,
@@ -190,12 +186,13 @@ def _assemble_report(
     source: Source,
     text: Corpus,
     notes: list[str],
-    trial: Trial,
-    measured: Measurements,
+    results: Results,
 ) -> dict[str, Any]:
     """The report of the whole evaluation. Its `arms` and `verdict` repeat those of the first pair
     of windows."""
-    windows = report_windows(trial, measured, len(job.artifacts))
+    trial = results.trial
+    exact = report_exact_model(results)
+    windows = report_windows(results, exact, len(job.artifacts))
     layout = trial.caches[0].prefill_layout if job.prefill_chunk else None
     return {
         "model": source.label,
@@ -207,7 +204,7 @@ def _assemble_report(
             "rows": len(text.rows),
             "length": job.data.length,
         },
-        "tokens": measured.exact.tokens,
+        "tokens": results.measured.exact.tokens,
         "first_position": trial.start,
         "format": job.format,
         "sides": list(job.sides),
@@ -215,7 +212,8 @@ def _assemble_report(
         "prefill_chunk": job.prefill_chunk,
         "prefill_layout": layout,
         "notes": notes,
-        "exact": measured.exact.measure_exact(),
+        "tasks": results.answers.plan.describe(),
+        "exact": exact,
         "arms": windows[0]["arms"],
         "verdict": windows[0]["verdict"],
         "windows": windows,

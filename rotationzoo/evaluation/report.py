@@ -1,19 +1,50 @@
-"""The report of an evaluation for each pair of windows: every arm's measures and cache size, and
-which arms clearly differ."""
+"""The report of an evaluation for each pair of windows: every arm's answers, measures and cache
+size, and which arms clearly differ."""
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
-from rotationzoo.cache.size import bits_per_element
+from rotationzoo.cache.size import CONTEXT, arm_bits
 from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.forward import Measurements, Trial
-from rotationzoo.evaluation.metrics import ArmMeasures
+from rotationzoo.evaluation.metrics import ArmMeasures, ExactMeasures
+from rotationzoo.evaluation.tasks.answering import TaskAnswers
+from rotationzoo.evaluation.tasks.report import ArmTasks, ExactTasks, report_arm, report_exact
+from rotationzoo.evaluation.tasks.verdict import AnswerVerdict, judge_answers
 from rotationzoo.evaluation.verdict import Verdict, judge
 
 
-class ArmReport(ArmMeasures):
-    """An arm's measures and the bits that its cache takes per element."""
+@dataclass(frozen=True)
+class Results:
+    """What the forward passes of an evaluation yielded."""
+
+    trial: Trial
+    measured: Measurements
+    answers: TaskAnswers
+    length: int
+    """Tokens per text."""
+
+
+class ExactReport(ExactTasks, ExactMeasures):
+    """The exact model's answers and measures."""
+
+
+class ArmReport(ArmTasks, ArmMeasures):
+    """An arm's answers and measures, and the bits that its cache takes per element, exact
+    tokens included."""
 
     bits_per_element: float
+    """At `CONTEXT` tokens."""
+    bits_at_length: float
+    """At the length of the evaluated texts."""
+
+
+class WindowVerdict(Verdict):
+    """The comparisons of perplexities and of answers. The words begin with answers."""
+
+    answers: AnswerVerdict | None
+    """None if no recall task was asked."""
 
 
 class WindowReport(TypedDict):
@@ -22,38 +53,61 @@ class WindowReport(TypedDict):
     sink: int
     recent: int
     arms: dict[str, ArmReport]
-    verdict: Verdict
+    verdict: WindowVerdict
 
 
-def report_windows(trial: Trial, measured: Measurements, artifacts: int) -> list[WindowReport]:
-    """One report per cache of the trial.
+def report_exact_model(results: Results) -> ExactReport:
+    """The report on the model without a 2-bit cache."""
+    return {**results.measured.exact.measure_exact(), **report_exact(results.answers)}
+
+
+def report_windows(results: Results, exact: ExactReport, artifacts: int) -> list[WindowReport]:
+    """One report per cache of the trial, beside that on the `exact` model.
 
     `artifacts` is how many of the trial's arms are artifacts. They come first, and the verdict is
     about them. The other arms are baselines.
     """
-    judged = [arm.name for arm in trial.arms[:artifacts]]
-    tokens = measured.exact.measure_exact()["text_tokens"]
+    judged = [arm.name for arm in results.trial.arms[:artifacts]]
     windows: list[WindowReport] = []
-    for cache in trial.caches:
-        arms = _report_arms(trial, measured, cache)
-        losses = {name: arm["text_losses"] for name, arm in arms.items()}
+    for cache in results.trial.caches:
+        arms = _report_arms(results, cache)
+        verdict = judge_window(arms, judged, exact)
         windows.append(
-            {
-                "sink": cache.sink,
-                "recent": cache.recent,
-                "arms": arms,
-                "verdict": judge(losses, judged, tokens),
-            }
+            {"sink": cache.sink, "recent": cache.recent, "arms": arms, "verdict": verdict}
         )
     return windows
 
 
-def _report_arms(trial: Trial, measured: Measurements, cache: Cache) -> dict[str, ArmReport]:
+def judge_window(
+    arms: Mapping[str, ArmReport], judged: Sequence[str], exact: ExactReport
+) -> WindowVerdict:
+    """Compare each of the `judged` arms with every other arm: answers first, then perplexity."""
+    losses = {name: arm["text_losses"] for name, arm in arms.items()}
+    verdict = judge(losses, judged, exact["text_tokens"])
+    answered = {name: arm["tasks"] for name, arm in arms.items()}
+    prompts = prompt_sizes(exact, next(iter(answered.values())))
+    if not prompts:
+        return {**verdict, "answers": None}
+    answers = judge_answers(answered, judged, prompts)
+    words = [*answers["words"], *verdict["words"]]
+    return {**verdict, "answers": answers, "words": words}
+
+
+def prompt_sizes(exact: ExactTasks, tasks: Iterable[str]) -> list[int]:
+    """How many questions each prompt of some tasks asks."""
+    return [size for task in tasks for size in exact["tasks"][task]["prompts"]]
+
+
+def _report_arms(results: Results, cache: Cache) -> dict[str, ArmReport]:
+    trial, measured = results.trial, results.measured
     reports: dict[str, ArmReport] = {}
     for arm in trial.arms:
         measures = measured.arms[cache, arm.name].measure_arm(measured.exact)
-        bits = bits_per_element(
-            trial.geometry, arm.group_size, cache.format, cache.sink, cache.recent
-        )
-        reports[arm.name] = {**measures, "bits_per_element": bits}
+        tasks = report_arm(results.answers, cache, arm.name)
+        reports[arm.name] = {
+            **tasks,
+            **measures,
+            "bits_per_element": arm_bits(trial.geometry, arm, cache, CONTEXT),
+            "bits_at_length": arm_bits(trial.geometry, arm, cache, results.length),
+        }
     return reports

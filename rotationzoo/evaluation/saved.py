@@ -7,9 +7,10 @@ from typing import Any
 
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.artifact.writer import add_files
-from rotationzoo.evaluation.verdict import judge
+from rotationzoo.evaluation.report import judge_window
 
 _SUMMARIZED = ("perplexity_increase", "attention_kl", "output_error", "standard_error")
+_SCORE = ("answered", "questions", "log_probability")
 _OF_ARMS = ("arms", "verdict", "windows")  # the keys of a report that depend on its set of arms
 
 
@@ -21,9 +22,8 @@ def save_evaluation(
     windows = []
     for window in report["windows"]:
         arms = {name: window["arms"][name] for name in (arm, *baselines)}
-        losses = {name: measures["text_losses"] for name, measures in arms.items()}
         # Judge again: with fewer arms there are fewer comparisons to correct for.
-        verdict = judge(losses, [arm], report["exact"]["text_tokens"])
+        verdict = judge_window(arms, [arm], report["exact"])
         windows.append({**window, "arms": arms, "verdict": verdict})
     evaluation = {**shared, "own_arm": arm, "windows": windows}
     content = json.dumps(evaluation, indent=2) + "\n"
@@ -35,7 +35,8 @@ def _summarize(report: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]
     """The figures of one pair of windows, which the manifest keeps and the card shows."""
     arms = {}
     for name, measures in window["arms"].items():
-        arms[name] = {key: measures[key] for key in _SUMMARIZED}
+        summary = {key: measures[key] for key in _SUMMARIZED}
+        arms[name] = summary | {"tasks": _summarize_tasks(measures)}
     return {
         "text": report["text"]["source"],
         "tokens": report["tokens"],
@@ -45,7 +46,16 @@ def _summarize(report: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]
         "recent": window["recent"],
         "prefill_chunk": report["prefill_chunk"],
         "prefill_layout": report["prefill_layout"],
+        "exact_tasks": _summarize_tasks(report["exact"]),
         "arms": arms,
         "texts": window["verdict"]["texts"],
         "verdict": window["verdict"]["words"],
     }
+
+
+def _summarize_tasks(measures: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the exact model or an arm answered, task by task."""
+    scores = {}
+    for task, answered in measures["tasks"].items():
+        scores[task] = {key: answered[key] for key in _SCORE}
+    return scores

@@ -2,7 +2,7 @@
 over texts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import TypedDict
 
@@ -52,8 +52,7 @@ def judge(
     the number of comparisons (Holm 1979), is below `LEVEL`. A single text yields no standard error
     and thus no verdict.
     """
-    baselines = [name for name in losses if name not in artifacts]
-    pairs = [*combinations(artifacts, 2), *product(artifacts, baselines)]
+    pairs = pair_up(losses, artifacts)
     differences = [paired_difference(losses[arm], losses[other], tokens) for arm, other in pairs]
     single = [p_value(difference, error, len(tokens)) for difference, error in differences]
     comparisons: list[Comparison] = []
@@ -74,6 +73,12 @@ def judge(
         "comparisons": comparisons,
         "words": _words(comparisons, len(tokens)),
     }
+
+
+def pair_up(arms: Iterable[str], artifacts: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of arms that a verdict compares: each of the `artifacts` with every other arm."""
+    baselines = [name for name in arms if name not in artifacts]
+    return [*combinations(artifacts, 2), *product(artifacts, baselines)]
 
 
 def p_value(difference: float, error: float | None, texts: int) -> float | None:
@@ -126,7 +131,7 @@ def _words(comparisons: list[Comparison], texts: int) -> list[str]:
 
 
 def _line(name: str, comparisons: list[Comparison]) -> str:
-    """`NAME: clearly better than A (-1.00% ±0.10%), B (...); not clearly different from ...`"""
+    """`NAME: perplexity clearly better than A (-1.00% ±0.10%); not clearly different from B ...`"""
     parts = []
     for sign, phrase in _PHRASES.items():
         others = [
@@ -136,7 +141,7 @@ def _line(name: str, comparisons: list[Comparison]) -> str:
         ]
         if others:
             parts.append(f"{phrase} {', '.join(others)}")
-    return f"{name}: {'; '.join(parts)}"
+    return f"{name}: perplexity {'; '.join(parts)}"
 
 
 def _sign(comparison: Comparison) -> int:

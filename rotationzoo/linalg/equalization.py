@@ -37,8 +37,9 @@ def key_factors(
     Factors are rounded to powers of two, which leaves bfloat16 weights exact when the factors are
     folded into them. The size of a head's keys means nothing to a codec, so c, one number for each
     head, is chosen such that rounding changes the factors least. That matters: most channels are
-    alike, and must not end up on both sides of a half. On a model with outliers, under a Hadamard
-    matrix, answers lost 1.0 nats each with unrounded factors, 1.0 so, and 1.7 with c = 1.
+    alike, and must not end up on both sides of a half. On the demo model with outliers added (96
+    questions, Hadamard matrix, centred keys), an answer lost 1.0 nats with unrounded factors, 1.0
+    with these, 1.7 with c = 1 and 3.6 with no factors.
     """
     query_energy, key_energy = (_pair_energy(side, partners, shared) for side in (query, key))
     exponents = (query_energy.log2() - key_energy.log2()) / 4

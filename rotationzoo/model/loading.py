@@ -69,6 +69,12 @@ def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) 
     }
 
 
+def position_count(config: PretrainedConfig) -> int | None:
+    """How many positions the model was made for; None where the config does not say."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
 def _model_class(config: PretrainedConfig, name: str) -> Any:
     """The auto class that builds models of this config. Raises `UnsupportedModel`."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):

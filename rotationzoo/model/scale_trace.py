@@ -90,6 +90,8 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
             self._follow(function, args, inputs, outputs)
         elif outputs[0].is_complex() != inputs[0].is_complex():
             self._view_complex(inputs[0], outputs[0])
+        elif outputs[0].dtype != inputs[0].dtype:  # the same bits as other numbers
+            self.pin(inputs, str(function))
         return result
 
     def _follow(
@@ -113,6 +115,8 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
     # and the inputs are then pinned.
 
     def _copy(self, function: Any, args: Any, output: torch.Tensor) -> bool:
+        if not output.is_floating_point() and not output.is_complex():
+            return False  # rounded to integers
         self._write(output, self.labels(args[0]), self._shadow(args[0]))
         return True
 

@@ -13,6 +13,8 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.report import prompt_sizes
+from rotationzoo.evaluation.tasks.verdict import judge_answers
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.progress import Progress, silent
 from rotationzoo.zoo import lookup
@@ -22,6 +24,7 @@ from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import pull
 
 _WORSE = 1e-3  # the smallest relative increase of perplexity that matters
+_LESS_LIKELY = 0.05  # the smallest loss of log probability that matters, in nats an answer
 _SHARED = ("model", "revision", "device", "dtype", "device_map", "max_memory")
 """The fields that `Job` and `Evaluation` share."""
 
@@ -66,7 +69,7 @@ def regenerate(
         "compared_with": str(published) if published else None,
     }
     if published is not None:
-        verdict |= _compare(report, job.model, artifact.folder)
+        verdict |= compare_rotations(report, job.model, artifact.folder)
     if find_spec("matplotlib"):  # it is an optional dependency
         add_pictures(Artifact.open(artifact.folder))
     # Open the artifact again, because the evaluation and the pictures have changed its manifest.
@@ -88,23 +91,60 @@ def is_worse(difference: float, error: float | None) -> bool:
     return math.expm1(difference) > _WORSE and is_significant
 
 
-def _compare(report: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
+def compare_rotations(report: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
     """Compare the first two arms of a report: the new and the published rotations.
 
-    Raises `RotationZooError` if the new ones are worse.
+    Answers decide. Perplexity decides where neither of the two clearly answers better. Raises
+    `RotationZooError` if the new ones are worse.
     """
     new, old = list(report["arms"].values())[:2]
+    hint = f"look at {folder} before you publish it with: rotationzoo push"
+    answers = _compare_answers(report)
+    if answers is not None and (reason := _fault_of_answers(answers)):
+        raise RotationZooError(
+            f"the new rotations of {model} answer worse than the published ones: {reason}",
+            hint=hint,
+        )
     difference, error = paired_difference(
         new["text_losses"], old["text_losses"], report["exact"]["text_tokens"]
     )
-    if is_worse(difference, error):
+    better = answers is not None and answers["outcome"] in ("more", "likelier")
+    if not better and is_worse(difference, error):
         precision = "" if error is None else f", standard error {error:.2%}"
         raise RotationZooError(
             f"the new rotations of {model} are worse than the published ones: "
             f"perplexity {math.expm1(difference):+.2%} on the new revision{precision}",
-            hint=f"look at {folder} before you publish it with: rotationzoo push",
+            hint=hint,
         )
-    return {"log_perplexity_difference": difference, "standard_error": error}
+    return {
+        "answers": answers,
+        "log_perplexity_difference": difference,
+        "standard_error": error,
+    }
+
+
+def _compare_answers(report: dict[str, Any]) -> dict[str, Any] | None:
+    """How the new rotations answer beside the published ones; None where nothing was asked."""
+    names = list(report["arms"])[:2]
+    answered = {name: report["arms"][name]["tasks"] for name in names}
+    prompts = prompt_sizes(report["exact"], answered[names[0]])
+    if not prompts:
+        return None
+    verdict = judge_answers(answered, names, prompts)
+    return {**verdict["comparisons"][0], "questions": verdict["questions"]}
+
+
+def _fault_of_answers(answers: dict[str, Any]) -> str | None:
+    """In what the new rotations answer clearly worse; None if they do not."""
+    if answers["outcome"] == "fewer":
+        count, other = answers["answered"], answers["other_answered"]
+        value = answers["answers_p_value"]
+        return f"{count} of {answers['questions']} questions beside {other}, p {value:.2g}"
+    difference = answers["log_probability_difference"]
+    if answers["outcome"] == "less likely" and difference < -_LESS_LIKELY:
+        value = answers["log_probability_p_value"]
+        return f"right answers have {difference:+.2f} nats, p {value:.2g}"
+    return None
 
 
 def _pull_published(loaded: LoadedIndex, model: str, progress: Progress) -> Path | None:

@@ -12,6 +12,7 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.recipe import PRESETS, Data
 
 
@@ -31,7 +32,8 @@ def folder(demo_artifact, tmp_path):
 def test_pictures_for_the_card(folder, inside):
     assert inside("report", folder).returncode == 0
     assert not (folder / "error_by_layer.png").exists(), "nothing was measured yet"
-    evaluate(Evaluation("demo", [folder], Data(tokens=1024, length=512), save_to=[folder]))
+    text, tasks = Data(tokens=1024, length=512), TaskSettings(())
+    evaluate(Evaluation("demo", [folder], text, tasks=tasks, save_to=[folder]))
     assert inside("report", folder, "--json").returncode == 0
     for name in ("spectra.png", "error_by_layer.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")

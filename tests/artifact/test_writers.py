@@ -267,7 +267,7 @@ def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch,
     export_to = inside.folder / "export"
     new = inside.folder / "new"
     words = {
-        "evaluate": (made.parent / "tiny", folder, "--save"),
+        "evaluate": (made.parent / "tiny", folder, "--tasks", "none", "--save"),
         "report": (folder,),
         "export": (folder, "--to", "mlx", "-o", export_to),
         "calibrate": ("demo", "--recipe", "hadamard", "-o", new),

@@ -19,9 +19,9 @@ def asked(monkeypatch):
     shared = TwoCopyMasks(Cache(sink=1, recent=2))
     queries_seen = []
 
-    def note(attend, query, cache):
+    def note(attend, query, cache, length):
         queries_seen.append(query)
-        return two_copy_mask(attend, query, cache)
+        return two_copy_mask(attend, query, cache, length)
 
     monkeypatch.setattr(masks, "two_copy_mask", note)
     # No shapes are known of what depends on values, on `meta`.
@@ -29,7 +29,7 @@ def asked(monkeypatch):
 
     def ask(mask, length=8, device="cpu"):
         query = torch.zeros(1, 4, length, 16, device=device)
-        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query).whole
+        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query, length).whole
 
     return ask, queries_seen
 
@@ -38,12 +38,37 @@ def test_layers_on_a_second_device_get_a_mask_of_their_own(asked):
     """Under sdpa every layer of full attention is handed None, wherever it is and however long the
     row."""
     ask, queries_seen = asked
-    first, second, longer = ask(None), ask(None, device="meta"), ask(None, length=9)
+    first, second = ask(None), ask(None, device="meta")
     assert (first.device.type, second.device.type) == ("cpu", "meta")
-    assert (first.shape[-2:], longer.shape[-2:]) == ((8, 16), (9, 18))
     assert ask(None) is first
     assert ask(None, device="meta") is second
+    longer = ask(None, length=9)
+    assert (first.shape[-2:], longer.shape[-2:]) == ((8, 16), (9, 18))
     assert len(queries_seen) == 3
+
+
+def test_masks_of_other_rows_are_forgotten(asked):
+    """An answer that grows by tokens would leave a mask behind for each of them."""
+    ask, queries_seen = asked
+    for length in (8, 9, 9, 8):
+        ask(None, length=length)
+    assert len(queries_seen) == 3
+
+
+def test_the_last_queries_see_what_they_see_among_all():
+    """While it decodes, a model asks for the mask of one query over all keys."""
+    model = architectures.build("llama")
+    attend = Attention(model, lambda *_: None, None, {})
+    cache = Cache(sink=1, recent=3)
+    whole = two_copy_mask(attend, torch.zeros(1, 4, 9, 16), cache)
+    last = two_copy_mask(attend, torch.zeros(1, 4, 2, 16), cache, length=9)
+    assert torch.equal(last, whole[:, :, -2:])
+    window = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril().triu(-4)
+    attend = Attention(model, lambda *_: None, window, {})
+    whole = two_copy_mask(attend, torch.zeros(1, 4, 9, 16), cache)
+    attend = Attention(model, lambda *_: None, window[:, :, -1:], {})
+    last = two_copy_mask(attend, torch.zeros(1, 4, 1, 16), cache, length=9)
+    assert torch.equal(last, whole[:, :, -1:])
 
 
 def test_layers_that_are_handed_copies_of_one_mask_share_what_is_made_of_it(asked):

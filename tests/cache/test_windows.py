@@ -49,5 +49,8 @@ def test_a_server_keeps_only_the_sink_of_earlier_chunks():
     ids=lambda cache: f"{cache.sink}-{cache.recent}-{cache.prefill_chunk}-{cache.prefill_layout}",
 )
 def test_the_first_query_that_reads_a_quantized_position(cache):
-    reads = [query for query, row in enumerate(visible(cache, 400)) if not all(row)]
+    rows = visible(cache, 400)
+    reads = [query for query, row in enumerate(rows) if not all(row)]
     assert reads[0] == cache.first_quantized
+    exact_until_query = [row[cache.sink :][::-1].index(0) for row in rows if not all(row)]
+    assert max(exact_until_query) == cache.reach

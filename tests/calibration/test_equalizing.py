@@ -93,7 +93,7 @@ def test_equalized_attention_is_the_models_own_in_float64(name):
 
     with intercept(model, compare):
         decoder(model)(input_ids=IDS, use_cache=False)
-    assert max(errors) < 1e-12  # 2e-15 was measured
+    assert max(errors) < 1e-12  # 1e-15 was measured
     assert min(ranges) >= 4
 
 

@@ -3,6 +3,7 @@ are."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
 from rotationzoo.zoo.upload import prepare_upload
 
@@ -49,10 +51,9 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     artifact = calibrate(Job(model, Recipe(data=data), home / "out", device="cpu", batch=16))
     measured = SMALL.model_copy(update={"source": texts})
     copy = Path(shutil.copytree(artifact.folder, home / "other" / "out"))
-    job = Evaluation(
-        model, [artifact.folder, copy], measured, device="cpu", queries=2, save_to=[artifact.folder]
-    )
-    report = evaluate(job)
+    folders, tasks = [artifact.folder, copy], TaskSettings(())
+    job = Evaluation(model, folders, measured, device="cpu", queries=2, tasks=tasks)
+    report = evaluate(replace(job, save_to=[artifact.folder]))
     assert len(report["arms"]) == 5
     on_cpu = Validation(rows=64, model=model, device="cpu")
     validate_kernel(Artifact.open(artifact.folder), on_cpu)

@@ -95,7 +95,8 @@ def check_same(plain, folded, equalizers) -> None:
         expected = rows[layer, side] @ matrix.double()
         size = expected.abs().max()
         assert (folded_rows[layer, side] - expected).abs().max() <= 5e-6 * size
-        assert (folded_rows[layer, side] - rows[layer, side]).abs().max() > 0.1 * size
+        if not torch.equal(matrix, torch.eye(matrix.shape[-1]).expand_as(matrix)):
+            assert (folded_rows[layer, side] - rows[layer, side]).abs().max() > 0.1 * size
 
 
 @pytest.mark.parametrize("name", calibrated)
@@ -104,15 +105,18 @@ def test_every_family_folds_or_says_why_not(name, monkeypatch):
     widen(model)
     on_meta = loading.on_meta(model.config, "this")
     geometry = geometry_on_meta(on_meta)
+    values = None
     if name in REFUSED:
         keys, values = check_equalizable(on_meta, geometry), check_values(on_meta, geometry)
         assert (keys or values) == REFUSED[name]
-        return
-    assert check_equalizable(on_meta, geometry) is None
-    assert check_values(on_meta, geometry) is None
+        if keys is not None:
+            return
     scales = find_key_scales(on_meta, geometry, "this")
     monkeypatch.setattr(weight_changes, "find_key_scales", lambda *_: scales)  # found already
     equalizers = random_equalizers(geometry, scales.classes)
+    for (_, side), equalizer in equalizers.items():
+        if side == "value" and values is not None:  # keys alone are folded
+            equalizer.copy_(torch.eye(equalizer.shape[-1]))
     rotations = {
         layer: {side: SimpleNamespace(equalizer=equalizers[layer, side]) for side in SIDES}
         for layer, _ in equalizers
@@ -122,8 +126,11 @@ def test_every_family_folds_or_says_why_not(name, monkeypatch):
     if getattr(decoder(model).config, "_experts_implementation", None):
         model.set_experts_implementation("eager")  # the others have no float64
     folded = copy.deepcopy(model)
+    names = dict(folded.named_parameters())
     with torch.no_grad():
         for parameter_name, change in changes.items():
+            if parameter_name not in names:  # a vision model, of which the text alone is traced
+                parameter_name = parameter_name.replace("model", "model.language_model", 1)
             parameter = folded.get_parameter(parameter_name)
             parameter.copy_(change.transform(parameter.double()))
     check_same(model.double(), folded.double(), equalizers)

@@ -15,6 +15,7 @@ from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.zoo.upload import prepare_upload
 
@@ -44,6 +45,7 @@ def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
         Data(tokens=1024, length=512),
         device="cpu",
         queries=4,
+        tasks=TaskSettings(()),
     )
     arms = evaluate(job)["arms"]
     assert arms["bound"]["perplexity"] == arms["own"]["perplexity"]

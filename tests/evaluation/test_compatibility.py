@@ -9,6 +9,7 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.documents import BUNDLED
 
@@ -24,14 +25,15 @@ def test_an_artifact_of_other_weights_is_noted(tmp_path):
     with torch.no_grad():
         changed.model.layers[0].self_attn.q_proj.weight.mul_(2)
     changed.save_pretrained(twin)
-    job = Evaluation(str(twin), [artifact], ONE_ROW, windows=[(4, 16)], queries=0)
+    options = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
+    job = Evaluation(str(twin), [artifact], ONE_ROW, **options)
     assert any("made for other weights" in note for note in evaluate(job)["notes"])
 
 
 def test_an_artifact_that_was_calibrated_on_the_text_is_noted(artifacts):
     seen = Data(source=str(BUNDLED), tokens=2048, length=512)
-    notes = evaluate(Evaluation("demo", artifacts[:1], seen, queries=0))["notes"]
-    assert "oscar was calibrated on this very text" in notes
+    job = Evaluation("demo", artifacts[:1], seen, queries=0, tasks=TaskSettings(()))
+    assert "oscar was calibrated on this very text" in evaluate(job)["notes"]
 
 
 def test_what_does_not_fit_is_refused_before_the_weights(artifacts, tmp_path, tiny):

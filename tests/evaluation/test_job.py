@@ -18,12 +18,15 @@ from rotationzoo.cli.option_values import parse_windows
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
+
+NO_TASKS = TaskSettings(())  # test_tasks.py is about them
 
 
 def test_the_report(artifacts):
@@ -33,10 +36,11 @@ def test_the_report(artifacts):
         Data(tokens=2048, length=512),
         windows=[(16, 64), (64, 256)],
         queries=16,
+        tasks=NO_TASKS,
         save_to=artifacts,
     )
     report = evaluate(job)
-    names = ["oscar", "oscar-v1", "identity", "hadamard", "random"]
+    names = ["oscar", "oscar-v1", "identity", "hadamard", "random", "kivi"]
     assert list(report["arms"]) == names
     assert report["first_position"] == 320, "the same tokens for every window"
     assert report["tokens"] == 4 * (512 - 320 - 1)
@@ -66,7 +70,8 @@ def test_the_report(artifacts):
 
 
 def test_perplexity_is_that_of_the_model():
-    report = evaluate(Evaluation("demo", [], Data(tokens=512, length=512), queries=0, device="cpu"))
+    text = Data(tokens=512, length=512)
+    report = evaluate(Evaluation("demo", [], text, queries=0, tasks=NO_TASKS, device="cpu"))
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     data = Data(source=str(HELD_OUT), tokens=512, length=512)
     ids = read_corpus(data, loading.load_tokenizer(find("demo"))).rows[0][None]
@@ -79,7 +84,7 @@ def test_perplexity_is_that_of_the_model():
 
 def test_one_cause_at_a_time():
     """Layers and sides that are not selected stay exact."""
-    options = dict(data=Data(tokens=512, length=512), windows=[(4, 16)], queries=8)
+    options = dict(data=Data(tokens=512, length=512), windows=[(4, 16)], queries=8, tasks=NO_TASKS)
     both = evaluate(Evaluation("demo", [], **options))["arms"]["random"]
     keys = evaluate(Evaluation("demo", [], sides=("key",), **options))["arms"]["random"]
     values = evaluate(Evaluation("demo", [], sides=("value",), **options))["arms"]["random"]
@@ -94,7 +99,7 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     """In a model whose last layers share caches, each of them reads what the first of its kind has
     stored."""
     folder = save_family("gemma4", tmp_path / "gemma4", vocab_size_per_layer_input=2048)
-    options = dict(data=Data(tokens=32, length=32), windows=[(2, 4)], queries=4)
+    options = dict(data=Data(tokens=32, length=32), windows=[(2, 4)], queries=4, tasks=NO_TASKS)
     report = evaluate(Evaluation(str(folder), [], layers={1}, **options))
     owners = {layer.index: layer.owner for layer in geometry_of(architectures.build("gemma4"))}
     assert report["layers"] == [layer for layer, owner in owners.items() if owner == 1]
@@ -110,7 +115,8 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
 def test_chunked_prefill_reads_less_of_the_quantized_history():
     """The more is kept exact, the less is lost: in a chunk its own tokens are, and with `window`
     also some before it, which no server keeps."""
-    options = dict(data=Data(tokens=1024, length=512), windows=[(4, 64)], queries=16)
+    text = Data(tokens=1024, length=512)
+    options = dict(data=text, windows=[(4, 64)], queries=16, tasks=NO_TASKS)
     chunked = options | dict(prefill_chunk=256)
     decode = evaluate(Evaluation("demo", [], **options))
     server = evaluate(Evaluation("demo", [], **chunked))
@@ -124,7 +130,7 @@ def test_chunked_prefill_reads_less_of_the_quantized_history():
 def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts, tmp_path):
     folder = shutil.copytree(artifacts[0], tmp_path / "made")
     words = ["evaluate", "demo", folder, "--save", "--windows", "4/64", "--queries", 0]
-    words += ["--tokens", 512, "--length", 512]
+    words += ["--tokens", 512, "--length", 512, "--tasks", "none"]
     for options, between in (
         (["--prefill-chunk", 256], "between which only the sink stays exact"),
         (
@@ -161,7 +167,7 @@ def test_the_command_line(command):
     made = command("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
     folder = made.stdout.strip()
     words = ["evaluate", "demo", folder, "--windows", "16/64,64/256"]
-    words += ["--tokens", "1024", "--length", "512"]
+    words += ["--tokens", "1024", "--length", "512", "--tasks", "none"]
     shown = command(*words, "--save", "--json")
     assert shown.returncode == 0, shown.stderr
     report = json.loads(shown.stdout)

@@ -35,7 +35,7 @@ def test_clear_differences_are_told_from_those_that_are_not():
     clear = {row["other"]: row["clear"] for row in verdict["comparisons"]}
     assert clear == {"worse": True, "better": True, "same": False}
     line, method = verdict["words"]
-    assert line.startswith("mine: clearly better than worse (-9")
+    assert line.startswith("mine: perplexity clearly better than worse (-9")
     assert "; clearly worse than better (+10" in line
     assert "; not clearly different from same (" in line
     assert "12 texts" in method
@@ -112,7 +112,7 @@ def test_evaluate_ends_with_it_on_the_screen_in_json_and_in_the_card(inside, tin
     report = json.loads(inside(*words, "--save", "--json").stdout)
     assert report["verdict"] == report["windows"][0]["verdict"]
     compared_with = [row["other"] for row in report["verdict"]["comparisons"]]
-    assert compared_with == ["identity", "hadamard", "random"]
+    assert compared_with == ["identity", "hadamard", "random", "kivi"]
     for line in report["verdict"]["words"]:
         assert f"\n{line}\n" in shown
     saved = json.loads((folder / "evaluation.json").read_text())

@@ -7,7 +7,12 @@ from support.architectures import BASE
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import check_equalizable, find_key_scales
+from rotationzoo.model.foldable import (
+    check_equalizable,
+    check_values,
+    find_key_scales,
+    with_fixed_values,
+)
 from rotationzoo.model.geometry import geometry_on_meta
 
 HALVES = [[channel, channel + 8] for channel in range(8)]
@@ -176,6 +181,22 @@ def read_elsewhere():
     return model
 
 
+def rounded():
+    model = on_meta("Llama")
+    attention_of(model).k_proj.register_forward_hook(
+        lambda module, args, output: output + output.int()
+    )
+    return model
+
+
+def bits():
+    model = on_meta("Llama")
+    attention_of(model).k_proj.register_forward_hook(
+        lambda module, args, output: output + output.view(torch.int32)
+    )
+    return model
+
+
 def tied_to_queries():
     model = on_meta("Qwen3", head_dim=16)
     attention_of(model).q_norm = attention_of(model).k_norm
@@ -232,6 +253,8 @@ def unknown_keys():
         (without_weight, "layer 1 .* exactly: aten.linalg_vector_norm.default in model.layers.1"),
         (clamped, "layer 0 .* exactly: aten.clamp_.default in model.layers.0.self_attn"),
         (read_elsewhere, "layer 1 .* exactly: aten.mean.default in model.layers.1"),
+        (rounded, "layer 1 .* exactly: aten._to_copy.default in model.layers.1"),
+        (bits, "layer 1 .* exactly: aten.view.dtype in model.layers.1"),
         (tied_to_queries, "layer 1 .* exactly: its queries or another layer use the same weights"),
         (tied_layers, "layer 1 .* exactly: its weights are shared by modules"),
         (tied_to_another_module, "layer 1 .* exactly: its weights are shared by modules"),
@@ -245,7 +268,20 @@ def test_what_undoes_or_reads_a_factor_is_seen(build, reason):
     model = build()
     with pytest.raises(UnsupportedModel, match=reason):
         scales(model)
-    assert check_equalizable(model, geometry_on_meta(model)).startswith("layer")
+
+
+def test_keys_and_values_are_told_apart():
+    model = on_meta("Llama")
+    geometry = geometry_on_meta(model)
+    assert check_equalizable(model, geometry) is None
+    assert check_values(model, geometry) is None
+    attention_of(model).v_proj.register_forward_hook(lambda module, args, output: output.exp())
+    assert check_equalizable(model, geometry) is None
+    reason = check_values(model, geometry)
+    assert reason.startswith("layer 1 of the model has a norm or another operation between")
+    assert all(layer.fixed_values for layer in with_fixed_values(model, geometry))
+    reason = check_equalizable(unknown_keys(), geometry)
+    assert reason.startswith("layer 1 of the model has keys that cannot be scaled exactly")
 
 
 def test_the_look_leaves_the_library_and_the_model_as_they_were():

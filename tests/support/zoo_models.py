@@ -44,7 +44,7 @@ data:
 """
 
 
-EVALUATED = ["--tokens", "1024", "--length", "256"]
+EVALUATED = ["--tokens", "1024", "--length", "256", "--tasks", "none"]
 
 
 @pytest.fixture

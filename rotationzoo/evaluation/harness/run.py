@@ -1,0 +1,124 @@
+"""Runs the harness' tasks through the exact model and through every combination of arm and
+cache."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
+from rotationzoo.errors import as_unavailable
+from rotationzoo.evaluation.forward import Trial
+from rotationzoo.evaluation.harness.isolation import SEED, isolated
+from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
+from rotationzoo.evaluation.harness.tasks import HarnessSettings
+from rotationzoo.progress import Progress
+
+if TYPE_CHECKING:
+    from rotationzoo.evaluation.harness.model import HarnessModel
+
+_MOST = 0.5  # the share of a task's rows that must read something in 2 bits
+_RESAMPLES = 1000  # for the standard errors of metrics that have none in closed form
+
+
+@dataclass(frozen=True)
+class HarnessMeasures:
+    """What the exact model and every arm answered: task -> metric -> value."""
+
+    version: str
+    """The version of lm-evaluation-harness."""
+    settings: HarnessSettings
+    exact: dict[str, TaskMeasures]
+    arms: dict[tuple[Cache, str], dict[str, TaskMeasures]]
+    """Keyed by cache and name of the arm."""
+
+    def add_to(self, report: dict[str, Any], trial: Trial) -> None:
+        """Add the measures to a report of `evaluate`: to its exact model and to each arm."""
+        report["harness"] = {
+            "version": self.version,
+            "tasks": list(self.settings.tasks),
+            "limit": self.settings.limit,
+            "chat": self.settings.chat,
+        }
+        report["exact"]["harness"] = self.exact
+        for cache, window in zip(trial.caches, report["windows"], strict=True):
+            for name, arm in window["arms"].items():
+                arm["harness"] = self.arms[cache, name]
+            report["notes"] += _notes(cache, next(iter(window["arms"].values()))["harness"])
+
+
+def _notes(cache: Cache, tasks: dict[str, TaskMeasures]) -> list[str]:
+    """Notes on tasks whose questions are mostly too short to read anything in 2 bits."""
+    notes = []
+    for name, measures in tasks.items():
+        share = measures.get("past_windows", 1)
+        if share < _MOST:
+            notes.append(
+                f"{name} says little about this cache: {share:.0%} of its rows are longer than the "
+                f"{cache.first_quantized} tokens that are read exactly"
+            )
+    return notes
+
+
+class HarnessRun:
+    """One model and the tasks that it answers again and again, with the same prompts each time."""
+
+    def __init__(self, model: "HarnessModel", tasks: dict[str, Any], settings: HarnessSettings):
+        self.model, self.tasks, self.settings = model, tasks, settings
+
+    def answer(self, cache: Cache | None) -> tuple[dict[str, Any], dict[str, TaskMeasures]]:
+        """What the harness returns, and the measures made of it. `cache` is the one that is
+        simulated; None for the exact model."""
+        from lm_eval.evaluator import evaluate
+
+        for task in self.tasks["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            # The examples are drawn anew in each run: the same seed draws the same.
+            task.set_fewshot_seed(seed=SEED)
+        self.model.rows.clear()
+        with isolated(), as_unavailable("the harness fails on its tasks"):
+            results = evaluate(
+                lm=self.model,
+                task_dict=self.tasks,
+                limit=self.settings.limit,
+                bootstrap_iters=_RESAMPLES,
+                apply_chat_template=self.settings.chat,
+                fewshot_as_multiturn=self.settings.chat,
+            )
+        return results, measure_tasks(results, self.model.rows, cache)
+
+
+def run_harness(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: dict[str, Any],
+    settings: HarnessSettings,
+    trial: Trial,
+    progress: Progress,
+) -> HarnessMeasures:
+    """Have the exact model and every combination of cache and arm answer the loaded `tasks`.
+
+    Raises `RotationZooError` if the harness fails, for instance in a task's own code.
+    """
+    import lm_eval
+
+    from rotationzoo.evaluation.harness.model import HarnessModel
+
+    with as_unavailable("the harness cannot use this model and its tokenizer"):
+        asked = HarnessModel(model, tokenizer, progress)
+    run = HarnessRun(asked, tasks, settings)
+    asked.reader = "exact"
+    exact_results, exact = run.answer(None)
+    asked.reads_simulation = True
+    arms: dict[tuple[Cache, str], dict[str, TaskMeasures]] = {}
+    for cache, arm in product(trial.caches, trial.arms):
+        asked.reader = arm.name
+        simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
+        with simulation.running(model):
+            results, measures = run.answer(cache)
+        pair_with_exact(measures, results, exact_results)
+        arms[cache, arm.name] = measures
+    return HarnessMeasures(lm_eval.__version__, settings, exact, arms)

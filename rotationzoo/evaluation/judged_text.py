@@ -1,0 +1,31 @@
+"""The text that an evaluation judges on: which one it is, and how long it must be."""
+
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.recipe import Data
+from rotationzoo.text.documents import HELD_OUT
+
+
+def judged_text(data: Data) -> Data:
+    """The text to evaluate on. For `bundled` this is the held-out text, not the one that artifacts
+    are calibrated on by default."""
+    if data.source == "bundled":
+        return data.model_copy(update={"source": str(HELD_OUT)})
+    return data
+
+
+def check_length(data: Data, start: int) -> None:
+    """Raise `RotationZooError` for texts that end before `start`, the first position that is
+    measured, and `UsageError` for fewer tokens than one text."""
+    if data.length < start + 2:
+        raise RotationZooError(
+            f"texts of {data.length} tokens are too short: "
+            f"the first that reads a quantized one is at position {start}",
+            hint="give longer rows with --length, or smaller ones with --windows",
+        )
+    # With fewer tokens than one row there is no row at all. Only with `document` packing is every
+    # document a row, whatever its length.
+    if data.packing != "document" and not data.row_lengths:
+        raise UsageError(
+            f"{data.tokens} tokens are less than one text of {data.length}",
+            hint="more --tokens, or a shorter --length",
+        )

@@ -1,0 +1,132 @@
+"""Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
+from rotationzoo.evaluation.forward import Trial
+from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
+from rotationzoo.model.loading import forward_errors
+from rotationzoo.progress import Progress
+from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.recall.prompts import Prompt
+
+# A model can do a task if the statements add at least this share to the questions that it answers,
+# or take at least half from the nats that the right answers lack.
+LEAST_ADDED, LEAST_TAKEN = 0.2, 0.5
+
+
+@dataclass(frozen=True)
+class ExactAnswers:
+    """The exact model's answers to the questions of one series."""
+
+    series: Series
+    answers: Answers
+    blind: Answers
+    """Its answers where the statements are cut away."""
+
+    @property
+    def can_do(self) -> bool:
+        """Whether the model can do the task: only then are the arms compared on it."""
+        added = self.answers.correct.double().mean() - self.blind.correct.double().mean()
+        lacking, blind = self.answers.log_probability.mean(), self.blind.log_probability.mean()
+        return bool(added >= LEAST_ADDED or lacking >= (1 - LEAST_TAKEN) * blind)
+
+
+@dataclass(frozen=True)
+class TaskAnswers:
+    """All answers of an evaluation."""
+
+    plan: TaskPlan
+    exact: list[ExactAnswers]
+    arms: dict[tuple[Cache, str], list[Answers]]
+    """Keyed by cache and name of the arm: the answers to each series that the exact model can
+    do."""
+
+    @property
+    def asked(self) -> list[ExactAnswers]:
+        """The exact answers to the series that every arm was asked."""
+        return [exact for exact in self.exact if exact.can_do]
+
+    @property
+    def notes(self) -> list[str]:
+        """Which tasks are left out, and which the exact model cannot do."""
+        notes = [*self.plan.notes]
+        for exact in self.exact:
+            if not exact.can_do:
+                series = exact.series
+                notes.append(
+                    f"the exact model cannot do {series.task} in {series.length:,} tokens, so no "
+                    f"arm is asked: {_describe(exact.answers)} (without the statements: "
+                    f"{_describe(exact.blind)})"
+                )
+        return notes
+
+
+class Asking:
+    """Reads answers in batches and reports how many prompts are done.
+
+    * `name`: what errors call the model;
+    * `tokens`: how many a forward pass may read; a longer prompt has one of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, tokens: int, progress: Progress):
+        self.model, self.name, self.tokens, self.progress = model, name, tokens, progress
+        self.done = self.total = 0
+
+    def expect(self, series: Iterator[list[Prompt]]) -> None:
+        """Count the prompts of some series among those to be asked."""
+        self.total += sum(len(prompts) for prompts in series)
+
+    def ask(
+        self, prompts: list[Prompt], running: AbstractContextManager[None] | None = None
+    ) -> Answers:
+        """The answers to prompts of one length, read inside the context `running`."""
+        length = len(prompts[0].ids)
+        batch = max(1, self.tokens // length)
+        parts = []
+        with forward_errors(self.name, batch, length), running or nullcontext():
+            for start in range(0, len(prompts), batch):
+                rows = prompts[start : start + batch]
+                parts.append(read_answers(self.model, rows, batch))
+                self.done += len(rows)
+                self.progress("answering", self.done, self.total)
+        correct = torch.cat([part.correct for part in parts])
+        return Answers(correct, torch.cat([part.log_probability for part in parts]))
+
+
+def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
+    """Ask the exact model every question, and every arm with every cache those of the tasks that
+    the exact model can do.
+
+    Raises `RotationZooError` for prompts that do not fit the device's memory.
+    """
+    asking.expect(prompts for series in plan.series for prompts in (series.prompts, series.blind))
+    exact = []
+    for series in plan.series:
+        answers, blind = asking.ask(series.prompts), asking.ask(series.blind)
+        exact.append(ExactAnswers(series, answers, blind))
+    asked = [each.series.prompts for each in exact if each.can_do]
+    arms: dict[tuple[Cache, str], list[Answers]] = {}
+    pairs = list(product(trial.caches, trial.arms))
+    asking.expect(prompts for _ in pairs for prompts in asked)
+    for cache, arm in pairs:
+        simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
+        # One simulation for each series, because it keeps the masks of every length.
+        arms[cache, arm.name] = [
+            asking.ask(prompts, simulation.running(asking.model)) for prompts in asked
+        ]
+    return TaskAnswers(plan, exact, arms)
+
+
+def _describe(answers: Answers) -> str:
+    """How many of the answers are right, and the mean log probability of the right ones."""
+    log_probability = answers.log_probability.mean().item()
+    correct = answers.correct
+    return f"{int(correct.sum())} of {len(correct)} right, {log_probability:.1f} nats an answer"

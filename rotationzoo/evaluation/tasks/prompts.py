@@ -1,0 +1,147 @@
+"""The prompts of an evaluation's recall tasks, written before the weights are fetched."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rotationzoo.cache.windows import Cache
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.recall.prompts import (
+    QUOTE,
+    TASKS,
+    Prompt,
+    PromptSettings,
+    Question,
+    write_prompts,
+)
+from rotationzoo.recipe import Data
+from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.text.tokenizing import start_tokens
+
+_LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
+_LEAD = 256  # at most so many tokens come before the questions of a blind prompt
+
+
+@dataclass(frozen=True)
+class Series:
+    """The prompts of one task and one length."""
+
+    task: str
+    length: int
+    prompts: list[Prompt]
+    blind: list[Prompt]
+    """The same questions without the statements that answer them."""
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """All prompts of an evaluation, the same for every arm and every cache."""
+
+    settings: TaskSettings
+    lengths: tuple[int, ...]
+    series: list[Series] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Which tasks are left out, and why."""
+    first: int = 0
+    """The first position at which a statement may begin: the largest sink of all caches."""
+    recent: int = 0
+    """Tokens before the first question that hold no statement: at least as many as any query of any
+    cache reads exact, so that every statement is read quantized."""
+
+    def describe(self) -> dict[str, Any]:
+        """What was asked, as the report says it."""
+        return {
+            "names": list(self.settings.names),
+            "lengths": list(self.lengths),
+            "questions": self.settings.questions,
+            "first": self.first,
+            "recent": self.recent,
+        }
+
+
+def plan_tasks(
+    settings: TaskSettings,
+    data: Data,
+    text: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    caches: Sequence[Cache],
+) -> TaskPlan:
+    """Write the prompts, hidden in the evaluation's own text.
+
+    `data` is what `text` was read from: more of it is read where prompts are longer than `text`.
+    A task that has no room in a prompt outside the exact windows is left out, with a note.
+    """
+    if not settings.names:
+        return TaskPlan(settings, ())
+    lengths = settings.lengths or (data.length,)
+    first = max(cache.sink for cache in caches)
+    recent = max(_LEAST_RECENT, *(cache.reach for cache in caches))
+    plan = TaskPlan(settings, lengths, first=first, recent=recent)
+    filler = _read_filler(data, text, tokenizer, max(lengths))
+    for length in lengths:
+        crowded = []
+        for task in settings.names:
+            if task == QUOTE and length > len(filler):
+                # A passage that the text repeats could be copied from the exact window.
+                plan.notes.append(f"no passages are quoted in {length:,} tokens: the text is short")
+                continue
+            wanted = PromptSettings(task, 1, length, None, first, recent, data.seed)
+            try:
+                prompts = write_prompts(_share_out(wanted, settings.questions), tokenizer, filler)
+            except RotationZooError:
+                crowded.append(task)
+                continue
+            blind = _blind_prompts(prompts, recent, start_tokens(tokenizer))
+            plan.series.append(Series(task, length, prompts, blind))
+        if crowded:
+            plan.notes.append(
+                f"prompts of {length:,} tokens are too short to ask for {', '.join(crowded)} "
+                "outside the exact windows"
+            )
+    return plan
+
+
+def _share_out(wanted: PromptSettings, questions: int) -> PromptSettings:
+    """As many prompts, with as many questions each, as give at least `questions` in all."""
+    prompts = -(-questions // TASKS[wanted.task])
+    return replace(wanted, prompts=prompts, questions=-(-questions // prompts))
+
+
+def _read_filler(
+    data: Data, text: Corpus, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> list[int]:
+    """The token ids of the text, without the start tokens of its rows: at least twice as many as
+    the longest prompt has, if there are so many."""
+    tokens = 2 * longest
+    if data.tokens < tokens:
+        text = read_corpus(data.model_copy(update={"tokens": tokens}), tokenizer)
+    start = len(start_tokens(tokenizer))
+    return torch.cat([row[start:] for row in text.rows]).tolist()
+
+
+def _blind_prompts(prompts: list[Prompt], recent: int, start: list[int]) -> list[Prompt]:
+    """The ends of prompts: the questions and the text just before them, which holds no statement.
+
+    All have the length of the longest. What fills the others up comes after the last answer, where
+    a causal model does not see it.
+    """
+    # A statement ends `recent` tokens before the first question begins, or earlier.
+    cuts = [prompt.questions[0].answer.start - min(recent, _LEAD) for prompt in prompts]
+    ends = [prompt.ids[cut:] for prompt, cut in zip(prompts, cuts, strict=True)]
+    longest = max(map(len, ends))
+    blind = []
+    for prompt, cut, end in zip(prompts, cuts, ends, strict=True):
+        padding = end[-1:].repeat(longest - len(end))
+        ids = torch.cat([torch.tensor(start, dtype=end.dtype), end, padding])
+        moved = [_move(question, len(start) - cut) for question in prompt.questions]
+        blind.append(Prompt(ids, tuple(moved)))
+    return blind
+
+
+def _move(question: Question, by: int) -> Question:
+    answer = slice(question.answer.start + by, question.answer.stop + by)
+    return replace(question, answer=answer, source=question.source + by)

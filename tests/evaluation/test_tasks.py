@@ -1,0 +1,196 @@
+"""Recall tasks inside an evaluation: who is asked, and what is reported of the answers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.induction import save_induction
+
+from rotationzoo.artifact.card import render_card
+from rotationzoo.artifact.manifest import parse_manifest
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.cli.option_values import parse_tasks
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.answering import ExactAnswers
+from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.recall.answers import Answers
+from rotationzoo.recall.prompts import TASKS
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.zoo.regenerate import compare_rotations
+
+LENGTH, SHORT = 512, 352
+TEXT = Data(tokens=LENGTH, length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def induction(tmp_path_factory):
+    """A model that can do `needles` and `quote`, but not `key-value`."""
+    return save_induction(tmp_path_factory.mktemp("models") / "induction")
+
+
+@pytest.fixture(scope="module")
+def artifact(induction, tmp_path_factory):
+    data = Data(tokens=1024, length=512)
+    changes = {"data": data, "sink": 16, "recent": 64}
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    folder = tmp_path_factory.mktemp("made") / "mine"
+    return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder
+
+
+@pytest.fixture(scope="module")
+def job(induction, artifact):
+    tasks = TaskSettings(("needles", "key-value", "quote"), questions=8)
+    return Evaluation(str(induction), [artifact], TEXT, queries=0, tasks=tasks, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def report(job):
+    tasks = replace(job.tasks, lengths=(LENGTH, SHORT))
+    return evaluate(replace(job, tasks=tasks, save_to=job.artifacts))
+
+
+def test_arms_are_asked_what_the_exact_model_can_do(report):
+    exact = report["exact"]["tasks"]
+    able = {task: score["can_do"] for task, score in exact.items()}
+    assert able == {"needles": True, "key-value": False, "quote": True}
+    (note,) = (note for note in report["notes"] if "cannot do key-value in 512 tokens" in note)
+    assert f"{exact['key-value']['answered']} of 8 right" in note
+    assert any("352 tokens are too short to ask for needles" in note for note in report["notes"])
+    questions = {"needles": [(LENGTH, 8)], "quote": [(LENGTH, 8), (SHORT, 8)]}
+    for arm in report["arms"].values():
+        assert list(arm["tasks"]) == list(questions)
+        for task, score in arm["tasks"].items():
+            lengths = [(each["length"], each["questions"]) for each in score["by_length"]]
+            assert lengths == questions[task]
+            assert score["questions"] == exact[task]["questions"] == sum(exact[task]["prompts"])
+            assert score["correct"].count("1") == score["answered"]
+            logs = torch.tensor(score["log_probabilities"], dtype=torch.float64)
+            assert score["log_probability"] == pytest.approx(logs.mean().item(), abs=1e-5)
+            for part in (score["by_length"], score["by_distance"], score["by_depth"]):
+                assert sum(bucket["questions"] for bucket in part) == score["questions"]
+                assert sum(bucket["answered"] for bucket in part) == score["answered"]
+        assert arm["all_tasks"]["questions"] == 24
+    # Measured: exact -1 nats an answer, the artifact -5, without a rotation -40.
+    logs = {name: arm["all_tasks"]["log_probability"] for name, arm in report["arms"].items()}
+    assert logs["identity"] < logs["mine"] < report["exact"]["all_tasks"]["log_probability"]
+
+
+def test_worse_answers_are_a_reason_not_to_publish(report):
+    """As if the rotations of the artifact had been published, and no rotation were the new one."""
+    arms = {name: report["arms"][name] for name in ("identity", "mine")}
+    with pytest.raises(RotationZooError, match="the new rotations of it answer worse"):
+        compare_rotations({**report, "arms": arms}, "it", Path("new"))
+
+
+def test_an_exact_cache_answers_exactly_as_the_model_does(job):
+    """With neither side in 2 bits, the simulation reads exact copies alone."""
+    tasks = replace(job.tasks, names=("quote",))
+    report = evaluate(replace(job, artifacts=[], sides=(), tasks=tasks))
+    exact = report["exact"]["tasks"]
+    for arm in report["arms"].values():
+        for task, score in arm["tasks"].items():
+            assert score["correct"] == exact[task]["correct"]
+            # Measured: at most 1e-5 apart, from sums in another order.
+            assert score["log_probabilities"] == pytest.approx(
+                exact[task]["log_probabilities"], abs=1e-3
+            )
+
+
+def test_the_report_is_saved_and_shown_with_answers_first(report, job):
+    folder = job.artifacts[0]
+    saved = json.loads((folder / "evaluation.json").read_text())
+    assert saved["windows"][0]["verdict"] == report["verdict"]
+    assert saved["exact"]["tasks"] == report["exact"]["tasks"]
+    compared_with = [row["other"] for row in report["verdict"]["answers"]["comparisons"]]
+    assert compared_with == ["identity", "hadamard", "random", "kivi"]
+    first, *_ = report["verdict"]["words"]
+    assert first.startswith("mine: ")
+    assert "answer" in first
+    summary = Artifact.open(folder).manifest.metrics.evaluation
+    score = report["arms"]["mine"]["tasks"]["quote"]
+    assert summary.arms["mine"].tasks["quote"].answered == score["answered"]
+    assert summary.exact_tasks["key-value"].questions == 8
+    page = (folder / "README.md").read_text()
+    share = f"{score['answered'] / 16:.0%}, {score['log_probability']:.2f}"
+    assert "| rotation | needles | quote |" in page
+    assert f"{share} |" in next(row for row in page.splitlines() if row.startswith("| mine |"))
+    assert page.index("| exact | ") < page.index("| rotation | perplexity |")
+
+
+def test_manifests_of_earlier_versions_hold_no_answers(report, job):
+    """An evaluation without tasks is still read, and its card shows none."""
+    artifact = Artifact.open(job.artifacts[0])
+    evaluation = json.loads(json.dumps(artifact.content["metrics"]["evaluation"]))
+    del evaluation["exact_tasks"]
+    for arm in evaluation["arms"].values():
+        del arm["tasks"]
+    content = artifact.content | {
+        "metrics": artifact.content["metrics"] | {"evaluation": evaluation}
+    }
+    assert "| exact |" not in render_card(parse_manifest(content, "the manifest"))
+
+
+def test_the_command_line(inside, induction):
+    words = ["evaluate", induction, "--tokens", LENGTH, "--length", LENGTH, "--windows", "16/64"]
+    words += ["--queries", 0, "--device", "cpu"]
+    shown = inside(*words, "--tasks", "needles", "--questions", 2)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    table = lines.index("recall by task")
+    assert lines[table + 1].split() == ["arm", "needles"]
+    assert [line.split()[0] for line in lines[table + 2 : table + 6]] == [
+        "exact",
+        "identity",
+        "hadamard",
+        "random",
+    ]
+    shown = inside(*words, "--tasks", "none", "--json")
+    silent = json.loads(shown.stdout)
+    assert silent["exact"]["tasks"] == silent["arms"]["identity"]["tasks"] == {}
+    assert silent["verdict"]["answers"] is None
+    wrong = inside(*words, "--tasks", "needle")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("Error: there is no recall task 'needle'")
+
+
+def test_the_values_of_options():
+    assert parse_tasks("all", None, 8) == TaskSettings(tuple(TASKS), (), 8)
+    assert parse_tasks("copy,needles", "2048,8192", 8).names == ("copy", "needles")
+    assert parse_tasks("none", "2048,8192", 8) == TaskSettings((), (2048, 8192), 8)
+    for lengths in ("2k", "", "512,", "-1", "1"):
+        with pytest.raises(UsageError, match="--lengths"):
+            parse_tasks("all", lengths, 8).check()
+    with pytest.raises(UsageError, match="--questions"):
+        TaskSettings(questions=0).check()
+
+
+# ---- what a model can do
+
+
+@pytest.mark.parametrize(
+    ("answered", "log_probability", "blind_answered", "blind_log_probability", "can_do"),
+    [
+        (2, -5.0, 0, -20.0, True),  # answers a fifth
+        (1, -10.0, 0, -20.0, True),  # lacks half of the nats
+        (1, -10.1, 0, -20.0, False),
+        (6, -2.0, 5, -3.0, False),  # guesses what it answers
+        (10, -0.1, 9, -0.3, True),
+    ],
+)
+def test_what_the_model_can_do(
+    answered, log_probability, blind_answered, blind_log_probability, can_do
+):
+    def answers(count, value):
+        return Answers(torch.arange(10) < count, torch.full((10,), value, dtype=torch.float64))
+
+    exact = ExactAnswers(
+        None,
+        answers(answered, log_probability),
+        answers(blind_answered, blind_log_probability),
+    )
+    assert exact.can_do == can_do
