@@ -50,10 +50,49 @@ class ChosenSides(Strict):
     value: _Chosen
 
 
+class _Candidate(Strict):
+    """What one candidate is, and what it loses: nats per token of answers, the share of answers,
+    and the divergence of predictions in nats per token."""
+
+    name: str
+    divergence: float
+    answer_loss: float | None = None
+    answers_lost: float | None = None
+
+
+class _Probes(Strict):
+    """The questions that candidates were judged by; none if the model can do no recall task."""
+
+    tasks: list[str]
+    questions: Count
+
+
+class ModelChoice(Strict):
+    """The choice among candidates for the whole model, and the test of the winner on other text and
+    other questions."""
+
+    criterion: str
+    probes: _Probes
+    candidates: list[_Candidate]
+    baseline: str
+    winner: str
+    taken: str
+    test: list[_Candidate]
+
+    @model_validator(mode="after")
+    def _tested(self) -> "ModelChoice":
+        tested = {candidate.name for candidate in self.test}
+        if not {self.baseline, self.winner, self.taken} <= tested:
+            raise ValueError("a winner or a baseline that was not tested")
+        return self
+
+
 class Search(Strict):
     """What a search chose, for the whole model and layer by layer."""
 
     model: _Kept
+    # Earlier versions chose by predictions alone, between fewer candidates.
+    choice: ModelChoice | None = None
     layers: dict[Annotated[str, Field(pattern="^[0-9]{1,5}$")], ChosenSides]
 
 

@@ -30,23 +30,24 @@ Matrices = dict[tuple[int, str], torch.Tensor]
 
 def checkpoint_files(path: Path) -> tuple[Path, ...]:
     """The files that a checkpoint at `path` may consist of: texts that the model wrote, finished
-    layers of a search, and sums."""
-    return path.with_suffix(".text.safetensors"), path.with_suffix(".search.safetensors"), path
+    layers of a search, the scores of its candidates, and sums."""
+    parts = ("text", "search", "scores")
+    return *(path.with_suffix(f".{part}.safetensors") for part in parts), path
 
 
 class Checkpoint:
     """The files of a checkpoint, bound to a job by its `identity`.
 
-    One file holds the raw sums, one the texts that the model wrote, and one the layers that a
-    search has finished. The identity covers everything that could change a byte of the result.
-    Files are saved only between batches and between layers, so a resumed run gives the bytes of an
-    uninterrupted one.
+    One file holds the raw sums, one the texts that the model wrote, one the layers that a search
+    has finished, and one the scores of its candidates. The identity covers everything that could
+    change a byte of the result. Files are saved only between batches, layers and candidates, so a
+    resumed run gives the bytes of an uninterrupted one.
     """
 
     def __init__(self, path: Path, identity: Identity):
         self.path = path
         self.identity = identity
-        self._text_path, self._search_path, _ = checkpoint_files(path)
+        self._text_path, self._search_path, self._scores_path, _ = checkpoint_files(path)
         self._due = 0.0
 
     def of_text(self, fingerprint: str) -> "Checkpoint":
@@ -109,6 +110,17 @@ class Checkpoint:
         """Save the finished layers of a search, no more often than `save` does."""
         tensors = {matrix_name(*place): matrix for place, matrix in matrices.items()}
         self._save(self._search_path, lambda: tensors, {"record": record})
+
+    def read_scores(self) -> dict[str, torch.Tensor]:
+        """The scores that a search has measured, by name."""
+        tensors, _ = self._read(self._scores_path, "scores", int) or ({}, 0)
+        return tensors
+
+    def save_scores(self, scores: Mapping[str, torch.Tensor]) -> None:
+        """Save the scores that a search has measured. This never waits: they are small, and a
+        resumed search must make the choice of which it has saved layers."""
+        self._due = 0.0
+        self._save(self._scores_path, lambda: scores, {"scores": len(scores)})
 
     def remove(self) -> None:
         """Remove all files. The sums go first: sums that outlived their text would be joined to

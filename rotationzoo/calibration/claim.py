@@ -44,6 +44,8 @@ class Claim:
     clips: Mapping[str, float]
     """Side -> clip ratio."""
     imported: bool = False
+    by_head: bool = False
+    """Whether a search chose rotations head by head, which no formula makes again."""
 
     @classmethod
     def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
@@ -52,11 +54,12 @@ class Claim:
         recipe = from_dict(content["recipe"], "the manifest's recipe")
         geometry = geometry_from_json(content["geometry"])
         claim = cls.from_recipe(recipe, geometry)
-        clips = claim.clips
+        clips, by_head = claim.clips, False
         if "search" in content:
             chosen = content["search"]["model"]
             clips = {side: chosen[side]["clip"] for side in SIDES}
-        return cls(recipe, geometry, clips, imported="imported" in content)
+            by_head = chosen.get("kept") != "own"
+        return cls(recipe, geometry, clips, "imported" in content, by_head)
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, geometry: Geometry) -> "Claim":
@@ -94,10 +97,10 @@ class Claim:
     def origin_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Rotations that the recipe would not make from the statistics, or from no data at all.
 
-        Imported and learned rotations are not checked, because no formula gives them.
+        Rotations that were imported without their formula, or chosen head by head, are not checked.
         """
         recipe = self.recipe
-        if recipe.composition == compositions.GIVEN or recipe.search is not None:
+        if recipe.composition == compositions.GIVEN or self.by_head:
             return []
         if not recipe.has_eigenbasis:
             return self._formula_problems(rotations)

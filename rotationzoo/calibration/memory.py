@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import SELF, Recipe, variants
 
 # torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
 _LIBRARIES = 450_000_000
@@ -51,7 +51,7 @@ class Footprint:
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
             total += 4 * heads * (layer.key_dim**2 + layer.value_dim**2)
-            if self.recipe.equalize:
+            if self.recipe.may_equalize:
                 total += 4 * layer.kv_heads * (layer.key_dim + layer.value_dim**2)
         return total
 
@@ -60,9 +60,10 @@ class Footprint:
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        # The sums exist beside the averages that are written, and with a search the first rotations
-        # exist beside the chosen ones.
-        rotations = (2 if self.recipe.search else 1) * self.rotations
+        # The sums exist beside the averages that are written, and with a search all its candidates
+        # exist together: the variants, and what is chosen head by head.
+        candidates = len(variants(self.recipe)) + 2 if self.recipe.search else 1
+        rotations = candidates * self.rotations
         kept = weights + 2 * self.statistics + rotations
         passes = max(self.activations(self.batch), self.generation_cache)
         # On a CPU, the allocator keeps what the passes freed, in fragments that a search can hardly

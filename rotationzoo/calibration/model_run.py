@@ -23,9 +23,16 @@ from rotationzoo.calibration.generate import (
     write_texts,
 )
 from rotationzoo.calibration.plan import Job, Plan
-from rotationzoo.calibration.recipe_checks import check_held_out, check_recipe, settle_centering
-from rotationzoo.calibration.search.run import SearchTask, search_rotations
+from rotationzoo.calibration.recipe_checks import (
+    check_held_out,
+    check_recipe,
+    settle_centering,
+    settle_equalizing,
+)
+from rotationzoo.calibration.search.run import search_rotations
+from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.soundness import check_before_search
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
@@ -34,7 +41,7 @@ from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
 from rotationzoo.model.rope_pairs import with_rope_pairs
 from rotationzoo.progress import Progress
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import SELF, Recipe, tries
 from rotationzoo.rotations import Rotations
 from rotationzoo.text.rows import Corpus, pack_texts
 from rotationzoo.text.tokenizing import start_tokens
@@ -47,8 +54,8 @@ class CalibrationResult:
     """What a run produces."""
 
     recipe: Recipe
-    """The recipe that was followed. Keys keep their mean if the loaded model shows that they must;
-    `notes` then say so."""
+    """The recipe that was followed: the variant that a search chose. Keys keep their mean if the
+    loaded model shows that they must; `notes` then say so."""
     geometry: Geometry
     rotations: Rotations
     statistics: Statistics | None = None
@@ -77,8 +84,9 @@ def run_model(
         geometry = planned.geometry
         if geometry is None:
             geometry = _look_at_model(model, ids, job.recipe)
-        if job.recipe.may_equalize:
-            geometry = with_rope_pairs(model, geometry)
+        recipe, notes = job.recipe, list[str]()
+        if recipe.may_equalize:
+            geometry, recipe, notes = _find_rope_pairs(model, geometry, recipe)
         dtype = str(model.dtype).removeprefix("torch.")
         # The model was loaded only for its geometry.
         if source_text is None:
@@ -86,7 +94,8 @@ def run_model(
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        recipe, notes = _check_capture(model, ids, job.recipe, geometry)
+        recipe, centering_notes = _check_capture(model, ids, recipe, geometry)
+        notes += centering_notes
         text = source_text
         if recipe.data.source == SELF:
             text = _write_text(planned, model, source_text, checkpoint, progress)
@@ -107,9 +116,14 @@ def run_model(
 
         # A search takes most of a job's time, so what would be refused after it is refused now.
         check_before_search(rotations, average(statistics), recipe, geometry)
-        task = SearchTask(model, geometry, recipe, statistics, rotations, fitted.rows, held_out)
-        searched, record = search_rotations(task, _search_deadline(job), checkpoint, progress)
-        return replace(result, rotations=searched, search=record)
+        tokenizer = loading.load_tokenizer(planned.source)
+        task = SearchTask(
+            model, geometry, recipe, statistics, rotations, fitted.rows, held_out, tokenizer
+        )
+        chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
+        return replace(
+            result, recipe=chosen.recipe, rotations=chosen.rotations, search=chosen.record
+        )
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
@@ -137,6 +151,22 @@ def _look_at_model(model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe) ->
     return geometry
 
 
+def _find_rope_pairs(
+    model: PreTrainedModel, geometry: Geometry, recipe: Recipe
+) -> tuple[Geometry, Recipe, list[str]]:
+    """Find what equalizers of keys need to know, and settle whether a search can try any.
+
+    Returns the geometry, the recipe to follow, and notes for the user. Raises `UnsupportedModel`
+    for a recipe that equalizes whatever a search finds.
+    """
+    try:
+        return with_rope_pairs(model, geometry), recipe, []
+    except UnsupportedModel as refusal:
+        if recipe.equalize:
+            raise
+        return geometry, *settle_equalizing(recipe, str(refusal))
+
+
 def _check_capture(
     model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
 ) -> tuple[Recipe, list[str]]:
@@ -147,7 +177,7 @@ def _check_capture(
     """
     with torch.no_grad():
         check_transparent(model, ids)
-    moved = layers_moved(model, ids) if recipe.center_keys else []
+    moved = layers_moved(model, ids) if tries(recipe, "center_keys") else []
     return settle_centering(recipe, sorted({*shifted_layers(geometry), *moved}))
 
 

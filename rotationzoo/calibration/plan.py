@@ -16,6 +16,7 @@ from rotationzoo.calibration.recipe_checks import (
     check_length,
     check_recipe,
     settle_centering,
+    settle_equalizing,
     shorten_rows,
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
@@ -123,10 +124,15 @@ def plan(job: Job) -> Plan:
         return Plan(job, source, None, None, refusal)
     if job.recipe.may_equalize and geometry is not None:
         geometry = with_fixed_values(model, geometry)
-    if reason := _unequalizable(job.recipe, model, geometry):
-        return Plan(job, source, config, geometry, reason)
+    problem = _equalizing_problem(job.recipe, model, geometry)
+    if problem is not None and job.recipe.equalize:
+        reason = f"equalizers cannot be folded into these weights: {problem}"
+        refused = UnsupportedModel(reason, hint="leave --equalize out")
+        return Plan(job, source, config, geometry, refused)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
+    recipe, equalizing_notes = settle_equalizing(recipe, problem)
+    notes += equalizing_notes
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
     job = replace(job, recipe=recipe)
@@ -134,19 +140,17 @@ def plan(job: Job) -> Plan:
     return _with_sizes(known, model)
 
 
-def _unequalizable(
+def _equalizing_problem(
     recipe: Recipe, model: PreTrainedModel, geometry: Geometry | None
-) -> UnsupportedModel | None:
-    """The refusal of a model on `meta` whose weights could not carry the recipe's equalizers; None
-    also where only the weights can tell."""
-    if not recipe.equalize or geometry is None:
+) -> str | None:
+    """Why the weights of a model on `meta` could not carry the equalizers that a recipe makes or
+    that its search tries."""
+    if not recipe.may_equalize:
         return None
-    problem = check_equalizable(model, geometry)
-    if problem is None:
-        return None
-    return UnsupportedModel(
-        f"equalizers cannot be folded into these weights: {problem}", hint="leave --equalize out"
-    )
+    if geometry is not None:
+        return check_equalizable(model, geometry)
+    # A user who asks for equalizers has a model that can carry them; a search does not know.
+    return None if recipe.equalize else "only its weights show what its layers cache"
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

@@ -10,7 +10,7 @@ from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.loading import position_count
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import SELF, Recipe, tries, without
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
@@ -51,7 +51,7 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
     A recipe with a search then keeps the mean of the keys. Raises `RotationZooError` for any other
     recipe that centres keys.
     """
-    if not recipe.center_keys or not layers:
+    if not tries(recipe, "center_keys") or not layers:
         return recipe, []
     reason = centering.reason(layers)
     if recipe.search is None:
@@ -60,7 +60,20 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
             hint="set center_keys to false in the recipe",
         )
     note = f"keys keep their mean, although the recipe {recipe.name} centres them: {reason}"
-    return recipe.model_copy(update={"center_keys": False}), [note]
+    return without(recipe, "center_keys"), [note]
+
+
+def settle_equalizing(recipe: Recipe, problem: str | None) -> tuple[Recipe, list[str]]:
+    """Adapt the recipe to a model whose weights cannot carry an equalizer, because of `problem`;
+    also return notes for the user.
+
+    A search then tries none. A recipe that equalizes whatever a search finds stays as it is; it is
+    refused elsewhere.
+    """
+    if problem is None or recipe.equalize or not recipe.may_equalize:
+        return recipe, []
+    note = f"no equalizer is tried, although the recipe {recipe.name} does: {problem}"
+    return without(recipe, "equalize"), [note]
 
 
 def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:

@@ -64,8 +64,7 @@ def check_before_search(
 
     A search takes long, so a job that would be refused is refused before it.
     """
-    without_search = recipe.model_copy(update={"search": None})
-    claim = Claim.from_recipe(without_search, geometry)
+    claim = Claim.from_recipe(recipe, geometry)
     _refuse_problems(_check_claim(rotations, statistics, claim), FETCH_AGAIN)
 
 

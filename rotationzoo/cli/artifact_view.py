@@ -40,7 +40,7 @@ def show_artifact(
         name = f"{manifest.model.id}, recipe {artifact.recipe.name}"
         say(f"{name}: {len(layers)} layers, {_effective_ranks(layers)}")
         if manifest.search is not None:
-            say(*search_sentences(artifact.content["search"]["model"]))
+            say(*search_sentences(artifact.content["search"]))
         if with_time and manifest.imported is None:
             say(f"{tokens:,} tokens in {run.seconds:.1f} s")
         say(f"Artifact: {artifact.folder}")

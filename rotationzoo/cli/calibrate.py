@@ -41,7 +41,8 @@ def calibrate_command(
     recipe: Annotated[
         str,
         typer.Option(
-            help="oscar, best, best-uncentered, oscar-v1, hadamard, identity, random, or a YAML "
+            help="oscar, best, best-uncentered, oscar-v1, hadamard, oscar-clip, oscar-v1-clip, "
+            "hadamard-clip, identity, random, or a YAML "
             "file."
         ),
     ] = "oscar",

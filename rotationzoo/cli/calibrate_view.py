@@ -103,14 +103,18 @@ def _search_words(search: Search, budget: float | None) -> str:
     It gives a duration only if the user set a budget; otherwise nobody knows before the search
     runs.
     """
-    work = "closed forms alone"
-    if search.steps:
-        work = f"{search.steps} steps of learning from {search.starts} starts a head"
+    work = "clip ratios"
+    if search.heads:
+        work = "clip ratios, and closed forms for every head"
+        if search.steps:
+            work += f" with {search.steps} steps of learning from {search.starts} starts"
     limit = "no limit of time (--budget MINUTES sets one)"
     if budget is not None:
         limit = f"{budget:g} minutes for learning and clip ratios"
         limit += ", beside what statistics and scoring take"
-    texts = f"chosen on up to {search.texts} texts held out, in the format {search.format}"
+    questions = f"{search.prompts} prompts with questions and " if search.prompts else ""
+    texts = f"chosen on {questions}up to {search.texts} texts held out"
+    texts += f", in the format {search.format}"
     return f"Search: {work}, {texts}; {limit}"
 
 

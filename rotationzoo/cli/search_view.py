@@ -20,13 +20,24 @@ _COMPARED = {
 }
 
 
-def search_sentences(model: dict[str, Any]) -> list[str]:
-    """How the choices affect the whole model's predictions, and which choices were therefore kept.
+def search_sentences(search: dict[str, Any]) -> list[str]:
+    """What was chosen for the whole model, and what that does to its answers and predictions.
 
-    `model` is the part of a manifest's `search` that concerns the whole model.
+    `search` is that of a manifest.
     """
-    by_side = [f"{nats:.4f} {_COMPARED[name]}" for name, nats in model["by_side"].items()]
+    if "choice" in search:
+        choice = search["choice"]
+        tested = {candidate["name"]: candidate for candidate in choice["test"]}
+        taken, baseline = tested[choice["taken"]], tested[choice["baseline"]]
+        return [
+            f"Chosen by {choice['criterion']}",
+            f"Chosen: {choice['taken']}",
+            f"On text and questions that did not choose it: {_losses(taken)}; "
+            f"as the recipe is without a search: {_losses(baseline)}",
+        ]
+    model = search["model"]
     clips = f"{model['key']['clip']:g} for keys and {model['value']['clip']:g} for values"
+    by_side = [f"{nats:.4f} {_COMPARED[name]}" for name, nats in model["by_side"].items()]
     return [
         f"Divergence of the model's predictions in nats: {', '.join(by_side)}",
         f"Kept of the search: {_KEPT[model['kept']]}; "
@@ -34,23 +45,46 @@ def search_sentences(model: dict[str, Any]) -> list[str]:
     ]
 
 
+def _losses(candidate: dict[str, Any]) -> str:
+    """What a candidate loses, in words."""
+    predictions = f"predictions diverge by {candidate['divergence']:.4f} nats"
+    if "answer_loss" not in candidate:
+        return predictions
+    lost, nats = candidate["answers_lost"], candidate["answer_loss"]
+    return f"{lost:.1%} of the answers lost, {nats:.4f} nats a token of them, {predictions}"
+
+
 def show_search(search: dict[str, Any]) -> None:
-    """Print what was kept for each head, with its score on held-out text.
+    """Print the candidates for the whole model, and what was kept for each head, with its score on
+    held-out text.
 
     `search` is that of a manifest.
     """
+    if "choice" in search:
+        _show_candidates(search["choice"])
     rows = _rows(search["layers"], _KEPT_SIDES[search["model"]["kept"]])
     if rows:
         table(
             "chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows
         )
         say(
-            "score: error of the block, and attention KL of keys, of what the recipe makes without "
-            "a search"
+            "score: error of the block, and attention KL of keys, relative to the same rotations "
+            "without a choice by head"
         )
     if missing := _missing_projections(search["layers"]):
         say(f"Scored without the output projection, which was not readable: {missing}")
-    say(*search_sentences(search["model"]))
+    say(*search_sentences(search))
+
+
+def _show_candidates(choice: dict[str, Any]) -> None:
+    rows = []
+    for candidate in choice["candidates"]:
+        answers = ["-", "-"]
+        if "answer_loss" in candidate:
+            answers = [f"{candidate['answers_lost']:.1%}", f"{candidate['answer_loss']:.4f}"]
+        rows.append([candidate["name"], *answers, f"{candidate['divergence']:.4f}"])
+    columns = ["candidate, clip ratios", "answers lost", "nats", "divergence"]
+    table("what was tried for the whole model", columns, rows)
 
 
 def _rows(layers: dict[str, Any], kept_sides: tuple[str, ...]) -> list[list[str]]:

@@ -3,7 +3,9 @@
 from rotationzoo.recipe.loading import equalized, from_dict, load, override
 from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
-from rotationzoo.recipe.schema import SELF, Data, Recipe, Search
+from rotationzoo.recipe.schema import SELF, Data, Recipe
+from rotationzoo.recipe.search import Search
+from rotationzoo.recipe.variants import followed_recipes, tries, variants, without
 
 __all__ = [
     "FILES",
@@ -14,9 +16,13 @@ __all__ = [
     "Search",
     "digest",
     "equalized",
+    "followed_recipes",
     "from_dict",
     "load",
     "name_of",
     "override",
+    "tries",
+    "variants",
+    "without",
     "without_paths",
 ]

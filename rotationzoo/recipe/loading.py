@@ -8,7 +8,9 @@ from pydantic import ValidationError
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe.presets import PRESETS
-from rotationzoo.recipe.schema import Data, Recipe, Search, Section, nearest
+from rotationzoo.recipe.schema import Data, Recipe
+from rotationzoo.recipe.search import Search
+from rotationzoo.recipe.section import Section, nearest
 
 
 def load(recipe: str) -> Recipe:

@@ -4,28 +4,21 @@ A new key is a field here, with a default that keeps the results of existing rec
 docs/recipes.md.
 """
 
-import difflib
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from rotationzoo.codec.formats import FORMATS
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.published import digest, name_of, without_paths
+from rotationzoo.recipe.search import ADDED_TO_SEARCH, Search
+from rotationzoo.recipe.section import Section, nearest
 
 SELF = "self"
 """The `Data.source` that stands for text which the model writes itself."""
 ADDED = ("equalize",)
 """Keys of a recipe that artifacts have been published without. They count in a recipe's hash only
 where they are not at their default."""
-
-
-class Section(BaseModel):
-    """A table of recipe keys. It is immutable and refuses unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Data(Section):
@@ -89,36 +82,6 @@ class Data(Section):
         return value
 
 
-class Search(Section):
-    """How rotations and clip ratios are chosen, on calibration text that the statistics have not
-    seen."""
-
-    texts: Annotated[int, Field(gt=0)] = 16
-    """Rows of calibration text that are held out for choosing; never more than a third of all
-    rows."""
-    queries: Annotated[int, Field(gt=0)] = 64
-    """Queries sampled per row."""
-    starts: Annotated[int, Field(gt=0)] = 3
-    """How many closed-form rotations per head serve as starting points for learning."""
-    steps: Annotated[int, Field(ge=0)] = 300
-    """Gradient steps; 0 chooses among the closed forms alone."""
-    rate: Annotated[float, Field(gt=0)] = 0.015
-    """Adam's learning rate, on the entries of the skew-symmetric matrix that turns a rotation."""
-    format: str = "sglang"
-    """The engine's 2-bit format in which candidates are scored, from `codec.formats.FORMATS`."""
-
-    @field_validator("format")
-    @classmethod
-    def _known_format(cls, value: str) -> str:
-        if value not in FORMATS:
-            raise ValueError(f"must be one of {', '.join(FORMATS)}{nearest(value, FORMATS)}")
-        return value
-
-    def held_out(self, rows: int) -> int:
-        """How many of `rows` rows are held out for choosing."""
-        return min(self.texts, rows // 3)
-
-
 class Recipe(Section):
     """Every choice that decides which rotation comes out, in one object that is hashed and stored.
     It covers how statistics become rotations, and the cache that the rotations are for."""
@@ -165,8 +128,7 @@ class Recipe(Section):
     """Seeds the composition `random`, and the choice of rows that each step of a search learns
     from."""
     search: Search | None = None
-    """Settings of the search. None uses the composition and the clip ratios above for every
-    head."""
+    """Settings of the search. None uses the keys above as they are."""
     data: Data = Data()
 
     @field_validator("composition")
@@ -180,9 +142,10 @@ class Recipe(Section):
     @field_validator("search")
     @classmethod
     def _searched_by_head(cls, value: Search | None, others: ValidationInfo) -> Search | None:
-        if value is not None and others.data.get("pooling") == "layer":
+        if value is not None and value.heads and others.data.get("pooling") == "layer":
             raise ValueError(
-                "a search chooses for every head, which pooling = layer does not leave it"
+                "a search chooses for every head, which pooling = layer does not leave it; "
+                "set search.heads to false"
             )
         return value
 
@@ -194,10 +157,11 @@ class Recipe(Section):
 
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, with the names of local files and folders instead of their paths. The
-        fingerprints stored beside it identify their content. Keys in `ADDED` are left out at their
-        default."""
-        fields = type(self).model_fields
-        unused = {key for key in ADDED if getattr(self, key) == fields[key].default}
+        fingerprints stored beside it identify their content. Keys that were added later are left
+        out at their default."""
+        unused: dict[str, Any] = dict.fromkeys(self.keys_at_default(ADDED), True)
+        if self.search is not None:
+            unused["search"] = self.search.keys_at_default(ADDED_TO_SEARCH)
         return without_paths(self.model_dump(exclude=unused))
 
     @property
@@ -213,8 +177,9 @@ class Recipe(Section):
 
     @property
     def may_equalize(self) -> bool:
-        """Whether the statistics must hold what an equalizer is made from."""
-        return self.equalize
+        """Whether the statistics must hold what an equalizer is made from: for the recipe itself,
+        or for a variant that its search tries."""
+        return self.equalize or (self.search is not None and any(self.search.equalize))
 
     @property
     def centered(self) -> tuple[str, ...]:
@@ -229,10 +194,3 @@ class Recipe(Section):
     def yaml(self) -> str:
         """The recipe as a YAML file that `load` reads."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: a known word that was probably meant, or nothing if none is
-    close."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""

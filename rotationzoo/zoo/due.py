@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rotationzoo import recipe as recipes
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import Recipe, followed_recipes
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 
@@ -110,11 +110,8 @@ def _find_reason(
 
     `hashes` maps the model's files at `revision` to their hashes.
     """
-    accepted = [recipe.hash]
-    if recipe.search:
-        # A search turns centring off for models whose keys must keep their mean. The artifact
-        # then has the hash of this recipe.
-        accepted.append(recipe.model_copy(update={"center_keys": False}).hash)
+    # The artifact of a search has the hash of the variant that it chose.
+    accepted = {followed.hash for followed in followed_recipes(recipe)}
     if published.recipe_sha256 not in accepted:
         return "the recipe has changed"
     if published.model_revision == revision:

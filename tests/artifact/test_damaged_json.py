@@ -71,6 +71,15 @@ MEASURED = {
     "recent": 0,
     "arms": {"a": ARM},
 }
+CHOICE = {
+    "criterion": "answers",
+    "probes": {"tasks": [], "questions": 0},
+    "candidates": [],
+    "baseline": "a",
+    "winner": "a",
+    "taken": "b",
+    "test": [{"name": "a", "divergence": 0.1}],
+}
 KEPT = {"key": {"clip": 1.0}, "value": {"clip": 1.0}, "by_side": {}, "trimmed": 0.1}
 # A path in the manifest -> what is there instead.
 WRONG: dict[str, tuple] = {
@@ -116,6 +125,7 @@ WRONG: dict[str, tuple] = {
         {},
         {"model": {"key": {"clip": "x"}}},
         {"model": {**KEPT, "kept": "all"}, "layers": {}},
+        {"model": {**KEPT, "kept": "own"}, "layers": {}, "choice": CHOICE},
     ),
 }
 

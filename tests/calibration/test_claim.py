@@ -12,7 +12,7 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import geometry_json, geometry_of
-from rotationzoo.recipe import PRESETS, Search
+from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import LayerRotations, Rotations
 
 BATCHES = [torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed(0))]
@@ -97,11 +97,11 @@ def test_where_rotations_come_from_is_told_by_their_statistics(sound):
 
 def test_what_no_formula_makes_again_is_not_held_against_one(sound):
     claim, rotations, averages = sound
-    other = rotations[1].key
-    moved = change_one(rotations, 0, "key", matrix=other.matrix, eigenvalues=other.eigenvalues)
-    for changes in ({"search": Search()}, {"composition": "given"}):
-        recipe = claim.recipe.model_copy(update=changes)
-        assert replace(claim, recipe=recipe).origin_problems(moved, averages) == []
+    key = rotations[1].key
+    moved = change_one(rotations, 0, "key", matrix=key.matrix, eigenvalues=key.eigenvalues)
+    recipe = claim.recipe.model_copy(update={"composition": "given"})
+    for other in (replace(claim, by_head=True), replace(claim, recipe=recipe)):
+        assert other.origin_problems(moved, averages) == []
 
 
 def test_rotations_without_statistics_are_made_again(sound):
@@ -141,7 +141,10 @@ def test_a_manifest_claims_the_clip_ratios_of_its_search(sound):
         "geometry": geometry_json(claim.geometry),
     }
     assert Claim.from_manifest(content) == claim
-    searched = {"model": {"key": {"clip": 0.7}, "value": {"clip": 0.8}}}
+    searched = {"model": {"key": {"clip": 0.7}, "value": {"clip": 0.8}, "kept": "own"}}
+    assert not Claim.from_manifest({**content, "search": searched}).by_head
+    searched["model"]["kept"] = "keys"
+    assert Claim.from_manifest({**content, "search": searched}).by_head
     assert Claim.from_manifest({**content, "search": searched}).clips == {"key": 0.7, "value": 0.8}
     assert Claim.from_manifest({**content, "imported": {}}).imported
     with pytest.raises(RotationZooError, match="geometry in the manifest is damaged"):

@@ -19,6 +19,7 @@ from rotationzoo.calibration.generate import (
 )
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.calibration.search.run import SearchResult
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
@@ -179,7 +180,7 @@ def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
         rows.extend([*task.fitted, *task.held_out])
         clips = {"key": {"clip": 0.9}, "value": {"clip": 0.92}}
         record = {**clips, "by_side": {}, "kept": "own", "trimmed": 0.1}
-        return task.baseline, {"layers": {}, "model": record}
+        return SearchResult(task.recipe, task.baseline, {"layers": {}, "model": record})
 
     monkeypatch.setattr(model_run, "search_rotations", search_nothing)
     recipe = PRESETS["best"].model_copy(update={"data": SELF, "sink": 4, "recent": 16})

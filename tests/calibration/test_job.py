@@ -12,7 +12,7 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS, Data, Recipe, Search
+from rotationzoo.recipe import PRESETS, Data, Recipe
 
 
 def test_the_files_keep_their_contract(calibrated):
@@ -69,9 +69,8 @@ def test_the_rotations_can_be_refitted_without_the_model(calibrated):
 def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
     if recipe.search is not None:
-        recipe = recipe.model_copy(
-            update={"sink": 8, "recent": 16, "search": Search(steps=2, queries=4)}
-        )
+        search = recipe.search.model_copy(update={"steps": 2, "queries": 4})
+        recipe = recipe.model_copy(update={"sink": 8, "recent": 16, "search": search})
     artifact = calibrate(job(tiny, tmp_path, recipe))
     verification = verify(artifact, str(tiny))
     assert verification.ok, verification.problems

@@ -236,7 +236,7 @@ def test_a_dry_run_names_the_search_and_its_budget(inside):
     )
     said = inside(*words).stdout.replace("\n  ", " ")
     assert (
-        "Search: 300 steps of learning from 3 starts a head, chosen on up to 16 texts held out"
-        in said
+        "Search: clip ratios, and closed forms for every head with 300 steps of learning from "
+        "3 starts, chosen on 40 prompts with questions and up to 16 texts held out" in said
     )
     assert "no limit of time (--budget MINUTES sets one)" in said

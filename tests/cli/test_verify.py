@@ -19,7 +19,7 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(i
     negated = {name: -tensor for name, tensor in weights.items()}
     save_file(negated, other / "model.safetensors", metadata={"format": "pt"})
     small = override(load("oscar"), tokens=2048, length=512)
-    searches = {"plain": None, "learned": Search(steps=2, texts=1, queries=4, starts=1)}
+    searches = {"plain": None, "learned": Search(steps=2, texts=1, queries=4, starts=1, prompts=0)}
     for name, search in searches.items():
         recipe = small.model_copy(update={"search": search})
         calibrate(Job(model="demo", recipe=recipe, output=inside.folder / name, device="cpu"))

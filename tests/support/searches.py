@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.search.run import SearchTask
 from rotationzoo.calibration.search.sampling import Samples, sample_queries
+from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.model.geometry import Geometry, geometry_of
 from rotationzoo.model.projection import output_projections
 from rotationzoo.recipe import PRESETS, Recipe, Search

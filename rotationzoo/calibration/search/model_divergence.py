@@ -43,15 +43,11 @@ class ModelDivergence:
             exact = self._predict(text)
             by_candidate = []
             for rotations in candidates:
-                with self._simulate(rotations).running(self.model):
+                simulation = simulate(rotations, self.geometry, self.cache, self.group_size)
+                with simulation.running(self.model):
                     by_candidate.append(_mean_divergence(exact, self._predict(text)))
             by_text.append(torch.stack(by_candidate))
         return torch.stack(by_text, dim=1)
-
-    def _simulate(self, rotations: Rotations) -> Simulation:
-        layers = {layer.index for layer in self.geometry}
-        arm = Arm("candidate", rotations, self.group_size)
-        return Simulation(arm, self.cache, self.geometry, layers)
 
     def _predict(self, text: torch.Tensor) -> torch.Tensor:
         """Logits `[Q, vocabulary]` at the positions that read quantized tokens."""
@@ -61,6 +57,14 @@ class ModelDivergence:
         # Sliced again, for models that return all logits whatever `logits_to_keep` says.
         logits: torch.Tensor = output.logits[0, -count:]
         return logits
+
+
+def simulate(
+    rotations: Rotations, geometry: Geometry, cache: Cache, group_size: int | None
+) -> Simulation:
+    """A model whose layers all read their cache in 2 bits."""
+    layers = {layer.index for layer in geometry}
+    return Simulation(Arm("candidate", rotations, group_size), cache, geometry, layers)
 
 
 def _mean_divergence(exact: torch.Tensor, simulated: torch.Tensor) -> torch.Tensor:

@@ -1,65 +1,52 @@
-"""Runs the search over a whole model: it samples texts, chooses rotations in every layer, then
-chooses clip ratios.
+"""Runs the search over a whole model: it chooses among the variants of a recipe, and rotations
+chosen head by head, at the clip ratios that suit each; then it tests the winner.
 
-Everything is judged on calibration text that the statistics have not seen. What is not clearly
-better than the recipe's own rotations is not used.
+Everything is judged on calibration text that the statistics have not seen, first by the model's
+answers and then by its predictions.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
-from rotationzoo.cache.windows import Cache
-from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
-from rotationzoo.calibration.equalizing import stored_equalizers
-from rotationzoo.calibration.search import memory
+from rotationzoo.calibration.checkpoint import Checkpoint
+from rotationzoo.calibration.search.answer_loss import AnswerLoss
+from rotationzoo.calibration.search.candidate import Candidate
 from rotationzoo.calibration.search.clip_ratios import search_clip
-from rotationzoo.calibration.search.frame import LayerData
-from rotationzoo.calibration.search.layer import LayerSearch
+from rotationzoo.calibration.search.contest import (
+    Contest,
+    Finalist,
+    choose_sides,
+    fit_variants,
+    pick_finalists,
+    pick_winner,
+    rank,
+    run_test,
+)
+from rotationzoo.calibration.search.criterion import Criterion, SavedScores
+from rotationzoo.calibration.search.layers import next_deadline, search_layers
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
-from rotationzoo.calibration.search.sampling import Rows, Samples, sample_queries, sample_rows
-from rotationzoo.codec import int2
-from rotationzoo.linalg.moments import Statistics
-from rotationzoo.model.geometry import Geometry, Layer, cached_layers
-from rotationzoo.model.projection import OutputProjection, output_projections
+from rotationzoo.calibration.search.probes import Trial, try_tasks, write_probes
+from rotationzoo.calibration.search.record import describe_search
+from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import Recipe, Search
-from rotationzoo.rotations import Rotation, Rotations
+from rotationzoo.recipe import Recipe
+from rotationzoo.rotations import Rotations
 
 _LAYERS_SHARE = 2 / 3  # of the time budget; the search for clip ratios gets the rest
 
 
 @dataclass(frozen=True)
-class SearchTask:
-    """The inputs of a search."""
+class SearchResult:
+    """What a search chose."""
 
-    model: PreTrainedModel
-    geometry: Geometry
     recipe: Recipe
-    statistics: Statistics
-    baseline: Rotations
-    """The rotations of the recipe without its search, as `fit` makes them."""
-    fitted: Sequence[torch.Tensor]
-    """Token rows `[T]` that the statistics were collected on; rotations are learned from them."""
-    held_out: Sequence[torch.Tensor]
-    """Token rows that every choice is made on. At least one is longer than the cache's exact
-    windows."""
-
-    @property
-    def settings(self) -> Search:
-        """The recipe's search settings."""
-        assert self.recipe.search is not None
-        return self.recipe.search
-
-    @property
-    def cache(self) -> Cache:
-        """The cache in which every candidate is tried."""
-        return Cache(int2.FORMATS[self.settings.format], self.recipe.sink, self.recipe.recent)
+    """The recipe that the rotations follow: the variant that won."""
+    rotations: Rotations
+    record: dict[str, Any]
+    """What was tried, chosen and why, for the manifest."""
 
 
 def search_rotations(
@@ -67,124 +54,68 @@ def search_rotations(
     deadline: float = math.inf,
     checkpoint: Checkpoint | None = None,
     progress: Progress = silent,
-) -> tuple[Rotations, dict[str, Any]]:
-    """Search for the rotations to serve with; also return a record of what was chosen and why.
+) -> SearchResult:
+    """Search for the rotations to serve with.
+
+    1. The variants of the recipe are compared at the recipe's clip ratios.
+    2. In the frame of the best one, rotations are chosen head by head, if the recipe says so.
+    3. The best candidates get clip ratios of their own, and the best of them wins.
+    4. The winner is tested on text and questions that did not choose it. If the recipe's own
+       rotations do better there, they are taken.
 
     `deadline` (`time.monotonic()`) ends learning early, and then the search for clip ratios. It
     never shortens what choices are scored on.
     """
     now = time.monotonic()
     layers_deadline = now + _LAYERS_SHARE * (deadline - now)
-    chosen, record = _search_layers(task, layers_deadline, checkpoint, progress)
+    progress("choosing", 0, 0)
+    trial = try_tasks(task)
+    choosing, testing = _make_criteria(task, trial, checkpoint)
+    simple, refused = fit_variants(task)
+    frame = pick_winner(choosing, simple)
+    by_head: list[Candidate] = []
+    layers: dict[str, Any] = {}
+    if task.settings.heads:
+        in_frame = replace(task, recipe=frame.recipe, baseline=frame.rotations)
+        matrices, layers = search_layers(in_frame, layers_deadline, checkpoint, progress)
+        by_head = choose_sides(frame, matrices)
+    starting = pick_finalists(choosing, simple, by_head)
+    finalists = _search_clips(choosing, starting, deadline, progress)
+    ended = [finalist.candidate for finalist in finalists]
+    winner = pick_winner(choosing, ended)
+    others = [candidate for candidate in rank(choosing, ended) if candidate is not winner]
+    progress("testing", 0, 0)
+    test = run_test(testing, winner, baseline=simple[0], runner_up=next(iter(others), None))
+    contest = Contest(trial, choosing, [*simple, *by_head], refused, finalists, test)
+    record = {**describe_search(task, contest), "layers": layers}
+    return SearchResult(test.taken.recipe, test.taken.rotations, record)
 
-    def replace_matrix(layer: int, side: str, rotation: Rotation) -> Rotation:
-        return replace(rotation, matrix=chosen[layer, side])
 
-    searched = task.baseline.replace(replace_matrix)
-    loss = ModelDivergence(
-        task.model, task.geometry, task.cache, task.recipe.group_size, task.held_out
-    )
-    rotations, clip_record = search_clip(loss, task.baseline, searched, deadline, progress)
-    return rotations, {"model": clip_record, "layers": record}
+def _make_criteria(
+    task: SearchTask, trial: Trial, checkpoint: Checkpoint | None
+) -> tuple[Criterion, Criterion]:
+    """The criterion that chooses, and the one that tests, on other text and other questions.
 
-
-def _search_layers(
-    task: SearchTask, deadline: float, checkpoint: Checkpoint | None, progress: Progress
-) -> tuple[Matrices, dict[str, Any]]:
-    """Choose the matrices of every layer; also return their record.
-
-    Layers that the checkpoint already holds are not searched again.
+    Both keep their measurements in the checkpoint, so a stopped search does not repeat them.
     """
-    projections = output_projections(task.model, task.geometry)
-    equalizers = stored_equalizers(task.baseline)
-    layers = cached_layers(task.geometry)
-    chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
-    remaining = [layer for layer in layers if str(layer.index) not in record]
-    total, done = 2 * len(layers), 2 * (len(layers) - len(remaining))
-    # Matrices and records are saved after every layer, so a stopped search loses at most one layer.
-    for group in _group_by_memory(task, remaining):
-        indices = {layer.index for layer in group}
-        samples, projection_records = _sample_group(task, projections, indices)
-        rows = _sample_rows_to_learn(task, indices, deadline)
-        for layer in group:
-            progress("searching", done, total)
-            # Pop the samples of a layer, so that they are freed once it is done: the search for
-            # clip ratios needs the memory.
-            data = LayerData(
-                task.statistics[layer.index], samples.pop(layer.index), rows.pop(layer.index, None)
-            )
-            data = data.fold(equalizers.get(layer.index))
-            search = LayerSearch(
-                layer,
-                data.moments,
-                task.recipe,
-                task.baseline[layer.index],
-                data.samples,
-                data.rows,
-            )
-            key = search.choose_keys(_next_deadline(deadline, total - done))
-            done += 1
-            progress("searching", done, total)
-            value = search.choose_values(key, _next_deadline(deadline, total - done))
-            done += 1
-            chosen[layer.index, "key"] = key.matrix.cpu().contiguous()
-            chosen[layer.index, "value"] = value.matrix.cpu().contiguous()
-            record[str(layer.index)] = {
-                "key": key.record,
-                "value": value.record,
-                "projection": projection_records[layer.index],
-            }
-            if checkpoint is not None:
-                checkpoint.save_search(chosen, record)
-    progress("searching", done, total)
-    return chosen, record
+    settings = task.model, task.geometry, task.cache, task.recipe.group_size
+    saved = SavedScores(checkpoint)
+    criteria = []
+    for part, texts in (("choosing", task.choosing), ("testing", task.testing)):
+        answers = AnswerLoss(*settings, write_probes(task, trial.able, part))
+        judge = answers if answers.questions else None
+        criteria.append(Criterion(judge, ModelDivergence(*settings, texts), saved, part))
+    return criteria[0], criteria[1]
 
 
-def _group_by_memory(task: SearchTask, layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Group layers whose samples fit in memory together, so that they share forward passes."""
-    held_out = [len(row) for row in task.held_out]
-    fitted = [len(row) for row in task.fitted]
-    lengths = memory.TextLengths(held_out, fitted)
-    hidden = task.model.config.get_text_config(decoder=True).hidden_size
-    groups: list[list[Layer]] = []
-    used = 0
-    for layer in layers:
-        size = memory.sample_bytes(task.geometry, layer, task.settings, lengths, hidden)
-        if not groups or used + size > memory.SAMPLE_BYTES:
-            groups.append([])
-            used = 0
-        groups[-1].append(layer)
-        used += size
-    return groups
-
-
-def _sample_group(
-    task: SearchTask, projections: Mapping[int, OutputProjection], owners: set[int]
-) -> tuple[Samples, dict[int, dict[str, str]]]:
-    """Query samples of all layers that read the caches of `owners`.
-
-    Also returns, by owner, a record of how the output projection of each reader was read.
-    """
-    matrices: dict[int, torch.Tensor | None] = {}
-    records: dict[int, dict[str, str]] = {owner: {} for owner in owners}
-    for index, projection in projections.items():
-        owner = projection.layer.owner
-        if owner in owners:
-            matrices[index], records[owner][str(index)] = projection.read()
-    samples = sample_queries(
-        task.model, task.geometry, task.held_out, task.cache, task.settings.queries, matrices
-    )
-    return samples, records
-
-
-def _sample_rows_to_learn(task: SearchTask, layers: set[int], deadline: float) -> Rows:
-    """Keys and values to learn from; none if nothing is to be learned or no time is left."""
-    if task.settings.steps == 0 or time.monotonic() >= deadline:
-        return {}
-    return sample_rows(task.model, task.fitted, task.recipe.sink, layers)
-
-
-def _next_deadline(deadline: float, left: int) -> float:
-    """The time at which the next of `left` equal parts of the time until `deadline` ends."""
-    now = time.monotonic()
-    return now + max(0.0, deadline - now) / left
+def _search_clips(
+    criterion: Criterion, candidates: Sequence[Candidate], deadline: float, progress: Progress
+) -> list[Finalist]:
+    """The candidates at the clip ratios that suit each."""
+    finalists = []
+    for number, candidate in enumerate(candidates):
+        progress("trimming", number, len(candidates))
+        limit = next_deadline(deadline, len(candidates) - number)
+        finalists.append(Finalist(*search_clip(criterion, candidate, limit)))
+    progress("trimming", len(candidates), len(candidates))
+    return finalists

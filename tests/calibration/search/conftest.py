@@ -3,7 +3,7 @@
 import pytest
 from support.searches import search_recipe, task_for, wide_channel_model
 
-from rotationzoo.calibration.search.run import SearchTask
+from rotationzoo.calibration.search.task import SearchTask
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,10 @@ from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.search import clip_ratios
+from rotationzoo.calibration.search import criterion
+from rotationzoo.calibration.search.candidate import Candidate
 from rotationzoo.calibration.search.clip_ratios import search_clip
+from rotationzoo.calibration.search.criterion import Criterion
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.codec import int2
@@ -22,11 +24,12 @@ from rotationzoo.recipe import PRESETS
 
 def test_nothing_better_keeps_what_the_recipe_says(task, monkeypatch):
     monkeypatch.setattr(
-        clip_ratios,
+        criterion,
         "clearly_less",
         lambda after, before: torch.zeros(after.shape[1:], dtype=torch.bool),
     )
-    rotations, record = search_rotations(task)
+    result = search_rotations(task)
+    rotations, record = result.rotations, result.record
     assert record["model"]["kept"] == "own"
     baseline = rotation_tensors(task.baseline)
     for name, tensor in rotation_tensors(rotations).items():
@@ -40,7 +43,7 @@ def test_every_clip_ratio_that_is_tried_clamps_at_another_entry(dim, format):
     here the best is far off."""
     geometry = [Layer(0, 0, 2, 1, dim, dim)]
     recipe = PRESETS["hadamard"].model_copy(update={"key_clip": 0.9, "value_clip": 0.9})
-    rotations = fit(None, recipe, geometry)
+    candidate = Candidate("hadamard", recipe, fit(None, recipe, geometry))
     rows = torch.randn(1, 1, 64, dim, generator=torch.Generator().manual_seed(0))
     cache = Cache(int2.FORMATS[format], sink=2, recent=4)
 
@@ -58,11 +61,11 @@ def test_every_clip_ratio_that_is_tried_clamps_at_another_entry(dim, format):
             return int2.clip_threshold(rows, ratio, cache.format.interpolated).mean()
 
     loss = ThresholdLoss(None, geometry, cache, None, ROWS)
-    _, record = search_clip(loss, rotations, rotations)
-    ratios = sorted(float(ratio) for ratio in record["key"]["by_clip"])
+    found, tried = search_clip(Criterion(None, loss), candidate)
+    ratios = sorted(tried["key"])
     assert all(ratio == round(ratio, 2) for ratio in ratios), "tidy"
-    assert abs(record["key"]["clip"] - 0.33) < 1 / dim + 0.02
-    scores = list(record["key"]["by_clip"].values())
+    assert abs(found.clips["key"] - 0.33) < 1 / dim + 0.02
+    scores = [score.divergence.item() for score in tried["key"].values()]
     assert len(set(scores)) == len(scores), "no two that store the same"
 
 

@@ -111,7 +111,8 @@ def test_a_folded_search_sees_the_errors_that_the_cache_makes(equalized_task):
 
 
 def test_a_search_keeps_the_equalizers(equalized_task):
-    rotations, record = search_rotations(equalized_task)
+    result = search_rotations(equalized_task)
+    rotations, record = result.rotations, result.record
     for side in ("key", "value"):
         kept = equalized_task.baseline[0][side].equalizer
         assert torch.equal(rotations[0][side].equalizer, kept)

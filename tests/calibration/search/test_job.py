@@ -9,47 +9,45 @@ from rotationzoo.cli.search_view import show_search
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data, Search, from_dict
 
+# Small windows, so that short rows have room for questions.
+SHORT = {"sink": 16, "recent": 32, "data": Data(tokens=3072, length=512)}
+
 
 def test_best_makes_an_artifact_of_the_demo_model(tmp_path):
-    settings = Search(steps=20, starts=1, queries=16)
-    recipe = PRESETS["best"].model_copy(
-        update={"data": Data(tokens=8192, length=1024), "search": settings}
-    )
+    settings = Search(steps=2, starts=1, queries=8, prompts=2, equalize=(True,))
+    recipe = PRESETS["best"].model_copy(update={**SHORT, "search": settings})
     artifact = calibrate(Job("demo", recipe, tmp_path / "best", device="cpu"))
     assert verify(artifact, "demo").ok, verify(artifact, "demo").problems
+    chosen = artifact.manifest.search.choice
+    assert chosen.criterion.startswith("answers to generated questions")
+    assert {"needles", "key-value"} <= set(chosen.probes.tasks)
+    assert chosen.probes.questions > 0
+    assert all(candidate.answers_lost is not None for candidate in chosen.candidates)
     found = artifact.content["search"]["model"]
-    assert found["trimmed"] <= found["by_side"][found["kept"]], (
-        "where the clip ratios began is tried, too"
-    )
     for side in ("key", "value"):
-        tried = {float(ratio): divergence for ratio, divergence in found[side]["by_clip"].items()}
-        best = found[side]["clip"]
-        assert tried[best] == min(tried.values())
-        assert {round(best - 0.02, 4), round(best + 0.02, 4)} - {1.02} <= set(tried), (
-            "neither neighbour is better"
-        )
-    assert found["kept"] == "own" or found["by_side"][found["kept"]] < found["by_side"]["own"]
-    assert "layers.0.key.mean" in artifact.rotation_tensors()
+        assert f"{found[side]['clip']:g}" in found[side]["by_clip"]
     clips = (
         f"clip ratios {found['key']['clip']:g} for keys and {found['value']['clip']:g} for values"
     )
     assert clips in (artifact.folder / "README.md").read_text(), (
         "what is served, not where the search began"
     )
-    again = calibrate(Job("demo", recipe, tmp_path / "again", device="cpu"))
-    assert again.identity == artifact.identity, "the same bytes"
+    assert "layers.0.key.mean" in artifact.rotation_tensors()
+    equalized = artifact.recipe.equalize
+    assert ("layers.0.key.equalizer" in artifact.rotation_tensors()) == equalized
+    assert artifact.manifest.identity["recipe"] == recipe.hash
     assert not (tmp_path / "best.checkpoint.safetensors").exists()
+
+
+def test_a_budget_leaves_out_learning_and_clip_ratios(tmp_path):
+    settings = Search(steps=2, starts=1, queries=8, prompts=0)
+    recipe = PRESETS["best"].model_copy(update={**SHORT, "search": settings})
     kept = calibrate(Job("demo", recipe, tmp_path / "none", device="cpu", budget=0.0))
-    sides = [
-        layer[side]
-        for layer in kept.content["search"]["layers"].values()
-        for side in ("key", "value")
-    ]
+    search = kept.content["search"]
+    sides = [layer[side] for layer in search["layers"].values() for side in ("key", "value")]
     assert not any("curve" in side for side in sides), "no time to learn"
-    assert [len(kept.content["search"]["model"][side]["by_clip"]) for side in ("key", "value")] == [
-        1,
-        1,
-    ], "or for clip ratios"
+    assert [len(search["model"][side]["by_clip"]) for side in ("key", "value")] == [1, 1]
+    assert "asks for no prompts" in search["choice"]["criterion"]
 
 
 def test_a_budget_is_for_recipes_that_search(inside):
@@ -83,6 +81,23 @@ def test_what_a_search_discarded_is_not_shown_as_chosen(kept, capsys):
     model |= {side: {"clip": 0.9} for side in ("key", "value")}
     show_search({"layers": {"0": sides}, "model": model})
     shown = capsys.readouterr().out
+    assert "0.2000 without a search" in shown, "earlier versions chose by predictions alone"
     assert ("basis of keys" in shown) == (kept in ("keys", "both"))
     assert ("basis of values" in shown) == (kept in ("values", "both"))
     assert ("chosen on text" in shown) == (kept != "own")
+
+
+def test_the_candidates_and_the_test_are_shown(capsys):
+    tried = [
+        {"name": "own", "divergence": 0.1, "answer_loss": 0.5, "answers_lost": 0.25},
+        {"name": "other", "divergence": 0.2},
+    ]
+    model = {"kept": "own", "by_side": {}, "trimmed": 0.1}
+    choice = {"criterion": "answers", "candidates": tried, "test": tried}
+    choice |= {"taken": "own", "baseline": "other", "winner": "own"}
+    show_search({"layers": {}, "model": model, "choice": choice})
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert "own 25.0% 0.5000 0.1000" in " ".join(shown.split())
+    assert "Chosen: own" in shown
+    assert "25.0% of the answers lost, 0.5000 nats a token of them" in shown
+    assert "as the recipe is without a search: predictions diverge by 0.2000 nats" in shown

@@ -11,7 +11,7 @@ from rotationzoo.artifact.layout import rotation_tensors
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.search import memory, run
+from rotationzoo.calibration.search import layers, memory, run
 from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.codec import int2
@@ -28,7 +28,8 @@ def assert_equal(rotations: Rotations, expected: Rotations) -> None:
 
 
 def test_a_search_chooses_for_every_head(task):
-    rotations, record = search_rotations(task)
+    result = search_rotations(task)
+    rotations, record = result.rotations, result.record
     tensors, baseline = rotation_tensors(rotations), rotation_tensors(task.baseline)
     assert set(baseline) == set(tensors)
     for name, tensor in tensors.items():
@@ -44,7 +45,7 @@ def test_a_search_chooses_for_every_head(task):
     by_side = record["model"]["by_side"]
     assert record["model"]["kept"] in ("keys", "both")
     assert by_side["keys"] < 0.95 * by_side["own"]  # measured 0.91
-    again, _ = search_rotations(task)
+    again = search_rotations(task).rotations
     assert_equal(again, rotations)
 
 
@@ -55,7 +56,8 @@ def test_centred_values_are_served_and_searched_without_their_mean(name):
     model = architectures.build(name, **({"head_dim": 32} if name == "llama" else {}))
     recipe = search_recipe(steps=2, starts=1).model_copy(update={"center_values": True})
     task = task_for(model, recipe)
-    rotations, record = search_rotations(task)
+    result = search_rotations(task)
+    rotations, record = result.rotations, result.record
     mean = task.statistics[0]["value"].mean.float()
     assert torch.equal(rotations[0].value.mean, mean)
     rows = mean[None, :, None].expand(1, -1, 5, -1)
@@ -71,36 +73,40 @@ def test_centred_values_are_served_and_searched_without_their_mean(name):
 def test_choices_are_made_on_text_that_nothing_was_fitted_to(task, monkeypatch):
     texts = {}
 
-    def spy(name, texts_of):
-        function = getattr(run, name)
+    def spy(module, name, texts_of):
+        function = getattr(module, name)
 
         def call(*arguments, **options):
-            texts[name] = [row.tolist() for row in texts_of(arguments)]
+            rows = [row.tolist() for row in texts_of(arguments)]
+            texts.setdefault(name, []).extend(row for row in rows if row not in texts.get(name, ()))
             return function(*arguments, **options)
 
-        monkeypatch.setattr(run, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    spy("sample_queries", lambda arguments: arguments[2])
-    spy("sample_rows", lambda arguments: arguments[1])
-    spy("search_clip", lambda arguments: arguments[0].texts)
-    search_rotations(task)
-    held_out = [row.tolist() for row in ROWS[4:]]
-    assert texts == {
-        "sample_queries": held_out,
-        "sample_rows": [row.tolist() for row in ROWS[:4]],
-        "search_clip": held_out,
+    spy(layers, "sample_queries", lambda arguments: arguments[2])
+    spy(layers, "sample_rows", lambda arguments: arguments[1])
+    spy(run, "search_clip", lambda arguments: arguments[0].divergence.texts)
+    spy(run, "run_test", lambda arguments: arguments[0].divergence.texts)
+    search_rotations(replace(task, held_out=ROWS[2:]))
+    expected = {
+        "sample_queries": ROWS[2:5],
+        "sample_rows": ROWS[:4],
+        "search_clip": ROWS[2:5],
+        "run_test": ROWS[5:],
     }
+    assert texts == {name: [row.tolist() for row in rows] for name, rows in expected.items()}
 
 
 def test_layers_that_do_not_fit_in_memory_together_give_the_same(task, monkeypatch):
-    whole, _ = search_rotations(task)
+    whole = search_rotations(task).rotations
     monkeypatch.setattr(memory, "SAMPLE_BYTES", 1)
-    in_parts, _ = search_rotations(task)
+    in_parts = search_rotations(task).rotations
     assert_equal(in_parts, whole)
 
 
 def test_a_stopped_search_goes_on_with_the_layer_it_was_in(task, monkeypatch, tmp_path):
-    whole, record = search_rotations(task)
+    result = search_rotations(task)
+    whole, record = result.rotations, result.record
     tried: list[int] = []
 
     class Stopped(LayerSearch):
@@ -110,11 +116,12 @@ def test_a_stopped_search_goes_on_with_the_layer_it_was_in(task, monkeypatch, tm
             if tried == [0, 1]:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "LayerSearch", Stopped)
+    monkeypatch.setattr(layers, "LayerSearch", Stopped)
 
     def search_with_checkpoint(identity="one"):
         checkpoint = Checkpoint(tmp_path / "out.checkpoint.safetensors", {"job": identity})
-        return search_rotations(task, checkpoint=checkpoint), checkpoint
+        result = search_rotations(task, checkpoint=checkpoint)
+        return (result.rotations, result.record), checkpoint
 
     with pytest.raises(KeyboardInterrupt):
         search_with_checkpoint()
@@ -133,7 +140,8 @@ def test_a_search_may_start_from_a_recipe_without_statistics(task):
     recipe = task.recipe.model_copy(update={"composition": "hadamard", "center_keys": False})
     assert recipe.needs_statistics
     baseline = fit(None, recipe, task.geometry)
-    rotations, record = search_rotations(replace(task, recipe=recipe, baseline=baseline))
+    result = search_rotations(replace(task, recipe=recipe, baseline=baseline))
+    rotations, record = result.rotations, result.record
     assert set(rotation_tensors(rotations)) == set(rotation_tensors(baseline))
     scores = [score for layer in record["layers"].values() for score in layer["key"]["chosen"]]
     assert max(scores) <= 1 + 1e-6
