@@ -17,8 +17,10 @@ ARGS ?=
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.ready  ## calibrate the demo model; needs no network
+demo: $(VENV)/.ready  ## calibrate the demo model and ask it about its context; needs no network
 	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo calibrate demo --restart
+	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo evaluate demo rotations/demo-oscar \
+		--tasks needles,key-value --questions 32 --tokens 4096
 
 test: $(VENV)/.ready-dev  ## the linter, the type checker and all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -1,7 +1,7 @@
 """Train the demo model that ships with rotationzoo, and other small models to choose and judge
 rotations on. All of them answer questions about their context.
 
-    python scripts/train_lab_models.py OUTPUT [--models demo,qwen3,qwen2,llama] [--text FOLDER ...]
+    python scripts/train_lab_models.py OUTPUT [--models demo,qwen3,biased,llama] [--text FOLDER ...]
         [--seed N] [--minutes M | --steps N] [--jobs N]
     python scripts/train_lab_models.py OUTPUT --check-on-cpu
 
@@ -23,7 +23,9 @@ hard, and nothing of it is added after training:
     qwen3       Qwen3 with heads of 128
     peaked      Qwen3 whose query and key norms begin with log-normal weights, which concentrates
                 the queries as in large models
-    qwen2       biases; those of the keys' slow RoPE channels are drawn 4 wide before training
+    biased      Qwen2's architecture: no norms of queries and keys, but biases; those of the keys'
+                slow RoPE channels are drawn 4 wide before training. It is stored as a Llama with
+                biases, because transformers gives every Qwen2 the tokenizer of Qwen2
     llama       no norms of queries and keys, a high learning rate, no weight decay
     llama-gqa4  the same with 8 query heads on 2 KV heads of 128
 """
@@ -100,7 +102,7 @@ MODELS = {
     "demo": Lab("qwen3", share=2.0),
     "qwen3": Lab("qwen3", {"head_dim": 128}),
     "peaked": Lab("qwen3", prepare=peak_norms),
-    "qwen2": Lab("qwen2", prepare=widen_slow_key_biases),
+    "biased": Lab("llama", {"attention_bias": True}, prepare=widen_slow_key_biases),
     "llama": Lab("llama", **NO_NORMS),
     "llama-gqa4": Lab("llama", {"head_dim": 128, "num_attention_heads": 8}, **NO_NORMS),
 }
@@ -145,8 +147,7 @@ def new_model(lab: Lab, size: Size, end_token: int) -> PreTrainedModel:
         "bos_token_id": None, "eos_token_id": end_token, "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
     }  # fmt: skip
-    head_dim = {} if lab.model_type == "qwen2" else {"head_dim": 64}  # Qwen2's is hidden / heads
-    config = AutoConfig.for_model(lab.model_type, **{**settings, **head_dim, **lab.config})
+    config = AutoConfig.for_model(lab.model_type, **{**settings, "head_dim": 64, **lab.config})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if lab.prepare is not None:
         with torch.no_grad():
@@ -361,7 +362,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--models", default="demo,qwen3,qwen2,llama")
+    parser.add_argument("--models", default="demo,qwen3,biased,llama")
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--text", type=Path, nargs="+", default=[stdlib], metavar="FOLDER")
     parser.add_argument("--seed", type=int, default=0)

@@ -21,8 +21,8 @@ from rotationzoo.recipe import PRESETS
         ("./nowhere", "there is no folder ./nowhere"),
         ("empty", "empty is no model: the folder has no config.json"),
         (
-            "demo --length 4096",
-            "rows of 4096 tokens are longer than the 2048 positions of the model",
+            "demo --length 16384",
+            "rows of 16384 tokens are longer than the 8192 positions of the model",
         ),
         ("demo --tokens 1000", "1000 tokens are less than one row of 2048"),
         ("demo --recipe typo.yaml", "unknown key 'key_clp' (did you mean 'key_clip'?)"),
@@ -48,12 +48,13 @@ def test_mistakes_get_one_sentence(inside, words, says):
     assert left_behind(inside) == before
 
 
-def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside):
-    planned = inside("calibrate", "demo", "--recipe", "best", "--dry-run", "--json")
+def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp_path):
+    model = save_tiny(tmp_path / "short", max_position_embeddings=2048)
+    planned = inside("calibrate", model, "--recipe", "best", "--dry-run", "--json")
     shown = json.loads(planned.stdout)
     assert shown["length"] == 2048 < PRESETS["best"].data.length
     (inside.folder / "mine.yaml").write_text("data: {length: 4096}\n")
-    refused = inside("calibrate", "demo", "--recipe", "mine.yaml", "--dry-run")
+    refused = inside("calibrate", model, "--recipe", "mine.yaml", "--dry-run")
     assert "--length 2048" in only_error(refused), "what somebody asked for is no default"
 
 

@@ -35,9 +35,7 @@ class AnswerLoss:
 
         Both are means over the questions of a prompt, whose answers fail together. A mean over log
         probabilities shows a blurred look-up long before the most probable token is another.
-        Divided by its tokens, a long quotation counts no more than a number: over ten lab models
-        with 64 arms each, the arm of the least loss per token answers .7 % fewer questions than the
-        best arm, that of the least loss per answer 1.5 %, and that of the least perplexity 1.2 %.
+        Divided by its tokens, a long quotation counts no more than a number.
         """
         with simulate(rotations, self.geometry, self.cache, self.group_size).running(self.model):
             read = read_answers(self.model, self.prompts)

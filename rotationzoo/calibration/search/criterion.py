@@ -63,10 +63,8 @@ def find_best(scores: Sequence[Score]) -> int:
 def _answers_as_well(score: Score, other: Score) -> bool:
     """Whether answers lose neither clearly nor noticeably more; True if there are none.
 
-    A difference within the standard error is the best guess there is, and a better one than the
-    divergence of predictions: over ten lab models with 64 arms each, the arm of least perplexity
-    among those with up to 2 % more loss of answers answers as many questions as the arm of least
-    loss, among those with up to 10 % more .3 % fewer, and among all .5 % fewer.
+    A difference within the standard error is still the best guess there is. Predictions decide only
+    where it is smaller than anyone would notice.
     """
     if not len(score.loss):
         return True
