@@ -1,5 +1,5 @@
-"""The evaluation job: attention KL, output error and perplexity of every arm with a 2-bit KV
-cache."""
+"""The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
+arm costs in perplexity, attention KL and output error."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,7 +3,8 @@ not seen.
 
 Keys are scored by the KL divergence of their attention and by how much they change the block's
 output; values by the latter alone. Scores are relative to the recipe's own rotation, which scores
-1. `docs/quality.md` shows that both measures predict what the model loses.
+1. They cost one layer's attention, not a run of the model: whether the model takes what they choose
+is decided by its answers (`contest`).
 """
 
 import math
