@@ -1,5 +1,5 @@
-"""Whether equalizers are what their recipe makes: invertible, equal within RoPE pairs and between
-heads that share a norm, and those of the statistics."""
+"""Whether equalizers are what their recipe makes: invertible, equal for key channels that share a
+factor, and those of the statistics."""
 
 from collections import defaultdict
 
@@ -11,7 +11,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.equalization import CONDITION
 from rotationzoo.linalg.moments import Averages, sums
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
-from rotationzoo.model.rope_pairs import partner_channels
+from rotationzoo.model.key_classes import key_classes
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 
@@ -52,21 +52,16 @@ def equalizer_problems(
 
 def _layer_problems(stored: Equalizers, layer: Layer) -> list[str]:
     """What is wrong with the equalizers of one layer, whatever the statistics are."""
-    pairs, distance = layer.rope_pairs, layer.rope_distance
-    if pairs is None or distance is None or layer.shared_norm is None:
-        return ["equalized, and the geometry does not say which key channels RoPE mixes"]
-    partners = _partners(layer.key_dim, pairs, distance)
-    if partners is None:
-        return ["RoPE pairs that do not fit the head dimension"]
+    classes = key_classes(layer)
+    if classes is None:
+        return ["equalized, and the geometry does not say which key channels share a factor"]
     problems, factors = [], stored.key
     if not (factors > 0).all():
         problems.append("key equalizer not positive")
     elif not torch.equal(factors, torch.exp2(factors.log2().round())):
         problems.append("key equalizer not made of powers of two")
-    if not torch.equal(factors, factors[:, partners]):
-        problems.append("key equalizer differs within a RoPE pair")
-    if layer.shared_norm and not torch.equal(factors, factors[:1].expand_as(factors)):
-        problems.append("key equalizer differs between heads that share a norm")
+    if not torch.equal(factors, factors.flatten()[classes]):
+        problems.append("key equalizer differs between channels that share a factor")
     unchanged = torch.eye(layer.value_dim).expand_as(stored.value)
     if layer.fixed_values and not torch.equal(stored.value, unchanged):
         problems.append("value equalizer that no weights of the model can carry")
@@ -74,15 +69,6 @@ def _layer_problems(stored: Equalizers, layer: Layer) -> list[str]:
     if not (condition <= 1.01 * CONDITION).all():  # infinite for a matrix without an inverse
         problems.append(f"value equalizer of a condition number above {CONDITION:.0f}")
     return problems
-
-
-def _partners(dim: int, pairs: int, distance: int) -> list[int] | None:
-    """The partner of each key channel, or None for pairs that do not fit the head dimension."""
-    if pairs == 0:
-        return partner_channels(dim, 0, 0)
-    last = 2 * pairs if distance == 1 else pairs + distance
-    fits = last <= dim and (distance == 1 or distance >= pairs)
-    return partner_channels(dim, pairs, distance) if fits else None
 
 
 def _agree(stored: Equalizers, expected: Equalizers) -> bool:

@@ -11,8 +11,8 @@ from rotationzoo.linalg.compositions import identity
 from rotationzoo.linalg.equalization import fold_moments, key_factors, value_matrix
 from rotationzoo.linalg.moments import Average, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
+from rotationzoo.model.key_classes import key_classes
 from rotationzoo.model.projection import output_projections
-from rotationzoo.model.rope_pairs import partner_channels
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 
@@ -46,7 +46,8 @@ def equalize(
 ) -> dict[int, Equalizers]:
     """Layer -> its equalizers; empty for a recipe that does not equalize.
 
-    Raises `RotationZooError` where the statistics, or the RoPE pairs in the geometry, are missing.
+    Raises `RotationZooError` where the statistics, or the classes of key channels in the geometry,
+    are missing.
     """
     if not recipe.equalize:
         return {}
@@ -60,19 +61,15 @@ def equalize(
 
 def _equalize_layer(moments: Mapping[str, Moment], recipe: Recipe, layer: Layer) -> Equalizers:
     """The equalizers of one layer. What the recipe centres is taken about its mean."""
-    if layer.rope_pairs is None or layer.rope_distance is None or "projection" not in moments:
+    classes = key_classes(layer)
+    if classes is None or "projection" not in moments:
         raise RotationZooError(
             f"layer {layer.index} has no statistics to equalize with: they were collected for a "
             "recipe that does not",
             hint="calibrate again with --equalize",
         )
-    partners = partner_channels(layer.key_dim, layer.rope_pairs, layer.rope_distance)
-    factors = key_factors(
-        moments["query"].second_moment.cpu(),
-        _spread(moments["key"], recipe.center_keys),
-        torch.tensor(partners),
-        shared=bool(layer.shared_norm),
-    )
+    query = moments["query"].second_moment.cpu()
+    factors = key_factors(query, _spread(moments["key"], recipe.center_keys), classes)
     metric = moments["projection"].second_moment.cpu()
     if layer.fixed_values:
         matrix = identity(layer.value_dim).expand_as(metric)

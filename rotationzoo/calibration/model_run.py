@@ -27,19 +27,16 @@ from rotationzoo.calibration.recipe_checks import (
     check_held_out,
     check_recipe,
     settle_centering,
-    settle_equalizing,
 )
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.soundness import check_before_search
-from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.centering import layers_moved
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
-from rotationzoo.model.rope_pairs import with_rope_pairs
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import SELF, Recipe, tries
 from rotationzoo.rotations import Rotations
@@ -84,9 +81,6 @@ def run_model(
         geometry = planned.geometry
         if geometry is None:
             geometry = _look_at_model(model, ids, job.recipe)
-        recipe, notes = job.recipe, list[str]()
-        if recipe.may_equalize:
-            geometry, recipe, notes = _find_rope_pairs(model, geometry, recipe)
         dtype = str(model.dtype).removeprefix("torch.")
         # The model was loaded only for its geometry.
         if source_text is None:
@@ -94,8 +88,7 @@ def run_model(
             return CalibrationResult(job.recipe, geometry, rotations, dtype=dtype)
 
         progress("checking the capture", 0, 0)
-        recipe, centering_notes = _check_capture(model, ids, recipe, geometry)
-        notes += centering_notes
+        recipe, notes = _check_capture(model, ids, job.recipe, geometry)
         text = source_text
         if recipe.data.source == SELF:
             text = _write_text(planned, model, source_text, checkpoint, progress)
@@ -149,22 +142,6 @@ def _look_at_model(model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe) ->
     geometry = geometry_of(model, ids)
     check_recipe(recipe, geometry)
     return geometry
-
-
-def _find_rope_pairs(
-    model: PreTrainedModel, geometry: Geometry, recipe: Recipe
-) -> tuple[Geometry, Recipe, list[str]]:
-    """Find what equalizers of keys need to know, and settle whether a search can try any.
-
-    Returns the geometry, the recipe to follow, and notes for the user. Raises `UnsupportedModel`
-    for a recipe that equalizes whatever a search finds.
-    """
-    try:
-        return with_rope_pairs(model, geometry), recipe, []
-    except UnsupportedModel as refusal:
-        if recipe.equalize:
-            raise
-        return geometry, *settle_equalizing(recipe, str(refusal))
 
 
 def _check_capture(

@@ -21,7 +21,7 @@ from rotationzoo.calibration.recipe_checks import (
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import check_equalizable, with_fixed_values
+from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.placement import memory_limits, weights_bytes
 from rotationzoo.model.source import Source, find
@@ -122,9 +122,9 @@ def plan(job: Job) -> Plan:
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
-    if job.recipe.may_equalize and geometry is not None:
-        geometry = with_fixed_values(model, geometry)
-    problem = _equalizing_problem(job.recipe, model, geometry)
+    problem = None
+    if job.recipe.may_equalize:
+        geometry, problem = _trace_equalizing(model, geometry)
     if problem is not None and job.recipe.equalize:
         reason = f"equalizers cannot be folded into these weights: {problem}"
         refused = UnsupportedModel(reason, hint="leave --equalize out")
@@ -140,17 +140,17 @@ def plan(job: Job) -> Plan:
     return _with_sizes(known, model)
 
 
-def _equalizing_problem(
-    recipe: Recipe, model: PreTrainedModel, geometry: Geometry | None
-) -> str | None:
-    """Why the weights of a model on `meta` could not carry the equalizers that a recipe makes or
-    that its search tries."""
-    if not recipe.may_equalize:
-        return None
-    if geometry is not None:
-        return check_equalizable(model, geometry)
-    # A user who asks for equalizers has a model that can carry them; a search does not know.
-    return None if recipe.equalize else "only its weights show what its layers cache"
+def _trace_equalizing(
+    model: PreTrainedModel, geometry: Geometry | None
+) -> tuple[Geometry | None, str | None]:
+    """The geometry of a model on `meta` with what equalizers need to know, and None; or the
+    geometry as it is, and why the weights could not carry equalizers."""
+    if geometry is None:
+        return None, "the model does not run without weights, so it cannot be traced"
+    try:
+        return with_equalizing(model, geometry), None
+    except UnsupportedModel as refusal:
+        return geometry, str(refusal)
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

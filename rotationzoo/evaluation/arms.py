@@ -36,15 +36,19 @@ def build_arms(artifacts: list[Artifact], geometry: Geometry, source: Source) ->
     for artifact in artifacts:
         name = _unique_name(artifact, arms)
         arms.append(Arm(name, rotations_for(artifact, source), artifact.recipe.group_size))
-    shared = shared_recipe(artifacts)
+    return [*arms, *build_baselines(shared_recipe(artifacts), geometry)]
+
+
+def build_baselines(shared: Recipe, geometry: Geometry) -> list[Arm]:
+    """One arm per baseline, at the clip ratios and the group size of the `shared` recipe."""
     codec = {key: getattr(shared, key) for key in ("key_clip", "value_clip", "group_size")}
+    arms: list[Arm] = []
     for name in DATA_FREE:
-        # The baselines' rotations depend only on shapes, so they are fitted without statistics.
+        # Their rotations depend only on shapes, so they are fitted without statistics.
         rotations = fit(None, PRESETS[name].model_copy(update=codec), geometry)
         arms.append(Arm(name, rotations, shared.group_size))
     # What a user may pick instead of any rotation.
-    arms.append(KiviArm(KIVI, fit(None, PRESETS["identity"], geometry)))
-    return arms
+    return [*arms, KiviArm(KIVI, fit(None, PRESETS["identity"], geometry))]
 
 
 def _unique_name(artifact: Artifact, arms: list[Arm]) -> str:

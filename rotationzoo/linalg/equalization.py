@@ -17,23 +17,20 @@ from rotationzoo.linalg.moments import Moment
 _SHIFTS = 64  # by how many parts of an octave the exponents of a head are tried shifted
 CONDITION = 100.0
 """The largest condition number of a value matrix. See `value_matrix`."""
-_FLOOR = 1e-8  # the least energy of a pair beside the mean; it bounds factors to about 100
+_FLOOR = 1e-8  # the least energy of a class beside the mean; it bounds factors to about 100
 
 
-def key_factors(
-    query: torch.Tensor, key: torch.Tensor, partners: torch.Tensor, shared: bool = False
-) -> torch.Tensor:
-    """Factors of key channels `[H, D]`, float64, from `f^4 = c E[q^2] / E[k^2]` over each RoPE
-    pair.
+def key_factors(query: torch.Tensor, key: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Factors of key channels `[H, D]`, float64, from `f^4 = c E[q^2] / E[k^2]` over the channels
+    that share a factor.
 
     - `query`, `key`: second moments `[H, D, D]` of post-RoPE queries and keys; of keys that are
       centred, the covariance.
-    - `partners`: `[D]` int64, the channel that RoPE mixes each channel with; its own number where
-      RoPE leaves it alone.
-    - `shared`: whether all KV heads get the same factors, as where they share a norm's weight.
+    - `classes`: `[H, D]` int64; channels with the same number get the same factor. Each head has
+      classes of its own, or all heads have the same ones.
 
     Then `E[(f k)^2]` and `E[(q / f)^2]` are proportional. SmoothAttention of QServe (arXiv
-    2405.04532) folds such factors, equal within pairs, from the largest magnitudes of keys alone.
+    2405.04532) folds such factors, equal within RoPE pairs, from the largest magnitudes of keys.
     Factors are rounded to powers of two, which leaves bfloat16 weights exact when the factors are
     folded into them. The size of a head's keys means nothing to a codec, so c, one number for each
     head, is chosen such that rounding changes the factors least. That matters: most channels are
@@ -41,7 +38,7 @@ def key_factors(
     questions, Hadamard matrix, centred keys), an answer lost 1.0 nats with unrounded factors, 1.0
     with these, 1.7 with c = 1 and 3.6 with no factors.
     """
-    query_energy, key_energy = (_pair_energy(side, partners, shared) for side in (query, key))
+    query_energy, key_energy = (_class_energy(side, classes) for side in (query, key))
     exponents = (query_energy.log2() - key_energy.log2()) / 4
     shifted = exponents + torch.arange(_SHIFTS)[:, None, None] / _SHIFTS
     changes = (shifted - shifted.round()).square().mean(-1)  # [shifts, H]
@@ -49,13 +46,13 @@ def key_factors(
     return torch.exp2(shifted[best, torch.arange(len(best))].round())
 
 
-def _pair_energy(moment: torch.Tensor, partners: torch.Tensor, shared: bool) -> torch.Tensor:
-    """The mean energy `[H, D]` of each channel and its partner, never below a small part of the
-    mean over channels."""
-    energy = moment.double().diagonal(dim1=-2, dim2=-1)
-    if shared:
-        energy = energy.mean(0, keepdim=True).expand_as(energy)
-    energy = (energy + energy[:, partners]) / 2
+def _class_energy(moment: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """The mean energy `[H, D]` of the channels of each channel's class, never below a small part of
+    the mean over channels."""
+    _, numbers, counts = classes.unique(return_inverse=True, return_counts=True)
+    energies = moment.double().diagonal(dim1=-2, dim2=-1).flatten()
+    sums = energies.new_zeros(len(counts)).index_add(0, numbers.flatten(), energies)
+    energy: torch.Tensor = (sums / counts)[numbers]
     floor = _FLOOR * energy.mean(-1, keepdim=True)
     return energy.clamp(min=floor.clamp(min=torch.finfo(torch.float64).tiny))
 

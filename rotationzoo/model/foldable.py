@@ -9,19 +9,10 @@ from transformers import PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.key_classes import with_key_classes
 from rotationzoo.model.key_scales import KeyScales
 from rotationzoo.model.label_run import trace_labels
 from rotationzoo.model.value_projections import find_projections
-
-
-def check_equalizable(model: PreTrainedModel, geometry: Geometry) -> str | None:
-    """Why the weights of a model on `meta` cannot carry an equalizer of keys, or None if they can:
-    if the keys of every cached layer may have a factor for each RoPE pair of channels."""
-    try:
-        find_key_scales(model, geometry, "the model")
-    except UnsupportedModel as refusal:
-        return str(refusal)
-    return None
 
 
 def check_values(model: PreTrainedModel, geometry: Geometry) -> str | None:
@@ -34,10 +25,16 @@ def check_values(model: PreTrainedModel, geometry: Geometry) -> str | None:
     return None
 
 
-def with_fixed_values(model: PreTrainedModel, geometry: Geometry) -> Geometry:
-    """The geometry of a model on `meta`, with what `check_values` says in every layer."""
+def with_equalizing(model: PreTrainedModel, geometry: Geometry) -> Geometry:
+    """The geometry of a model on `meta`, with what equalizers need to know of every layer.
+
+    Raises `UnsupportedModel` if the weights cannot carry an equalizer of keys: if those of any
+    layer cannot be scaled exactly, or share factors in no known pattern.
+    """
+    scales = find_key_scales(model, geometry, "the model")
     fixed = check_values(model, geometry) is not None
-    return [replace(layer, fixed_values=fixed) for layer in geometry]
+    described = with_key_classes(geometry, scales.classes)
+    return [replace(layer, fixed_values=fixed) for layer in described]
 
 
 def find_key_scales(model: PreTrainedModel, geometry: Geometry, name: str) -> KeyScales:

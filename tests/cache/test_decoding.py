@@ -7,8 +7,9 @@ from support import architectures
 from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
-from rotationzoo.evaluation.arms import build_arms
+from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import Recipe
 
 # Full attention, sliding windows, layers that share a cache, layers without one, and a cache class
 # of the family's own.
@@ -21,7 +22,7 @@ def test_decoding_reads_what_whole_rows_read(name):
         pytest.skip(f"the installed transformers has no {name}")
     model = architectures.build(name)
     geometry = geometry_of(model)
-    (arm,) = (arm for arm in build_arms([], geometry) if arm.name == "random")
+    (arm,) = (arm for arm in build_baselines(Recipe(), geometry) if arm.name == "random")
     # Smaller than the sliding windows of these models, so that they read quantized positions.
     cache = Cache(sink=1, recent=2)
     simulation = Simulation(arm, cache, geometry, {layer.index for layer in geometry})

@@ -31,11 +31,11 @@ from rotationzoo.engines import weight_changes, weight_copy
 from rotationzoo.engines.absorb import absorb, fold
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request, pooled_rotations
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
-from rotationzoo.model.foldable import check_equalizable, check_values, find_key_scales
+from rotationzoo.model.foldable import check_values, find_key_scales, with_equalizing
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import find, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Data
@@ -105,17 +105,20 @@ def test_every_family_folds_or_says_why_not(name, monkeypatch):
     widen(model)
     on_meta = loading.on_meta(model.config, "this")
     geometry = geometry_on_meta(on_meta)
-    values = None
-    if name in REFUSED:
-        keys, values = check_equalizable(on_meta, geometry), check_values(on_meta, geometry)
-        assert (keys or values) == REFUSED[name]
-        if keys is not None:
-            return
+    refusal = REFUSED.get(name)
+    if refusal is not None and "has keys" in refusal:
+        with pytest.raises(UnsupportedModel, match=re.escape(refusal)):
+            with_equalizing(on_meta, geometry)
+        return
+    if refusal is not None:
+        assert check_values(on_meta, geometry) == refusal
+    geometry = with_equalizing(on_meta, geometry)
+    assert {layer.fixed_values for layer in geometry} == {refusal is not None}
     scales = find_key_scales(on_meta, geometry, "this")
     monkeypatch.setattr(weight_changes, "find_key_scales", lambda *_: scales)  # found already
-    equalizers = random_equalizers(geometry, scales.classes)
+    equalizers = random_equalizers(geometry)
     for (_, side), equalizer in equalizers.items():
-        if side == "value" and values is not None:  # keys alone are folded
+        if side == "value" and refusal is not None:  # keys alone are folded
             equalizer.copy_(torch.eye(equalizer.shape[-1]))
     rotations = {
         layer: {side: SimpleNamespace(equalizer=equalizers[layer, side]) for side in SIDES}
@@ -162,7 +165,7 @@ def equalizers_of(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
 def test_a_sharded_model_with_tied_embeddings_and_biases(tmp_path):
     folder = save(tmp_path / "qwen2", "Qwen2", shards="20KB", tie_word_embeddings=True)
     assert len(list(folder.glob("*.safetensors"))) > 3
-    artifact = equalized(folder, shared_norm=False)
+    artifact = equalized(folder)
     output = fold(artifact, str(folder), tmp_path / "folded")
     check_same(load(folder), load(output), equalizers_of(artifact))
     before, after = load(folder).state_dict(), load(output).state_dict()
@@ -179,7 +182,7 @@ def test_a_sharded_model_with_tied_embeddings_and_biases(tmp_path):
 
 def test_factors_of_keys_are_exact_in_bfloat16(tmp_path):
     folder = save(tmp_path / "half", "Qwen3", torch.bfloat16, head_dim=16)
-    artifact = equalized(folder, shared_norm=True)
+    artifact = equalized(folder)
     output = fold(artifact, str(folder), tmp_path / "folded")
     before, after = (load(path, "auto").state_dict() for path in (folder, output))
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}

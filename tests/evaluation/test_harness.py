@@ -24,7 +24,7 @@ from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.cli.evaluate_view import show_evaluation
 from rotationzoo.cli.output import Output
-from rotationzoo.evaluation.arms import build_arms
+from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.harness.measures import compare_answers
 from rotationzoo.evaluation.harness.model import HarnessModel, Row
@@ -34,6 +34,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
+from rotationzoo.recipe import Recipe
 
 TASKS = "local_generate", "local_choice", "local_last"
 QUESTIONS = 6
@@ -112,7 +113,9 @@ def run(asked, folder, windows, names=TASKS, **settings):
     geometry = geometry_of(model)
     cache = Cache(sink=windows[0], recent=windows[1])
     layers = [layer.index for layer in geometry]
-    trial = Trial(geometry, build_arms([], geometry)[:2], [cache], layers, ("key", "value"), 0, 0)
+    trial = Trial(
+        geometry, build_baselines(Recipe(), geometry)[:2], [cache], layers, ("key", "value"), 0, 0
+    )
     stages = []
     measured = run_harness(
         model, tokenizer, tasks, settings, trial, lambda *stage: stages.append(stage)
@@ -163,7 +166,7 @@ def test_answers_read_the_2_bit_cache(asked):
     """Each token is the one that the whole row before it gives."""
     model, tokenizer = asked
     geometry = geometry_of(model)
-    arm = build_arms([], geometry)[0]
+    arm = build_baselines(Recipe(), geometry)[0]
     layers = {layer.index for layer in geometry}
     simulation = Simulation(arm, Cache(sink=1, recent=2), geometry, layers)
     prompts = ["def f(self):\n    return self.", "import os\n\n\nclass Reader:\n    "]

@@ -7,7 +7,9 @@ from rotationzoo.linalg.equalization import CONDITION, fold_moments, key_factors
 from rotationzoo.linalg.moments import Moment
 
 HEADS, DIM = 3, 16
-HALVES = torch.arange(DIM).roll(DIM // 2)  # the partner of j is j + 8
+PARTNERS = torch.arange(DIM).roll(DIM // 2)  # the partner of j is j + 8
+SHARED = (torch.arange(DIM) % (DIM // 2)).expand(HEADS, -1)
+HALVES = SHARED + DIM * torch.arange(HEADS)[:, None]
 
 
 def spread(decades: float, seed: int) -> torch.Tensor:
@@ -22,7 +24,7 @@ def spread(decades: float, seed: int) -> torch.Tensor:
 def energy(moment: torch.Tensor) -> torch.Tensor:
     """Of a channel and its partner together, `[HEADS, DIM]`."""
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    return diagonal + diagonal[:, HALVES]
+    return diagonal + diagonal[:, PARTNERS]
 
 
 def test_factors_give_queries_and_keys_the_same_energy_but_for_rounding():
@@ -33,7 +35,7 @@ def test_factors_give_queries_and_keys_the_same_energy_but_for_rounding():
     assert (octaves.amax(1) - octaves.amin(1) <= 4).all()
     assert (energy(key) / energy(query)).log2().abs().max() > 4
     assert torch.equal(factors.log2(), factors.log2().round())
-    assert torch.equal(factors, factors[:, HALVES])
+    assert torch.equal(factors, factors[:, PARTNERS])
 
 
 def test_channels_that_are_nearly_alike_get_one_factor():
@@ -51,9 +53,9 @@ def test_channels_that_are_nearly_alike_get_one_factor():
 
 def test_heads_that_share_a_norm_share_factors():
     query, key = spread(1, 0), spread(5, 1)
-    shared = key_factors(query, key, HALVES, shared=True)
+    shared = key_factors(query, key, SHARED)
     assert torch.equal(shared, shared[:1].expand(HEADS, -1))
-    pooled = key_factors(query.mean(0, keepdim=True), key.mean(0, keepdim=True), HALVES)
+    pooled = key_factors(query.mean(0, keepdim=True), key.mean(0, keepdim=True), HALVES[:1])
     assert torch.equal(shared[:1], pooled)
     assert not torch.equal(shared, key_factors(query, key, HALVES))
 

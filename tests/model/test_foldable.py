@@ -7,12 +7,7 @@ from support.architectures import BASE
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import (
-    check_equalizable,
-    check_values,
-    find_key_scales,
-    with_fixed_values,
-)
+from rotationzoo.model.foldable import check_values, find_key_scales, with_equalizing
 from rotationzoo.model.geometry import geometry_on_meta
 
 HALVES = [[channel, channel + 8] for channel in range(8)]
@@ -273,15 +268,13 @@ def test_what_undoes_or_reads_a_factor_is_seen(build, reason):
 def test_keys_and_values_are_told_apart():
     model = on_meta("Llama")
     geometry = geometry_on_meta(model)
-    assert check_equalizable(model, geometry) is None
-    assert check_values(model, geometry) is None
+    assert not any(layer.fixed_values for layer in with_equalizing(model, geometry))
     attention_of(model).v_proj.register_forward_hook(lambda module, args, output: output.exp())
-    assert check_equalizable(model, geometry) is None
     reason = check_values(model, geometry)
     assert reason.startswith("layer 1 of the model has a norm or another operation between")
-    assert all(layer.fixed_values for layer in with_fixed_values(model, geometry))
-    reason = check_equalizable(unknown_keys(), geometry)
-    assert reason.startswith("layer 1 of the model has keys that cannot be scaled exactly")
+    assert all(layer.fixed_values for layer in with_equalizing(model, geometry))
+    with pytest.raises(UnsupportedModel, match="layer 1 of the model has keys that cannot be"):
+        with_equalizing(unknown_keys(), geometry)
 
 
 def test_the_look_leaves_the_library_and_the_model_as_they_were():

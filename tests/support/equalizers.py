@@ -1,19 +1,20 @@
 """Random equalizers for models of any size, and artifacts that hold them: no text is read."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import find_key_scales
-from rotationzoo.model.geometry import Geometry, cached_layers, geometry_on_meta
+from rotationzoo.model.foldable import with_equalizing
+from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json, geometry_on_meta
+from rotationzoo.model.key_classes import key_classes
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, digest
 from rotationzoo.storage.files import sha256
@@ -21,18 +22,22 @@ from rotationzoo.storage.files import sha256
 CONDITION = 30.0
 
 
-def random_equalizers(
-    geometry: Geometry, classes: Mapping[int, torch.Tensor], seed: int = 1
-) -> dict[tuple[int, str], torch.Tensor]:
+def traced_geometry(config: PretrainedConfig) -> Geometry:
+    """The geometry of a model, with what equalizers need to know."""
+    model = loading.on_meta(config, "this")
+    return with_equalizing(model, geometry_on_meta(model))
+
+
+def random_equalizers(geometry: Geometry, seed: int = 1) -> dict[tuple[int, str], torch.Tensor]:
     """(Layer, side) -> equalizer.
 
-    Those of keys are powers of two from 1/8 to 8, the same for channels of the same class
-    (`KeyScales.classes`). Those of values have condition numbers from 1 to 30.
+    Those of keys are powers of two from 1/8 to 8, the same for channels of the same class. Those of
+    values have condition numbers from 1 to 30.
     """
     generator = torch.Generator().manual_seed(seed)
     equalizers = {}
     for layer in cached_layers(geometry):
-        of_layer = classes[layer.index]
+        of_layer = key_classes(layer)
         factors = 2.0 ** torch.randint(-3, 4, (int(of_layer.max()) + 1,), generator=generator)
         equalizers[layer.index, "key"] = factors[of_layer]
         heads, dim = layer.kv_heads, layer.value_dim
@@ -44,18 +49,14 @@ def random_equalizers(
     return equalizers
 
 
-def equalized(folder: Path, shared_norm: bool) -> Artifact:
-    """An artifact for a saved model with heads of 16 channels, with random rotations and
-    equalizers. `shared_norm`: whether the heads share the weight of a norm."""
+def equalized(folder: Path) -> Artifact:
+    """An artifact for a saved model, with random rotations and equalizers."""
     recipe = PRESETS["random"]
     output = folder.with_name(f"{folder.name}-equalized")
     made = calibrate(Job(str(folder), recipe, output, device="cpu"))
-    source = find(str(folder))
-    model = loading.on_meta(loading.load_config(source), source.name)
-    geometry = geometry_on_meta(model)
-    classes = find_key_scales(model, geometry, source.name).classes
+    geometry = traced_geometry(loading.load_config(find(str(folder))))
     tensors = made.rotation_tensors()
-    for (layer, side), equalizer in random_equalizers(geometry, classes).items():
+    for (layer, side), equalizer in random_equalizers(geometry).items():
         tensors[f"layers.{layer}.{side}.equalizer"] = equalizer
     path = made.folder / ROTATIONS
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
@@ -63,7 +64,6 @@ def equalized(folder: Path, shared_norm: bool) -> Artifact:
     content["recipe"] |= {"equalize": True}
     content["recipe_sha256"] = digest(content["recipe"])
     content["files"][ROTATIONS] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    for layer in content["geometry"]:
-        layer |= {"rope_pairs": 8, "rope_distance": 8, "shared_norm": shared_norm}
+    content["geometry"] = geometry_json(geometry)
     (made.folder / MANIFEST).write_text(json.dumps(content))
     return Artifact.open(made.folder)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
+from support.equalizers import traced_geometry
 from support.searches import FAMILIES, samples_of, search_recipe, task_for
 
 from rotationzoo.cache.arm import Arm
@@ -14,7 +15,6 @@ from rotationzoo.calibration.search.frame import LayerData
 from rotationzoo.calibration.search.layer_codec import LayerCodec
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.linalg.equalization import value_matrix
-from rotationzoo.model.rope_pairs import with_rope_pairs
 
 
 def random_equalizers(layer) -> Equalizers:
@@ -79,7 +79,7 @@ def equalized_task():
     recipe = search_recipe(steps=0)
     task = task_for(model, recipe)
     recipe = recipe.model_copy(update={"equalize": True})
-    geometry = with_rope_pairs(model, task.geometry)
+    geometry = traced_geometry(model.config)
     add_projections(task.statistics, model, geometry)
     baseline = fit(task.statistics, recipe, geometry)
     return replace(task, geometry=geometry, recipe=recipe, baseline=baseline)
