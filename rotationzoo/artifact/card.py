@@ -168,11 +168,11 @@ def _formulas(recipe: Recipe) -> tuple[str, str, str, str]:
 
 
 def _equalizer_section(recipe: Recipe) -> str:
-    """What an equalised artifact needs, as a paragraph; empty for others."""
+    """What an equalized artifact needs, as a paragraph; empty for others."""
     if not recipe.equalize:
         return ""
     return """
-These rotations are equalised: they are for keys that were scaled by `layers.N.key.equalizer` (E_K,
+These rotations are equalized: they are for keys that were scaled by `layers.N.key.equalizer` (E_K,
 a factor for each channel: `[KV heads, D]`), and for values that were multiplied by
 `layers.N.value.equalizer` (E_V, `[KV heads, D, D]`). The artifact is made for the published
 weights, which know nothing of this. Either the cache applies the equalizers, as `evaluate` and the

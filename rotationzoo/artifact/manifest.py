@@ -106,7 +106,7 @@ class Imported(Strict):
 
 
 class Equalization(Strict):
-    """Which weights an equalised artifact is for."""
+    """Which weights an equalized artifact is for."""
 
     weights: Literal["published"]
     """Statistics, means and equalizers are those of the model as it was published. Either its cache

@@ -1,7 +1,7 @@
 """Which weights a model's folder holds: the published ones, or a copy into which an artifact's
 equalizer is folded.
 
-An equalised artifact fits both. With the published weights the cache applies the equalizer; with
+An equalized artifact fits both. With the published weights the cache applies the equalizer; with
 the folded ones, which the record beside them names, only the rotation is left to apply.
 """
 

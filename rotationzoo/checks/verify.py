@@ -95,7 +95,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
 
 
 def _which_weights(artifact: Artifact, record: Record | None) -> str:
-    """What the weights of a model are to an equalised artifact."""
+    """What the weights of a model are to an equalized artifact."""
     if not artifact.recipe.equalize:
         return "weights"
     return "folded weights" if record else "published weights"

@@ -88,7 +88,7 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     if job.recipe.equalize:
         fixed = any(layer.fixed_values for layer in known.geometry or [])
         sides = "Keys are" if fixed else "Keys and values are"
-        say(f"{sides} equalised first: these weights can carry the equalizers")
+        say(f"{sides} equalized first: these weights can carry the equalizers")
     if job.recipe.search is not None:
         say(_search_words(job.recipe.search, job.budget))
     if data["layers"]:

@@ -107,6 +107,11 @@ def evaluate_command(
     """
     out = Output(json, quiet)
     sides = _quantized_sides(keys_only, values_only)
+    if save and not artifacts:
+        raise UsageError(
+            "--save adds the report to artifacts, and none is given",
+            hint="name an artifact folder after the model, or print the report with --json",
+        )
     from rotationzoo.cli.evaluate_view import show_evaluation
     from rotationzoo.evaluation.job import Evaluation, evaluate
     from rotationzoo.recipe import load, override

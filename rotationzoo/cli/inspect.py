@@ -63,7 +63,7 @@ def _equalizer_words(layers: list["LayerSummary"]) -> str:
         ranges.append(f"{lowest:.3g} to {highest:.3g}")
     keys, values = ranges
     return (
-        f"Equalised: factors of key channels {keys}, singular values of value matrices {values}. "
+        f"Equalized: factors of key channels {keys}, singular values of value matrices {values}. "
         "They are for the published weights: caches apply them, or export --absorb folds them in."
     )
 

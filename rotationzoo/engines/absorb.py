@@ -20,12 +20,12 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
     """Write a copy of a model whose cache holds `v @ R` to a new folder, and return the folder.
 
     Holds only one tensor in memory at a time. Raises `RotationZooError` before anything is written
-    if the artifact is damaged, equalised or made for another model, the output exists, the weights
+    if the artifact is damaged, equalized or made for another model, the output exists, the weights
     are quantized or changed already, or (`UnsupportedModel`) a layer cannot absorb a rotation.
     """
     if artifact.recipe.equalize:
         raise RotationZooError(
-            f"{artifact.folder} is equalised, which goes into the weights of keys and values both",
+            f"{artifact.folder} is equalized, which goes into the weights of keys and values both",
             hint=f"fold it with: rotationzoo export {artifact.folder} --absorb {model}",
         )
     return _write(artifact, model, output, progress, VALUE_ROTATION)
@@ -34,11 +34,11 @@ def absorb(artifact: Artifact, model: str, output: Path, progress: Progress = si
 def fold(artifact: Artifact, model: str, output: Path, progress: Progress = silent) -> Path:
     """Write a copy of a model whose cache holds equalized keys and values, `k * f` and `v @ E`.
 
-    Returns the new folder. Raises as `absorb` does, and for an artifact that is not equalised.
+    Returns the new folder. Raises as `absorb` does, and for an artifact that is not equalized.
     """
     if not artifact.recipe.equalize:
         raise RotationZooError(
-            f"{artifact.folder} is not equalised: there is nothing to fold but its value rotation",
+            f"{artifact.folder} is not equalized: there is nothing to fold but its value rotation",
             hint=f"for that: rotationzoo export {artifact.folder} --absorb-values {model}",
         )
     return _write(artifact, model, output, progress, EQUALIZER)

@@ -12,6 +12,9 @@ from rotationzoo.recipe.schema import Data, Recipe
 from rotationzoo.recipe.search import Search
 from rotationzoo.recipe.section import Section, nearest
 
+_SECTIONS = {"data": "source and tokens", "search": "prompts and steps"}
+"""Section of a recipe -> examples of its keys."""
+
 
 def load(recipe: str) -> Recipe:
     """Load a preset by name, or a YAML file. A file may start from a preset with `extends: oscar`
@@ -50,12 +53,17 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
             f"{origin} extends an unknown recipe {base!r}{nearest(base, PRESETS)}"
         )
     preset = PRESETS[base].model_dump()
-    data = content.pop("data", None) or {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
+    # Sections are merged key by key, so that a file holds only what differs.
+    for section, example in _SECTIONS.items():
+        changes = content.get(section)
+        if changes is None and section == "search":
+            continue  # the preset's, or none where the file says so
+        changes = changes or {}
+        if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
+            raise RotationZooError(f"{origin}: {section} must hold keys, such as {example}")
+        content[section] = {**(preset[section] or {}), **changes}
     try:
-        # `data` is merged key by key; every other key, `search` included, is replaced whole.
-        return Recipe(**{**preset, **content, "data": {**preset["data"], **data}})
+        return Recipe(**{**preset, **content})
     except ValidationError as error:
         raise RotationZooError(
             f"{origin}: {_first_problem(error)}", hint="see docs/recipes.md for every key"

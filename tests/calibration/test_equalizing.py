@@ -61,7 +61,7 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(wide, tmp_path_factory) -> Artifact:
-    """An equalised artifact of that model, which no test may change."""
+    """An equalized artifact of that model, which no test may change."""
     return calibrate(job(wide, tmp_path_factory.mktemp("equalized"), RECIPE))
 
 
@@ -145,7 +145,7 @@ def test_an_artifact_with_equalizers_round_trips_and_verifies(made):
         sides = made.rotations[layer.index]
         assert sides.key.equalizer.shape == (2, 16)
         assert sides.value.equalizer.shape == (2, 16, 16)
-    assert "These rotations are equalised" in (made.folder / "README.md").read_text()
+    assert "These rotations are equalized" in (made.folder / "README.md").read_text()
 
 
 def test_equalizers_are_made_again_from_the_statistics_alone(made):

@@ -25,14 +25,14 @@ def test_an_equalised_artifact_is_shown_verified_and_evaluated(inside, tmp_path,
             lowest, highest = layer[side]["equalizer"]
             assert 0 < lowest <= highest
         assert layer["value"]["equalizer"][0] < 1 < layer["value"]["equalizer"][1]
-    assert "Equalised: factors of key channels " in inside("inspect", folder).stdout
+    assert "Equalized: factors of key channels " in inside("inspect", folder).stdout
     sound = inside("verify", folder, "--model", tmp_path / "tiny", "--json")
     assert json.loads(sound.stdout)["problems"] == []
     member = inside("verify", folder, "--model", tmp_path / "tiny", "--run")
     assert member.returncode == 0, member.stderr
 
 
-def test_a_dry_run_says_why_a_model_cannot_be_equalised(inside, tmp_path):
+def test_a_dry_run_says_why_a_model_cannot_be_equalized(inside, tmp_path):
     save_family("llama4", tmp_path / "normed", weights=False)
     words = "calibrate", tmp_path / "normed", "--equalize", *SMALL
     refusal = json.loads(inside(*words, "--dry-run", "--json").stdout)["refusal"]

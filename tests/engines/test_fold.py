@@ -217,8 +217,8 @@ def refused(call, match: str) -> str:
 
 def test_what_is_not_to_be_folded_is_refused_and_leaves_nothing(made, tmp_path, monkeypatch):
     artifact, folder, output = made.artifact, str(made.folder), tmp_path / "out"
-    assert "--absorb-values" in refused(lambda: fold(made.plain, folder, output), "not equalised")
-    assert "--absorb" in refused(lambda: absorb(artifact, folder, output), "is equalised")
+    assert "--absorb-values" in refused(lambda: fold(made.plain, folder, output), "not equalized")
+    assert "--absorb" in refused(lambda: absorb(artifact, folder, output), "is equalized")
     refused(lambda: fold(artifact, str(made.folded), output), "carry the equalizer of an artifact")
 
     def full(source, target):

@@ -93,9 +93,14 @@ def test_tasks_without_room_are_left_out_with_a_note(text):
         "prompts of 512 tokens are too short to ask for needles, key-value, copy, assignments "
         "outside the exact windows"
     ]
-    short = plan(text, [Cache()], names=("quote",), lengths=(200_000,), questions=4)
-    assert not short.series
-    assert short.notes == ["no passages are quoted in 200,000 tokens: the text is short"]
+
+
+def test_lengths_that_leave_nothing_to_ask_are_refused(text):
+    with pytest.raises(RotationZooError, match="no passages are quoted in 200,000 tokens") as error:
+        plan(text, [Cache()], names=("quote",), lengths=(200_000,), questions=4)
+    assert "--tasks none" in str(error.value.hint)
+    with pytest.raises(RotationZooError, match="prompts of 300 tokens are too short"):
+        plan(text, [Cache()], names=("needles",), lengths=(300,), questions=4)
 
 
 def test_the_documentation_describes_every_task():

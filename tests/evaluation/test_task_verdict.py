@@ -59,7 +59,7 @@ def test_answers_decide_before_log_probabilities():
     line, method = verdict["words"]
     assert line.startswith("mine: answers clearly more than fewer (100% beside 50%, p 0.00012, -1")
     assert "; gives right answers clearly more probability than less likely (100% beside" in line
-    assert "; answers not clearly differently from same (100% beside 97%, p 1, +0.00" in line
+    assert "; no clear difference in answers from same (100% beside 97%, p 1, +0.00" in line
     assert "32 questions" in method
     assert "8 prompts" in method
     assert "Holm's correction for 6 tests" in method

@@ -64,7 +64,13 @@ def test_an_artifact_may_follow_any_variant_on_any_model():
 
 def test_recipes_of_earlier_versions_keep_their_hash():
     """`best` before a search had variants and prompts."""
-    earlier = from_dict({"extends": "best", "search": {}}, "mine.yaml")
+    earlier = from_dict(
+        {
+            "extends": "best",
+            "search": dict.fromkeys(("composition", "center_keys", "equalize"), ()),
+        },
+        "mine.yaml",
+    )
     assert earlier.hash == "d9bf24004e7f3272b88b2ddddb1a652779818f982bc97b77c06323ef6df45180"
     assert "prompts" not in earlier.published()["search"]
     changed = earlier.model_copy(update={"search": Search(prompts=10)})
@@ -79,3 +85,12 @@ def test_a_search_knows_the_compositions_that_it_tries():
 def test_a_search_without_heads_leaves_rotations_pooled():
     recipe = from_dict({"extends": "oscar-v1", "search": {"heads": False}}, "mine.yaml")
     assert recipe.pooling == "layer"
+
+
+def test_a_file_changes_single_keys_of_its_presets_search():
+    keys = {"extends": "hadamard-clip", "search": {"prompts": 5}}
+    preset = PRESETS["hadamard-clip"].search
+    assert preset is not None
+    assert from_dict(keys, "mine.yaml").search == preset.model_copy(update={"prompts": 5})
+    without = from_dict({"extends": "hadamard-clip", "search": None}, "mine.yaml")
+    assert without.search is None

@@ -1,4 +1,4 @@
-"""What a search works on, taken to the frame of the folded weights, where equalised rows are
+"""What a search works on, taken to the frame of the folded weights, where equalized rows are
 rotated."""
 
 from collections.abc import Mapping

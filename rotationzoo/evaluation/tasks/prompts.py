@@ -102,6 +102,11 @@ def plan_tasks(
                 f"prompts of {length:,} tokens are too short to ask for {', '.join(crowded)} "
                 "outside the exact windows"
             )
+    # Lengths that the user gave and that leave nothing to ask are a mistake, found in time.
+    if settings.lengths and settings.names and not plan.series:
+        raise RotationZooError(
+            plan.notes[-1], hint="give greater --lengths, smaller --windows, or --tasks none"
+        )
     return plan
 
 

@@ -22,7 +22,7 @@ _PHRASES: dict[Outcome, str] = {
     "fewer": "answers clearly fewer than",
     "likelier": "gives right answers clearly more probability than",
     "less likely": "gives right answers clearly less probability than",
-    "unclear": "answers not clearly differently from",
+    "unclear": "no clear difference in answers from",
 }
 
 
