@@ -167,7 +167,7 @@ def test_the_command_line(command):
     made = command("calibrate", "demo", "--quiet", "--tokens", "1024", "--length", "256")
     folder = made.stdout.strip()
     words = ["evaluate", "demo", folder, "--windows", "16/64,64/256"]
-    words += ["--tokens", "1024", "--length", "512", "--tasks", "none"]
+    words += ["--tokens", "512", "--length", "512", "--tasks", "none"]
     shown = command(*words, "--save", "--json")
     assert shown.returncode == 0, shown.stderr
     report = json.loads(shown.stdout)
