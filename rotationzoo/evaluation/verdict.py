@@ -131,7 +131,7 @@ def _words(comparisons: list[Comparison], texts: int) -> list[str]:
 
 
 def _line(name: str, comparisons: list[Comparison]) -> str:
-    """`NAME: perplexity clearly better than A (-1.00% ±0.10%); not clearly different from B ...`"""
+    """`NAME: perplexity clearly better than A (-1% ±0.1%); not clearly different from B ...`"""
     parts = []
     for sign, phrase in _PHRASES.items():
         others = [
