@@ -9,6 +9,7 @@
 // channels are in registers. The errors before them are computed again from their codes, which takes less than keeping them.
 
 constexpr int RANGES = 4, WIDTH = 16, ROWS = 32;  // rows of a block: one warp, so that few rows still reach all multiprocessors
+constexpr int RESIDENT = 8;  // that a multiprocessor should hold: registers for that many, without spilling any
 // Rows that are too long for shared memory, beside the codes, are read where they are.
 constexpr bool TILED = ROWS * D * (sizeof(Element) + 1) <= 48 << 10;
 constexpr int STRIDE = TILED ? ROWS : 1;  // from one channel of a thread's row to the next
@@ -44,7 +45,7 @@ __device__ unsigned spread(unsigned codes) {
 // Rows `[heads, count, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, count, D/4]` and
 // metadata `[heads, count, D/GROUP, 2]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets `refused`
 // if a row is not finite or exceeds 1e18.
-extern "C" __global__ void __launch_bounds__(ROWS) quantize_with_feedback(
+extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedback(
     const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
     int* refused) {
   // A column of each is one thread's. Byte r of an entry of `chosen` has the codes of four channels in range r.
@@ -57,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) quantize_with_feedback(
   const Element* x = rows + row * D;
   if (TILED) {
     constexpr int RUN = 16 / sizeof(Element);
+#pragma unroll 1
     for (int j = 0; j < D; j += RUN) {
       alignas(16) Element run[RUN];
       copy<16>(run, x + j);
@@ -68,8 +70,10 @@ extern "C" __global__ void __launch_bounds__(ROWS) quantize_with_feedback(
   // The candidate ranges of each group.
   const float cuts[RANGES] = {0.0f, 0.05f, 0.1f, 0.15f};  // of either end: RANGES of the definition
   float scale[GROUPS][RANGES], offset[GROUPS][RANGES], total[RANGES] = {}, top = 0.0f;
+#pragma unroll 1
   for (int g = 0; g < GROUPS; g++) {
     float low = INFINITE, high = -INFINITE;
+#pragma unroll 4
     for (int i = 0; i < GROUP; i++) {
       float exact = widen(x[STRIDE * (g * GROUP + i)]);
       low = min_nan(low, exact), high = max_nan(high, exact);
@@ -83,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) quantize_with_feedback(
     }
   }
 
+#pragma unroll 1  // what is inside fills the instruction cache once
   for (int block = 0; block < D; block += WIDTH) {
     float moved[RANGES][WIDTH];
 #pragma unroll
@@ -90,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) quantize_with_feedback(
 #pragma unroll
       for (int r = 0; r < RANGES; r++) moved[r][k] = widen(x[STRIDE * (block + k)]);
 
+#pragma unroll 1
     for (int j = 0; j < block; j += 4) {
       const int group = j / GROUP;
       const unsigned four = chosen[j / 4][thread];
@@ -137,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) quantize_with_feedback(
     total[0] = min_nan(total[0], total[r]);
   }
   if (number < count) {
+#pragma unroll 1
     for (int g = 0; g < GROUPS; g++)
 #pragma unroll
       for (int r = 0; r < RANGES; r++)
@@ -144,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) quantize_with_feedback(
           Metadata* pair = metadata + (row * GROUPS + g) * 2;
           pair[0] = write(scale[g][r]), pair[1] = write(offset[g][r]);
         }
+#pragma unroll 1
     for (int j = 0; j < D / 4; j += 4) {
       unsigned bytes = 0;
 #pragma unroll
