@@ -54,8 +54,8 @@ class Variant:
     """Whether codes are chosen by error feedback, with the kernel of `feedback.cu`."""
 
     def macros(self) -> list[tuple[str, str]]:
-        """The macros that compile the source into this variant. Raises `RotationZooError` for shapes
-        and types that the kernels do not support."""
+        """The macros that compile the source into this variant. Raises `RotationZooError` for
+        shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group)
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
@@ -187,8 +187,8 @@ class Kernel:
     threads: int
 
     def __call__(self, *arguments: torch.Tensor | int | None) -> None:
-        """Launch with the arguments of the function in the source. The first is a tensor `[H, ...]`,
-        the only integer is the number of rows, and None is a null pointer."""
+        """Launch with the arguments of the function in the source. The first is a tensor
+        `[H, ...]`, the only integer is the number of rows, and None is a null pointer."""
         from cuda.core import LaunchConfig, Stream, launch
 
         first = arguments[0]

@@ -1,4 +1,4 @@
-"""Error feedback on an NVIDIA GPU: `feedback.cu` launched, with the function of `codec.feedback`."""
+"""Error feedback on an NVIDIA GPU: `feedback.cu` launched, as `codec.feedback` defines it."""
 
 import torch
 
@@ -21,9 +21,9 @@ def quantize(
     """
     heads, count, dim = rows.shape
     group = group_size or dim
+    check_factor(factor, heads, dim)
     variant = Variant(dim, group, rows.dtype, format, feedback=True)
     kernel = compiled("quantize_with_feedback", variant, rows.device)
-    check_factor(factor, heads, dim)
     packed, refused = empty_packed(rows, group, format)
     weights = factor.to(rows.device, torch.float32).contiguous()
     kernel(rows.contiguous(), count, weights, packed.codes, packed.metadata, refused)

@@ -14,8 +14,8 @@ HEADER = Path(__file__).with_suffix(".h")
 IN_PTX = re.compile(r"(__device__ \w+ )((?:from|to)_half|(?:min|max)_nan)(\()")
 LAUNCH = """
 extern "C" void launch(
-    const Element* rows, long long count, int heads, int blocks, const float* factors, unsigned char* codes,
-    Metadata* metadata, int* refused) {
+    const Element* rows, long long count, int heads, int blocks, const float* factors,
+    unsigned char* codes, Metadata* metadata, int* refused) {
   for (blockIdx.y = 0; blockIdx.y < heads; blockIdx.y++)
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
       for (threadIdx.x = 0; threadIdx.x < ROWS; threadIdx.x++)
