@@ -34,7 +34,7 @@ on_cpu = pytest.mark.skipif(
 COMPILED = [
     (128, 128, torch.bfloat16, "sglang"), (64, 4, torch.float16, "sglang"),
     (80, 20, torch.float32, "vllm"), (96, 32, torch.bfloat16, "mlx"),
-    (512, 128, torch.float32, "mlx"),
+    (320, 64, torch.float32, "mlx"),
 ]  # fmt: skip
 
 
@@ -57,8 +57,7 @@ def assert_equal(packed: cuda.Packed, expected: int2.Quantized, format: int2.For
 @pytest.mark.parametrize(("dim", "group", "dtype", "format"), COMPILED)
 def test_the_source_run_on_a_cpu_is_the_definition(dim, group, dtype, format, tmp_path):
     """No thread needs another, so C++ can run them in turn."""
-    every, factor = max(3, dim // 16), factorize(metrics(dim))
-    rows = sample(dim, dtype)[:, ::every]
+    rows, factor = sample(dim, dtype)[:, ::4], factorize(metrics(dim))
     packed, refused = cuda_on_cpu.quantize(tmp_path, rows, factor, group, FORMATS[format])
     assert not refused
     assert_equal(packed, feedback.quantize(rows, factor, group, FORMATS[format]), FORMATS[format])
