@@ -28,7 +28,8 @@ from rotationzoo.storage.files import disk_errors, sha256
 from rotationzoo.storage.folders import temporary_sibling
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
-ADDED = (EVALUATION, "validation.json", "int2.cu", "spectra.png", "error_by_layer.png")
+_KERNELS = "validation.json", "int2.cu", "feedback.cu"
+ADDED = (EVALUATION, *_KERNELS, "spectra.png", "error_by_layer.png")
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, *ADDED}
 
