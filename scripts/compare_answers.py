@@ -271,9 +271,12 @@ def show_beside(chosen: str, models: list[Measured], measure: str, scale: float)
 
 
 def show_distances(models: list[Measured], names: list[str]) -> None:
-    """Answers in % by distance, all models together, on the questions that the arms were all
-    asked."""
-    names = [name for name in names if all(name in each.arms for each in models)]
+    """Answers in % by distance, all models that have the arms together, on the questions that all
+    these arms were asked."""
+    names = [name for name in names if any(name in each.arms for each in models)]
+    models = [each for each in models if all(name in each.arms for name in names)]
+    if not models:
+        return
     tally: dict[str, list[tuple[int, bool]]] = {name: [] for name in names}
     for each in models:
         records = {name: _records(each.report, name) for name in names}
@@ -288,7 +291,8 @@ def show_distances(models: list[Measured], names: list[str]) -> None:
     low, high = (int(end).bit_length() for end in distances.aminmax())
     ranges = Buckets.between(1 << (low - 1), 1 << high).ranges
     columns = [f"{first} to {last - 1}" for first, last in ranges]
-    print(f"\nAnswers in % by distance, in tokens\n\n{_row('', columns)}\n{_rule(len(columns))}")
+    print(f"\nAnswers in % by distance, in tokens ({', '.join(_names(models))})\n")
+    print(f"{_row('', columns)}\n{_rule(len(columns))}")
     for name, answers in tally.items():
         cells = []
         for first, last in ranges:
