@@ -188,7 +188,7 @@ def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     planned = json.loads(command(*words, "--dry-run").stdout)["peak_memory_bytes"]
     made = command(*words, alone=True)
     assert made.returncode == 0, made.stderr
-    assert 0.8 < planned / json.loads(made.stdout)["peak_memory_bytes"] < 1.6  # measured 1.06
+    assert 0.8 < planned / json.loads(made.stdout)["peak_memory_bytes"] < 1.6  # 0.91 to 1.01
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the two apart")
