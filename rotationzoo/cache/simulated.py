@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from rotationzoo.cache.divergence import divergence
 from rotationzoo.cache.masks import TwoCopyMasks, as_additive
 from rotationzoo.cache.protocol import CacheArm
+from rotationzoo.cache.quantized_rows import QuantizedRows
 from rotationzoo.cache.windows import Cache
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
@@ -90,6 +91,7 @@ class _SimulatedAttention:
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         token_group = simulation.arm.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
+        self.quantized = QuantizedRows(simulation.arm, simulation.cache.format)
         self.switched_off = False
 
     @contextmanager
@@ -113,8 +115,9 @@ class _SimulatedAttention:
         passes."""
         if self.switched_off or layer not in self.simulation.layers:
             return attend(query, key, value)
-        keys = self._both_copies(key, self.owners[layer], "key")
-        values = self._both_copies(value, self.owners[layer], "value")
+        decoding = query.shape[2] < key.shape[2]
+        keys = self._both_copies(key, self.owners[layer], "key", decoding)
+        values = self._both_copies(value, self.owners[layer], "value", decoding)
         mask = self.masks.mask_for(attend, query, key.shape[2])
         queries = self.simulation.queries
         if queries is not None:
@@ -128,7 +131,9 @@ class _SimulatedAttention:
             outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
         return torch.cat(outputs, dim=1)
 
-    def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
+    def _both_copies(
+        self, rows: torch.Tensor, owner: int, side: str, decoding: bool
+    ) -> torch.Tensor:
         """Keys or values `[exact; quantized]` of twice the length, rotated as the layer that owns
         the cache stores them."""
         if side not in self.simulation.sides:
@@ -138,7 +143,7 @@ class _SimulatedAttention:
         exact = arm.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
         sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
-        quantized = arm.fake_quantize(past, owner, side, cache.format)
+        quantized = self.quantized.quantize(past, owner, side, decoding)
         return torch.cat([exact, sink, quantized], dim=2)
 
 

@@ -65,7 +65,7 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
 
 def hint_without(recipe: Recipe, change: str) -> str:
     """The hint for a model that does not allow what a recipe centres or equalizes: the `change` to
-    make, or a command that keeps the recipe's error feedback, which every model allows."""
+    make, or a command that keeps the recipe's error feedback, which asks less of a model."""
     return "run with: --recipe oscar --feedback" if recipe.feedback else change
 
 

@@ -1,15 +1,19 @@
 """Decoding through a simulated cache token by token gives what reading whole rows gives."""
 
+from dataclasses import dataclass, field
+
 import torch
 from support import architectures
 from support.architectures import families
 
+from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
+from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import Recipe
+from rotationzoo.recipe import PRESETS, Recipe
 
 # Full attention, sliding windows, layers that share a cache, layers without one, and a cache class
 # of the family's own.
@@ -52,3 +56,36 @@ def test_decoding_reads_what_whole_rows_read(name):
     finite = torch.isfinite(whole)
     torch.testing.assert_close(decoded[finite], whole[finite], rtol=0, atol=5e-4)
     assert (whole[finite] - exact[finite]).abs().max() > 0.1
+
+
+@dataclass(frozen=True)
+class CountingArm(Arm):
+    """An arm that notes how many rows of the first layer's keys each call quantizes."""
+
+    rows: list[int] = field(default_factory=list)
+
+    def fake_quantize(self, rows, layer, side, format):
+        if (layer, side) == (0, "key"):
+            self.rows.append(rows.shape[2])
+        return super().fake_quantize(rows, layer, side, format)
+
+
+def test_each_row_is_quantized_once_while_a_prompt_is_decoded():
+    model = architectures.build("llama")
+    geometry = geometry_of(model)
+    arm = CountingArm("counting", fit(None, PRESETS["random"], geometry))
+    simulation = Simulation(arm, Cache(sink=1, recent=2), geometry, {0, 1})
+    prompts = torch.randint(5, 60, (2, 1, 9), generator=torch.Generator().manual_seed(0))
+
+    def decode(prompt):
+        options = dict(do_sample=False, min_new_tokens=4, max_new_tokens=4, pad_token_id=0)
+        kept = cache_of_all_positions(model)
+        return model.generate(prompt, past_key_values=kept, **options).tolist()
+
+    with simulation.running(model):
+        first, second = map(decode, prompts)
+    # The prompt as a whole, all rows past the sink at the first step, then one row a step.
+    assert arm.rows == 2 * [8, 9, 1, 1]
+    with simulation.running(model):
+        assert decode(prompts[1]) == second, "nothing is left of the prompt before"
+    assert first != second
