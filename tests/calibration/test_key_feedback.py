@@ -10,6 +10,7 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS
+from rotationzoo.artifact.spectra import summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.claim import Claim
@@ -150,7 +151,18 @@ def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_pat
     assert refused.value.hint == "calibrate with --feedback"
 
 
-def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path):
+def test_factors_are_shown_and_described(made, inside):
+    shown = inside("inspect", made.folder)
+    assert "Error feedback: of the squared errors that nearest codes of keys make" in shown.stdout
+    layer = summarize(made)[0]
+    # What is left in theory; the test above measures it on keys.
+    assert 0.1 < layer.key.feedback < 0.9
+    assert layer.value.feedback is None
+    card = (made.folder / "README.md").read_text()
+    assert "`layers.N.key.feedback` (`[KV heads, D, D]`)" in card
+
+
+def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path, inside):
     recipe = PRESETS["hadamard"].model_copy(update={"feedback": True, "data": SMALL})
     assert recipe.needs_statistics
     artifact = calibrate(job(folder, tmp_path / "hadamard", recipe))
@@ -158,6 +170,10 @@ def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path):
     assert artifact.rotations.has_feedback
     with pytest.raises(RotationZooError, match="needs statistics"):
         fit(None, recipe, artifact.geometry)
+    done = inside("export", artifact.folder, "--to", "sglang", "--output", "exported", "--pooled")
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (inside.folder / "exported").iterdir() if path.is_file()]
+    assert not any(b"feedback" in path.read_bytes() for path in files if path.suffix == ".pt")
 
 
 @pytest.mark.parametrize(
