@@ -118,7 +118,7 @@ def mask_of_queries(attend: Attention, positions: torch.Tensor, length: int) -> 
         return as_additive((keys <= positions[:, None])[None, None], torch.float32)
     if mask.ndim != 4 or mask.shape[-2:] != (length, length):
         name = type(attend.module).__name__
-        raise UnsupportedModel(f"{name} masks its attention in a way that single queries cannot be")
+        raise UnsupportedModel(f"{name} masks its attention by something other than positions")
     return as_additive(mask[:, :, positions], torch.float32)
 
 

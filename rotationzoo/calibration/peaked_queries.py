@@ -67,8 +67,8 @@ def peakedness(
     alike. That it is squared once more is measured, not derived: see docs/recipes.md. Raises
     `UnsupportedModel` for a model without eager attention, which alone shows its softmax.
     """
-    mask = mask_of_queries(attend, positions, key.shape[2])
     try:
+        mask = mask_of_queries(attend, positions, key.shape[2])
         softmax = replace(attend, mask=mask).weights(query, key)
     except UnsupportedModel as error:
         raise UnsupportedModel(
