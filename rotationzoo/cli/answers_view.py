@@ -4,6 +4,7 @@ distance."""
 from typing import Any
 
 from rotationzoo.cli.output import say, table
+from rotationzoo.words import counted
 
 
 def show_answers(report: dict[str, Any], window: dict[str, Any]) -> None:
@@ -36,10 +37,10 @@ def explain_answers(report: dict[str, Any]) -> None:
         return
     lengths = " and ".join(f"{length:,}" for length in report["tasks"]["lengths"])
     say(
-        f"recall: {summary['questions']} questions about statements hidden in {lengths} tokens, "
-        "which every arm reads quantized; answered: share that is exactly right ± standard error "
-        "over prompts; log probability: of the right answer, in nats, also beside the shares; "
-        "distance: tokens from statement to answer"
+        f"recall: {counted(summary['questions'], 'question')} about statements hidden in {lengths} "
+        "tokens, which every arm reads quantized; answered: share that is exactly right ± standard "
+        "error over prompts; log probability: of the right answer, in nats, also beside the "
+        "shares; distance: tokens from statement to answer"
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
@@ -59,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         code = _command_line().main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
-        # The words are searched because parsing the options may be what failed.
-        code = _fail(error, as_json="--json" in words)
+        code = _fail(error, words)
     sys.exit(code)
 
 
@@ -121,16 +121,19 @@ def _common_options(
     """Options that stand before the command."""
 
 
-def _fail(error: Exception, as_json: bool) -> int:
+def _fail(error: Exception, words: Sequence[str]) -> int:
     """Print an error and its hint, and return the exit code.
 
-    With `ROTATIONZOO_DEBUG=1`, print the traceback first.
+    With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are those of the command line.
     """
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         print_traceback(error)
     known = _known_error(error)
+    if isinstance(known, Interrupted) and known.hint is None:
+        known.hint = f"start again with: {shlex.join(['rotationzoo', *words])}"
     if str(known):
-        show_error(known, as_json)
+        # The words are searched because parsing the options may be what failed.
+        show_error(known, as_json="--json" in words)
     return known.exit_code
 
 

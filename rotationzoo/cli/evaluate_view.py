@@ -7,6 +7,7 @@ from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.answers_view import explain_answers, show_answers
 from rotationzoo.cli.harness_view import explain_harness, show_harness
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.words import counted
 
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:
@@ -18,8 +19,8 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
 
 def _say_evaluation(report: dict[str, Any]) -> None:
     windows = report["windows"]
-    tokens = f"{report['tokens']:,} tokens from position {report['first_position']} on"
-    text = f"{tokens} in {report['text']['rows']} texts"
+    tokens = f"{counted(report['tokens'], 'token')} from position {report['first_position']} on"
+    text = f"{tokens} in {counted(report['text']['rows'], 'text')}"
     prefill = describe_prefill(report["prefill_chunk"], report["prefill_layout"])
     exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
     say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rotationzoo.cli.output import say, table
+from rotationzoo.words import counted
 
 
 def show_harness(report: dict[str, Any], window: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ def _show_task(task: str, measured: dict[str, Any]) -> None:
         if generated:
             row += [f"{measures['answer_tokens']:.1f}", f"{measures['truncated']:.1%}"]
         rows.append(row)
-    questions = f", {exact['questions']:,} questions" if "questions" in exact else ""
+    questions = f", {counted(exact['questions'], 'question')}" if "questions" in exact else ""
     table(f"{task}{questions}", columns, rows)
 
 

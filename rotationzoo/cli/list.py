@@ -7,6 +7,7 @@ import typer
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):
         rows[number][1] += f" ({footnote})"
-    table(f"{len(entries)} published rotations", *_without_empty_columns(columns, rows))
+    table(counted(len(entries), "published rotation"), *_without_empty_columns(columns, rows))
     for footnote, number in enumerate(equal, 1):
         say(f"({footnote}) from the folder {entries[number].copies[0].path}")
 

@@ -18,6 +18,7 @@ from rotationzoo.cli.options import (
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -69,7 +70,7 @@ def verify_command(
 
 
 def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
-    count = "1 problem" if problems == 1 else f"{problems} problems"
+    count = counted(problems, "problem")
     hint = (
         "fetch it again, or make it again with rotationzoo calibrate; its card says from what "
         "model, recipe and text"

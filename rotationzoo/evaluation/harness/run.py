@@ -15,6 +15,7 @@ from rotationzoo.evaluation.harness.isolation import SEED, isolated
 from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
 from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.progress import Progress
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import HarnessModel
@@ -57,7 +58,7 @@ def _notes(cache: Cache, tasks: dict[str, TaskMeasures]) -> list[str]:
         if share < _MOST:
             notes.append(
                 f"{name} says little about this cache: {share:.0%} of its rows are longer than the "
-                f"{cache.first_quantized} tokens that are read exactly"
+                f"{counted(cache.first_quantized, 'token')} that are read exactly"
             )
     return notes
 
