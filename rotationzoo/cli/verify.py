@@ -1,5 +1,6 @@
 """`rotationzoo verify`: check that an artifact is whole, orthogonal and made for its model."""
 
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,12 +62,26 @@ def verify_command(
             candidate = Candidate(model, revision, device, device_map, max_memory)
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
-            verification.problems.append(
-                f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"
+            verification = verification.with_misfits(
+                [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
     show_verification(out, opened, verification, agreement)
+    if verification.only_misfits and opened.bound:
+        raise _misfit(opened, str(model))
     if not verification.ok:
         raise _unsound(opened, len(verification.problems))
+
+
+def _misfit(artifact: "Artifact", model: str) -> RotationZooError:
+    """The error for a sound artifact beside a model that it was not made for."""
+    from rotationzoo.artifact.weights import model_words
+
+    folder, made_for = str(artifact.folder), artifact.manifest.model.id
+    right = shlex.join(["rotationzoo", "verify", folder, "--model", *model_words(artifact)])
+    return RotationZooError(
+        f"{folder} is sound, but {model} is not the model that it was made for, {made_for}",
+        hint=f"check it beside its own model: {right}",
+    )
 
 
 def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
@@ -95,6 +110,7 @@ def show_verification(
         "ok": verification.ok,
         "problems": verification.problems,
         "orthogonality_error": verification.orthogonality_error,
+        "checked": verification.checked,
     }
     if agreement:
         data["agreement"] = asdict(agreement)

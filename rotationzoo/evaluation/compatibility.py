@@ -3,6 +3,8 @@
 What does not fit is refused. What fits with reservations becomes a note in the report.
 """
 
+import shlex
+
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
@@ -41,7 +43,7 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
             raise RotationZooError(
                 f"{artifact.folder} was made for a model of other layers, heads or dimensions than "
                 f"{model}: {artifact.manifest.model.id}",
-                hint=f"make one with: rotationzoo calibrate {model}",
+                hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
             )
 
 
