@@ -59,13 +59,13 @@ def read_record(folder: Path) -> Record | None:
 
 def model_words(artifact: Artifact) -> list[str]:
     """The artifact's model as the words of a command: its name and, for a model from the hub, its
-    revision. Another local model than the demo becomes `FOLDER`: an artifact stores no paths."""
+    revision. Another local model than the demo becomes `MODEL`: an artifact stores no paths."""
     model = artifact.manifest.model
     if model.revision:
         return [model.id, "--revision", model.revision]
     demo = Source("demo", DEMO, None)
     is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
-    return [demo.name if is_demo else "FOLDER"]
+    return [demo.name if is_demo else "MODEL"]
 
 
 def folded_record(artifact: Artifact, source: Source) -> Record | None:
