@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from rotationzoo.cli.report import report_command
 from rotationzoo.cli.validate import validate_command
 from rotationzoo.cli.verify import verify_command
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+from rotationzoo.words import nearest
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "calibrate": calibrate_command,
@@ -40,6 +42,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "regenerate": regenerate_command,
 }
 """The commands in the order of `--help`, which is the order in which a user meets them."""
+
+_WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
+_QUOTED = re.compile(r"'([^']*)'")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -159,6 +164,9 @@ def _usage_error(error: Any) -> UsageError:
     Its message is empty if Typer has already printed the help.
     """
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
+    # The message is the only place for the choices that every version of Typer has.
+    if wrong := _WRONG_CHOICE.search(message):
+        message += nearest(wrong[1], _QUOTED.findall(wrong[2]))
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rotationzoo"
     return UsageError(message, hint=f"see: {path} --help")

@@ -115,7 +115,9 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch):
     monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert only_error(inside("inspect", "x"), 130) == "Error: interrupted\n"
+        for words in ("inspect x", "evaluate demo x", "verify x --model demo"):
+            says = only_error(inside(*words.split()), 130)
+            assert says == f"Error: interrupted\nHint: start again with: rotationzoo {words}\n"
     finally:
         signal.signal(signal.SIGINT, before)
 
