@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli.harness_options import (
+    HarnessAnswers,
     HarnessChat,
     HarnessLimit,
     HarnessPath,
@@ -85,6 +86,7 @@ def evaluate_command(
     harness_limit: HarnessLimit = None,
     harness_path: HarnessPath = None,
     harness_chat: HarnessChat = False,
+    harness_answers: HarnessAnswers = 0,
     batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
@@ -141,7 +143,7 @@ def evaluate_command(
         prefill_chunk=prefill_chunk,
         prefill_layout=prefill_layout,
         queries=queries,
-        harness=parse_harness(harness, harness_limit, harness_path, harness_chat),
+        harness=parse_harness(harness, harness_limit, harness_path, harness_chat, harness_answers),
         revision=revision,
         batch=batch,
         device=device,
