@@ -73,6 +73,9 @@ def _command_line() -> Any:
     """The Click group that Typer builds from the commands."""
     group: Any = typer.main.get_command(app)
     for command in group.commands.values():
+        # Lines of a docstring end where our code is 100 columns wide, and not the terminal.
+        paragraphs = (command.help or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         for parameter in command.params:
             if parameter.nargs == -1:
                 # Otherwise the help text shows the Python type `list[path]` for FILES. Typer has no

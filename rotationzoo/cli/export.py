@@ -18,7 +18,7 @@ def export_command(
     artifact: ArtifactFolder,
     to: Annotated[EngineName | None, typer.Option("--to", help="The engine.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder (exports/ARTIFACT-ENGINE).")
+        Path | None, typer.Option("--output", "-o", help="Folder (ARTIFACT-ENGINE in exports).")
     ] = None,
     pooled: Annotated[
         bool,

@@ -26,7 +26,7 @@ HarnessChat = Annotated[
 
 
 HarnessAnswers = Annotated[
-    int, typer.Option("--harness-answers", min=0, help="Also show the first answers to each task.")
+    int, typer.Option("--harness-answers", min=0, help="Answers to each task that are shown, too.")
 ]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
@@ -28,6 +28,15 @@ def show_progress(out: Output) -> Iterator[Progress]:
             yield update
 
 
+class _StepsColumn(ProgressColumn):
+    """The steps done, of all; nothing for a stage whose steps are not counted."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text()
+        return Text(f"{task.completed:,.0f}/{task.total:,.0f}")
+
+
 class _TimeLeftColumn(ProgressColumn):
     """The time left of the stage. rich's own estimate forgets steps that took half a minute."""
 
@@ -45,7 +54,7 @@ def _bar(console: Console) -> Iterator[Progress]:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
+        _StepsColumn(),
         _TimeLeftColumn(time_left),
     )
     with Bar(*columns, console=console, transient=True) as bar:

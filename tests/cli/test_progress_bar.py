@@ -48,7 +48,9 @@ def test_the_bar_shows_the_time_left_of_a_stage_that_learns_its_total(monkeypatc
     console = Console(file=screen, force_terminal=True, width=80, color_system=None)
     monkeypatch.setattr(output, "Console", lambda **_: console)
     with show_progress(output.Output()) as progress:
+        progress("loading the model", 0, 0)
         progress("choosing", 0, 0)
         progress("choosing", 0, 3)
         progress("choosing", 1, 3)
     assert re.search(r"choosing .* 1/3 0:00:00 left", screen.getvalue())
+    assert "0/?" not in screen.getvalue()
