@@ -66,10 +66,18 @@ def _check_recipe_of(job: Job, artifact: Artifact) -> None:
         return
     if _asked_recipe(artifact) != job.recipe.hash:
         existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
+        if artifact.recipe.name == job.recipe.name and (changed := _changed_text(job, artifact)):
+            existing += f", with other {', '.join(changed)}"
         raise RotationZooError(
             f"{job.output} holds the work of another recipe ({existing})",
             hint="choose another place with --output, or replace it with --restart",
         )
+
+
+def _changed_text(job: Job, artifact: Artifact) -> list[str]:
+    """The settings of the text, such as `tokens`, in which a job differs from an artifact."""
+    saved, asked = without_paths(artifact.manifest.recipe)["data"], job.recipe.published()["data"]
+    return [key for key, value in asked.items() if key in saved and saved[key] != value]
 
 
 def _asked_recipe(artifact: Artifact) -> str:

@@ -1,5 +1,6 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -114,6 +115,7 @@ def evaluate_command(
             "--save adds the report to artifacts, and none is given",
             hint="name an artifact folder after the model, or print the report with --json",
         )
+    _check_order(model, artifacts or [])
     from rotationzoo.cli.evaluate_view import show_evaluation
     from rotationzoo.evaluation.job import Evaluation, evaluate
     from rotationzoo.recipe import load, override
@@ -155,6 +157,17 @@ def evaluate_command(
     with show_progress(out) as progress:
         report = evaluate(job, progress)
     show_evaluation(out, report)
+
+
+def _check_order(model: str, artifacts: list[Path]) -> None:
+    """Raise `UsageError` if an artifact stands in the model's place."""
+    if (Path(model) / "manifest.json").is_file():
+        named = list(map(str, artifacts)) or ["MODEL"]
+        words = ["rotationzoo", "evaluate", *named, model]
+        raise UsageError(
+            f"{model} is an artifact, and the model comes before the artifacts",
+            hint=f"give them as: {shlex.join(words)}",
+        )
 
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:

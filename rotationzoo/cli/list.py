@@ -64,6 +64,9 @@ def show_list(out: Output, entries: list["Entry"], presence: list[bool | None] |
 
 
 def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) -> None:
+    if not entries:
+        say("No published rotations match; without a name and --recipe, list shows all there are")
+        return
     columns = ["model", "recipe", "files", "revision", "hubs", "cost"]
     rows = [_row(entry) for entry in entries]
     if presence is not None:

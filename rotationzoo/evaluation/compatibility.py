@@ -19,7 +19,10 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
     owners = {layer.index: layer.owner for layer in geometry}
     if unknown := layers - owners.keys():
         known = _describe_layers(set(owners))
-        raise UsageError(f"{model} has no attention in layer {min(unknown)}: it has layers {known}")
+        raise UsageError(
+            f"{model} has no attention in layer {min(unknown)}: it has layers {known}",
+            hint="give some of these, as --layers 0,4-7",
+        )
     # A shared cache is stored once, with its owner's rotations, so only the owner can be chosen.
     sharing = sorted(layer for layer in layers if owners[layer] != layer)
     if sharing:

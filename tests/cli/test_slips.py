@@ -54,6 +54,23 @@ def test_what_was_interrupted_says_how_to_start_again(inside, monkeypatch, words
     assert says == f"Error: interrupted\nHint: start again with: rotationzoo {words} -o 'a b'\n"
 
 
+def test_an_artifact_in_the_models_place(inside, artifact):
+    says = only_error(inside("evaluate", artifact, "demo"), 2)
+    assert f"{artifact} is an artifact, and the model comes before" in says
+    assert says.endswith(f"Hint: give them as: rotationzoo evaluate demo {artifact}\n")
+
+
+def test_work_with_other_text_says_what_differs(inside, tiny):
+    assert inside("calibrate", tiny, *SMALL, "-o", "out").returncode == 0
+    says = only_error(inside("calibrate", tiny, *SMALL, "--seed", "1", "-o", "out"))
+    assert "another recipe (oscar for tiny, with other seed)" in says
+
+
+def test_a_name_that_nobody_published(inside):
+    listed = inside("list", "no-such-model", "--index", "bundled")
+    assert listed.stdout.startswith("No published rotations match")
+
+
 def test_one_is_not_many(inside, tiny):
     assert counted(1, "prompt") == "1 prompt"
     assert [counted(0, "text"), counted(1024, "token")] == ["0 texts", "1,024 tokens"]
