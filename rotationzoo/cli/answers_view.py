@@ -24,10 +24,10 @@ def show_answers(report: dict[str, Any], window: dict[str, Any]) -> None:
         rows.append([name, answered, logs])
         by_task.append([name, *[_score(model["tasks"][task]) for task in tasks]])
         by_distance.append([name, *map(_score, summary["by_distance"])])
-    table("recall: all tasks", ["arm", "answered", "log probability"], rows)
-    table("recall by task", ["arm", *tasks], by_task)
+    table("recall: all tasks", ["arm", "answered", "log probability"], rows, apart=True)
+    table("recall by task", ["arm", *tasks], by_task, apart=True)
     starts = [f"from {bucket['from']:,}" for bucket in distances]
-    table("recall by distance", ["arm", *starts], by_distance)
+    table("recall by distance", ["arm", *starts], by_distance, apart=True)
 
 
 def explain_answers(report: dict[str, Any]) -> None:

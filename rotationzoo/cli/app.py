@@ -138,7 +138,7 @@ def _fail(error: Exception, words: Sequence[str]) -> int:
         print_traceback(error)
     known = _known_error(error)
     if isinstance(known, Interrupted) and known.hint is None:
-        known.hint = f"start again with: {shlex.join(['rotationzoo', *words])}"
+        known.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
     if str(known):
         # The words are searched because parsing the options may be what failed.
         show_error(known, as_json="--json" in words)

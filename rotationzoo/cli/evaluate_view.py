@@ -24,11 +24,14 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     prefill = describe_prefill(report["prefill_chunk"], report["prefill_layout"])
     exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
     say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
-    for window in windows:
+    for number, window in enumerate(windows):
+        if number:
+            say("")
         say(_title(window))
         show_answers(report, window)
         _show_arms(window)
         show_harness(report, window)
+    say("")
     explain_answers(report)
     explain_harness(report)
     say("±: standard error over texts, paired with the exact model")
@@ -37,6 +40,7 @@ def _say_evaluation(report: dict[str, Any]) -> None:
         f"bits here: at {report['text']['length']:,}"
     )
     say(ABOUT_KIVI)
+    say("")
     for window in windows:
         if len(windows) > 1:
             say(f"With {_title(window)}:")
@@ -62,10 +66,10 @@ def _show_arms(window: dict[str, Any]) -> None:
         increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
         by_length.append([name, *increases])
     columns = ["arm", "perplexity", "attention KL", "block error", "bits", "bits here"]
-    table("cost", columns, rows)
+    table("cost", columns, rows, apart=True)
     some_arm = next(iter(arms.values()))  # the lengths are the same for all
     starts = [f"from {bucket['from']:,}" for bucket in some_arm["by_length"]]
-    table("by context length", ["arm", *starts], by_length)
+    table("by context length", ["arm", *starts], by_length, apart=True)
 
 
 def _title(window: dict[str, Any]) -> str:

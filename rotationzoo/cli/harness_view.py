@@ -56,12 +56,13 @@ def _show_task(task: str, measured: dict[str, Any]) -> None:
             row += [f"{measures['answer_tokens']:.1f}", f"{measures['truncated']:.1%}"]
         rows.append(row)
     questions = f", {counted(exact['questions'], 'question')}" if "questions" in exact else ""
-    table(f"{task}{questions}", columns, rows)
+    table(f"{task}{questions}", columns, rows, apart=True)
 
 
 def _show_answers(task: str, measured: dict[str, Any]) -> None:
     """The answers that were kept, question by question, of the exact model and of each arm."""
     for number, kept in enumerate(measured["exact"].get("answers", ())):
+        say("")
         say(f"{task}, question {kept['question']}, right: {_shortened(kept['right'])}")
         for name, measures in measured.items():
             say(f"  {name}: {_shortened(measures['answers'][number]['answer'])}")

@@ -122,7 +122,7 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch):
     try:
         for words in ("inspect x", "evaluate demo x", "verify x --model demo"):
             says = only_error(inside(*words.split()), 130)
-            assert says == f"Error: interrupted\nHint: start again with: rotationzoo {words}\n"
+            assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -51,7 +51,7 @@ def test_what_was_interrupted_says_how_to_start_again(inside, monkeypatch, words
 
     monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
     says = only_error(inside(*words.split(), "-o", "a b"), 130)
-    assert says == f"Error: interrupted\nHint: start again with: rotationzoo {words} -o 'a b'\n"
+    assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words} -o 'a b'\n"
 
 
 def test_an_artifact_in_the_models_place(inside, artifact):
