@@ -156,11 +156,14 @@ def _words(comparisons: list[AnswerComparison], questions: int, prompts: int) ->
         return []
     artifacts = dict.fromkeys(comparison["arm"] for comparison in comparisons)
     lines = [_line(name, comparisons, questions) for name in artifacts]
+    test, tests = "McNemar's exact test", len(comparisons)
+    if prompts > 1:  # a single one gives no standard error of log probabilities
+        test += f", or Student's t over {prompts} prompts"
+        tests *= 2
     lines.append(
         f"In brackets: the share of {counted(questions, 'question')} answered, beside the other's, "
         "and the difference in the log probability of right answers, in nats ± standard error. "
-        f"Clear: McNemar's exact test, or Student's t over {counted(prompts, 'prompt')}, Holm's "
-        f"correction for {counted(2 * len(comparisons), 'test')}, {LEVEL:.0%}"
+        f"Clear: {test}, Holm's correction for {counted(tests, 'test')}, {LEVEL:.0%}"
     )
     return lines
 
