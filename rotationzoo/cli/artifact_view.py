@@ -67,4 +67,6 @@ def _range(name: str, sides: list[SideSpectrum]) -> str | None:
     if not ranks:
         return None
     largest_dim = max(side.dim for side in sides)
-    return f"{name} {min(ranks):.0f} to {max(ranks):.0f} of {largest_dim}"
+    lowest, highest = f"{min(ranks):.0f}", f"{max(ranks):.0f}"
+    bounds = lowest if lowest == highest else f"{lowest} to {highest}"
+    return f"{name} {bounds} of {largest_dim}"

@@ -66,8 +66,10 @@ def verify_command(
                 [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
     show_verification(out, opened, verification, agreement)
-    if verification.only_misfits and opened.bound:
-        raise _misfit(opened, str(model))
+    if verification.only_misfits:
+        run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
+        wrongly = opened.manifest.imported is not None and (run_alone or not opened.bound)
+        raise (_bound_wrongly if wrongly else _misfit)(opened, str(model))
     if not verification.ok:
         raise _unsound(opened, len(verification.problems))
 
@@ -84,14 +86,24 @@ def _misfit(artifact: "Artifact", model: str) -> RotationZooError:
     )
 
 
+def _bound_wrongly(artifact: "Artifact", model: str) -> RotationZooError:
+    """The error for sound rotations of imported files that are bound to no model, or to one that
+    computes something else."""
+    problem = f"was not made of what {model} computes" if artifact.bound else "bound to no model"
+    return RotationZooError(
+        f"{artifact.folder} is sound, but {problem}",
+        hint="import its files again with the model that they are for: --model MODEL",
+    )
+
+
 def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
     count = counted(problems, "problem")
     hint = (
         "fetch it again, or make it again with rotationzoo calibrate; its card says from what "
         "model, recipe and text"
     )
-    if not artifact.bound:
-        hint = "import its files again with --model MODEL"
+    if artifact.manifest.imported is not None:
+        hint = "import its files again"
     return RotationZooError(f"{artifact.folder} is not to be used: {count} found", hint=hint)
 
 
