@@ -1,20 +1,36 @@
 """One arm of a comparison: rotations under test, and what a 2-bit cache that uses them returns."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from rotationzoo.codec import int2
+from rotationzoo.codec import feedback, int2
+from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import Rotations
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Rotations under test, with a name and a group size (None: the whole head)."""
+    """Rotations under test, with a name and a group size (None: the whole head).
+
+    Raises `RotationZooError` for `feedback` with rotations that lack its factors.
+    """
 
     name: str
     rotations: Rotations
     group_size: int | None = None
+    rounding: Literal["nearest", "feedback"] = "nearest"
+    """How keys get their codes: each channel the nearest one, as engines write today, or together
+    by error feedback (`codec.feedback`). Both are stored in the same bytes. Values always get the
+    nearest codes."""
+
+    def __post_init__(self) -> None:
+        if self.rounding == "feedback" and not self.rotations.has_feedback:
+            raise RotationZooError(
+                f"{self.name} has no factors to choose key codes by error feedback with",
+                hint="calibrate with --feedback",
+            )
 
     @property
     def token_group(self) -> int:
@@ -58,8 +74,11 @@ class Arm:
 
     def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` as a reader gets them back, still rotated."""
-        clip = self.rotations[layer][side].clip
-        return int2.round_trip(rows, clip[..., None], self.group_size, format)
+        rotation = self.rotations[layer][side]
+        if self.rounding == "feedback" and rotation.feedback is not None:
+            factor = rotation.feedback.to(rows.device)
+            return feedback.round_trip(rows, factor, self.group_size, format)
+        return int2.round_trip(rows, rotation.clip[..., None], self.group_size, format)
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
