@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from rotationzoo.linalg.compositions import orthogonality_error
+from rotationzoo.words import counted
 
 SIDES = ("key", "value")
 
@@ -118,7 +119,7 @@ class Rotations(Mapping[int, LayerRotations]):
         return len(self._layers)
 
     def __repr__(self) -> str:
-        return f"Rotations({len(self)} layers)"
+        return f"Rotations({counted(len(self), 'layer')})"
 
     def each(self) -> Iterator[tuple[int, str, Rotation]]:
         """Yield `(layer, side, rotation)` for every layer, keys before values."""

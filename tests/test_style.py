@@ -17,6 +17,7 @@ PACKAGE = ROOT / "rotationzoo"
 ORDER = [
     "errors",
     "progress",
+    "words",
     "storage",
     "network",
     "linalg",

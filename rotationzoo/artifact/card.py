@@ -11,6 +11,7 @@ from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_from_json
 from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.words import counted
 
 _PICTURES = {
     "spectra.png": "Spectra of the statistics, layer by layer",
@@ -139,7 +140,7 @@ def _describe_text(manifest: Manifest) -> str:
     if text is None:
         return "none: the rotation does not depend on data"
     source, ids = _source(text), f"(sha256 of the ids `{text.fingerprint}`)"
-    return f"{text.tokens:,} tokens of {source} in {text.rows} rows {ids}"
+    return f"{counted(text.tokens, 'token')} of {source} in {counted(text.rows, 'row')} {ids}"
 
 
 def _said_by_files(imported: Imported) -> str:

@@ -1,6 +1,7 @@
 """The results on a model card: a validation on a GPU, and an evaluation with its table."""
 
 from rotationzoo.artifact.results import EvaluationSummary, TaskSummary, ValidationSummary
+from rotationzoo.words import counted
 
 _MEASURES = {"perplexity_increase": "+.2%", "attention_kl": ".4f", "output_error": ".3f"}
 """Measure of an arm -> its number format."""
@@ -48,7 +49,7 @@ def evaluation_section(evaluation: EvaluationSummary | None) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     rows = "\n".join(lines)
     verdict = "".join(f"* {words}\n" for words in evaluation.verdict)
-    exact = f"{evaluation.tokens:,} tokens past the windows of `{evaluation.text}`"
+    exact = f"{counted(evaluation.tokens, 'token')} past the windows of `{evaluation.text}`"
     windows = f"{evaluation.sink}/{evaluation.recent}"
     prefill = describe_prefill(evaluation.prefill_chunk, evaluation.prefill_layout)
     # Evaluations by earlier versions lack this arm.
@@ -111,7 +112,7 @@ def _describe_errors(texts: int | None) -> str:
         return "without standard errors"
     if texts == 1:
         return "one text, of which no standard error can be given"
-    return f"± standard error over {texts} texts"
+    return f"± standard error over {counted(texts, 'text')}"
 
 
 def _with_error(value: float | None, error: float | None, format: str) -> str:

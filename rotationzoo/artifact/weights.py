@@ -12,7 +12,7 @@ from pathlib import Path
 from rotationzoo import __version__
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.source import Source, weights_fingerprint
+from rotationzoo.model.source import DEMO, Source, config_hash, weights_fingerprint
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.storage import strict_json
 
@@ -55,6 +55,17 @@ def read_record(folder: Path) -> Record | None:
     # The file may be a link, as in the hub's cache.
     content = strict_json.read(Path(os.path.realpath(path)))
     return strict_json.validate(Record, content, str(path))
+
+
+def model_words(artifact: Artifact) -> list[str]:
+    """The artifact's model as the words of a command: its name and, for a model from the hub, its
+    revision. Another local model than the demo becomes `MODEL`: an artifact stores no paths."""
+    model = artifact.manifest.model
+    if model.revision:
+        return [model.id, "--revision", model.revision]
+    demo = Source("demo", DEMO, None)
+    is_demo = (model.id, model.config_sha256) == (demo.name, config_hash(demo))
+    return [demo.name if is_demo else "MODEL"]
 
 
 def folded_record(artifact: Artifact, source: Source) -> Record | None:

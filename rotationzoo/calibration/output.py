@@ -1,8 +1,6 @@
 """The output folder of a calibration: whether it is writable, replaceable, or already finished."""
 
 import shutil
-import tempfile
-from pathlib import Path
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.artifact.writer import check_replaceable
@@ -22,20 +20,14 @@ def check_output(job: Job) -> None:
         check_replaceable(job.output)
         if _holds_artifact(job):
             _check_recipe_of(job, Artifact.open(job.output))
-        if job.output.parent.exists():
-            with folders.temporary_sibling(job.output):
-                pass
-        else:
-            # The name is random here. One made from the output's name could clash with that of
-            # another job, whose folder does not exist yet and has the same existing parent.
-            tempfile.TemporaryDirectory(dir=_existing_parent(job.output)).cleanup()
+    folders.check_writable(job.output)
 
 
 def check_room(known: Plan) -> None:
     """Raise `RotationZooError` if the disk has no room for the artifact and a checkpoint of the
     same size."""
     output = known.job.output
-    free = shutil.disk_usage(_existing_parent(output)).free
+    free = shutil.disk_usage(folders.existing_parent(output)).free
     needed = 2 * known.artifact_bytes
     if free < needed:
         raise RotationZooError(
@@ -74,10 +66,18 @@ def _check_recipe_of(job: Job, artifact: Artifact) -> None:
         return
     if _asked_recipe(artifact) != job.recipe.hash:
         existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
+        if artifact.recipe.name == job.recipe.name and (changed := _changed_text(job, artifact)):
+            existing += f", with other {', '.join(changed)}"
         raise RotationZooError(
             f"{job.output} holds the work of another recipe ({existing})",
             hint="choose another place with --output, or replace it with --restart",
         )
+
+
+def _changed_text(job: Job, artifact: Artifact) -> list[str]:
+    """The settings of the text, such as `tokens`, in which a job differs from an artifact."""
+    saved, asked = without_paths(artifact.manifest.recipe)["data"], job.recipe.published()["data"]
+    return [key for key, value in asked.items() if key in saved and saved[key] != value]
 
 
 def _asked_recipe(artifact: Artifact) -> str:
@@ -92,8 +92,3 @@ def _asked_recipe(artifact: Artifact) -> str:
     if asked == manifest.recipe_sha256:
         return digest(without_paths(manifest.recipe))
     return asked
-
-
-def _existing_parent(path: Path) -> Path:
-    """The nearest parent folder that exists."""
-    return next(folder for folder in path.absolute().parents if folder.exists())

@@ -11,6 +11,7 @@ from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.loading import position_count
 from rotationzoo.recipe import SELF, Recipe, tries, without
+from rotationzoo.words import counted
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
@@ -115,7 +116,7 @@ def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
         )
     if data.packing != "document" and not data.row_lengths:
         raise RotationZooError(
-            f"{data.tokens} tokens are less than one row of {length}",
+            f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}",
             hint=f"ask for at least --tokens {length}, or for shorter rows with --length",
         )
 

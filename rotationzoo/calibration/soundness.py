@@ -1,6 +1,6 @@
 """The check that every artifact passes before it is written: do its tensors fit its manifest?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,22 @@ class Verification:
     """None if the rotations could not be read."""
     checked: list[str]
     """The names of the checks that were made."""
+    misfits: list[str] = field(default_factory=list)
+    """Those of the problems that are about the model beside the artifact, which may be sound."""
 
     @property
     def ok(self) -> bool:
         """Whether everything holds."""
         return not self.problems
+
+    @property
+    def only_misfits(self) -> bool:
+        """Whether the artifact itself is sound, and only the model beside it is another."""
+        return 0 < len(self.misfits) == len(self.problems)
+
+    def with_misfits(self, misfits: list[str]) -> "Verification":
+        """The same with more problems that are about the model."""
+        return replace(self, problems=[*self.problems, *misfits], misfits=[*self.misfits, *misfits])
 
 
 def write_sound_artifact(

@@ -37,12 +37,13 @@ def verify(
         # already.
         if str(damage) not in problems:
             problems.append(str(damage))
+    verification = Verification(problems, error, checked)
     if model is not None:
-        model_problems, compared = _check_model(artifact, model, revision)
-        problems += model_problems
-        if not model_problems:
+        misfits, compared = _check_model(artifact, model, revision)
+        verification = verification.with_misfits(misfits)
+        if not misfits:
             checked.append(compared)
-    return Verification(problems, error, checked)
+    return verification
 
 
 def _check_tensors(artifact: Artifact) -> Verification:

@@ -4,6 +4,7 @@ distance."""
 from typing import Any
 
 from rotationzoo.cli.output import say, table
+from rotationzoo.words import counted
 
 
 def show_answers(report: dict[str, Any], window: dict[str, Any]) -> None:
@@ -23,10 +24,10 @@ def show_answers(report: dict[str, Any], window: dict[str, Any]) -> None:
         rows.append([name, answered, logs])
         by_task.append([name, *[_score(model["tasks"][task]) for task in tasks]])
         by_distance.append([name, *map(_score, summary["by_distance"])])
-    table("recall: all tasks", ["arm", "answered", "log probability"], rows)
-    table("recall by task", ["arm", *tasks], by_task)
+    table("recall: all tasks", ["arm", "answered", "log probability"], rows, apart=True)
+    table("recall by task", ["arm", *tasks], by_task, apart=True)
     starts = [f"from {bucket['from']:,}" for bucket in distances]
-    table("recall by distance", ["arm", *starts], by_distance)
+    table("recall by distance", ["arm", *starts], by_distance, apart=True)
 
 
 def explain_answers(report: dict[str, Any]) -> None:
@@ -36,10 +37,10 @@ def explain_answers(report: dict[str, Any]) -> None:
         return
     lengths = " and ".join(f"{length:,}" for length in report["tasks"]["lengths"])
     say(
-        f"recall: {summary['questions']} questions about statements hidden in {lengths} tokens, "
-        "which every arm reads quantized; answered: share that is exactly right ± standard error "
-        "over prompts; log probability: of the right answer, in nats, also beside the shares; "
-        "distance: tokens from statement to answer"
+        f"recall: {counted(summary['questions'], 'question')} about statements hidden in {lengths} "
+        "tokens, which every arm reads quantized; answered: share that is exactly right ± standard "
+        "error over prompts; log probability: of the right answer, in nats, also beside the "
+        "shares; distance: tokens from statement to answer"
     )
 
 

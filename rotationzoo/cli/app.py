@@ -2,6 +2,8 @@
 
 import functools
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
@@ -23,6 +25,7 @@ from rotationzoo.cli.report import report_command
 from rotationzoo.cli.validate import validate_command
 from rotationzoo.cli.verify import verify_command
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
+from rotationzoo.words import nearest
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "calibrate": calibrate_command,
@@ -39,6 +42,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "regenerate": regenerate_command,
 }
 """The commands in the order of `--help`, which is the order in which a user meets them."""
+
+_WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
+_QUOTED = re.compile(r"'([^']*)'")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         code = _command_line().main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
-        # The words are searched because parsing the options may be what failed.
-        code = _fail(error, as_json="--json" in words)
+        code = _fail(error, words)
     sys.exit(code)
 
 
@@ -68,6 +73,9 @@ def _command_line() -> Any:
     """The Click group that Typer builds from the commands."""
     group: Any = typer.main.get_command(app)
     for command in group.commands.values():
+        # Lines of a docstring end where our code is 100 columns wide, and not the terminal.
+        paragraphs = (command.help or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         for parameter in command.params:
             if parameter.nargs == -1:
                 # Otherwise the help text shows the Python type `list[path]` for FILES. Typer has no
@@ -121,16 +129,19 @@ def _common_options(
     """Options that stand before the command."""
 
 
-def _fail(error: Exception, as_json: bool) -> int:
+def _fail(error: Exception, words: Sequence[str]) -> int:
     """Print an error and its hint, and return the exit code.
 
-    With `ROTATIONZOO_DEBUG=1`, print the traceback first.
+    With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are those of the command line.
     """
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         print_traceback(error)
     known = _known_error(error)
+    if isinstance(known, Interrupted) and known.hint is None:
+        known.hint = f"run it again with: {shlex.join(['rotationzoo', *words])}"
     if str(known):
-        show_error(known, as_json)
+        # The words are searched because parsing the options may be what failed.
+        show_error(known, as_json="--json" in words)
     return known.exit_code
 
 
@@ -156,6 +167,9 @@ def _usage_error(error: Any) -> UsageError:
     Its message is empty if Typer has already printed the help.
     """
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
+    # The message is the only place for the choices that every version of Typer has.
+    if wrong := _WRONG_CHOICE.search(message):
+        message += nearest(wrong[1], _QUOTED.findall(wrong[2]))
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "rotationzoo"
     return UsageError(message, hint=f"see: {path} --help")

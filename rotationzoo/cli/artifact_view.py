@@ -6,6 +6,7 @@ from rotationzoo.artifact.spectra import LayerSummary, SideSpectrum, summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.search_view import search_sentences
+from rotationzoo.words import counted
 
 
 def show_artifact(
@@ -38,11 +39,11 @@ def show_artifact(
 
     def human() -> None:
         name = f"{manifest.model.id}, recipe {artifact.recipe.name}"
-        say(f"{name}: {len(layers)} layers, {_effective_ranks(layers)}")
+        say(f"{name}: {counted(len(layers), 'layer')}, {_effective_ranks(layers)}")
         if manifest.search is not None:
             say(*search_sentences(artifact.content["search"]))
         if with_time and manifest.imported is None:
-            say(f"{tokens:,} tokens in {run.seconds:.1f} s")
+            say(f"{counted(tokens, 'token')} in {run.seconds:.1f} s")
         say(f"Artifact: {artifact.folder}")
         if next_for:
             command = shlex.join(["rotationzoo", "evaluate", next_for, str(artifact.folder)])
@@ -66,4 +67,6 @@ def _range(name: str, sides: list[SideSpectrum]) -> str | None:
     if not ranks:
         return None
     largest_dim = max(side.dim for side in sides)
-    return f"{name} {min(ranks):.0f} to {max(ranks):.0f} of {largest_dim}"
+    lowest, highest = f"{min(ranks):.0f}", f"{max(ranks):.0f}"
+    bounds = lowest if lowest == highest else f"{lowest} to {highest}"
+    return f"{name} {bounds} of {largest_dim}"

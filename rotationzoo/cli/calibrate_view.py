@@ -8,6 +8,7 @@ from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
 from rotationzoo.recipe import Recipe, Search
+from rotationzoo.words import counted
 
 
 def show_plan(out: Output, job: Job) -> None:
@@ -80,9 +81,9 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         say(f"{name}: what its layers cache shows only with its weights")
     else:
         heads = f"KV heads {data['kv_heads']}, head dimension {data['head_dim']}"
-        say(f"{name}: {data['layers']} layers with a cache, {heads}")
+        say(f"{name}: {counted(data['layers'], 'layer')} with a cache, {heads}")
     weights, artifact = _size(known.weights_bytes), _size(known.artifact_bytes)
-    say(f"Weights {weights}, artifact {artifact}, {data['tokens']:,} tokens")
+    say(f"Weights {weights}, artifact {artifact}, {counted(data['tokens'], 'token')}")
     peak, present = _size(known.peak_memory_bytes), _size(known.memory_bytes)
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
@@ -110,13 +111,16 @@ def _search_words(search: Search, budget: float | None) -> str:
     if search.heads:
         work = "clip ratios, and closed forms for every head"
         if search.steps:
-            work += f" with {search.steps} steps of learning from {search.starts} starts"
+            work += f" with {counted(search.steps, 'step')} of learning"
+            work += f" from {counted(search.starts, 'start')}"
     limit = "no limit of time (--budget MINUTES sets one)"
     if budget is not None:
-        limit = f"{budget:g} minutes for learning and clip ratios"
+        minutes = "1 minute" if budget == 1 else f"{budget:g} minutes"
+        limit = f"{minutes} for learning and clip ratios"
         limit += ", beside what statistics and scoring take"
-    questions = f"{search.prompts} prompts with questions and " if search.prompts else ""
-    texts = f"chosen on {questions}up to {search.texts} texts held out"
+    questions = f"{counted(search.prompts, 'prompt')} with questions and "
+    asked = questions if search.prompts else ""
+    texts = f"chosen on {asked}up to {counted(search.texts, 'text')} held out"
     texts += f", in the format {search.format}"
     return f"Search: {work}, {texts}; {limit}"
 

@@ -1,11 +1,13 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from rotationzoo.cli.harness_options import (
+    HarnessAnswers,
     HarnessChat,
     HarnessLimit,
     HarnessPath,
@@ -85,6 +87,7 @@ def evaluate_command(
     harness_limit: HarnessLimit = None,
     harness_path: HarnessPath = None,
     harness_chat: HarnessChat = False,
+    harness_answers: HarnessAnswers = 0,
     batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
@@ -112,6 +115,7 @@ def evaluate_command(
             "--save adds the report to artifacts, and none is given",
             hint="name an artifact folder after the model, or print the report with --json",
         )
+    _check_order(model, artifacts or [])
     from rotationzoo.cli.evaluate_view import show_evaluation
     from rotationzoo.evaluation.job import Evaluation, evaluate
     from rotationzoo.recipe import load, override
@@ -141,7 +145,7 @@ def evaluate_command(
         prefill_chunk=prefill_chunk,
         prefill_layout=prefill_layout,
         queries=queries,
-        harness=parse_harness(harness, harness_limit, harness_path, harness_chat),
+        harness=parse_harness(harness, harness_limit, harness_path, harness_chat, harness_answers),
         revision=revision,
         batch=batch,
         device=device,
@@ -153,6 +157,17 @@ def evaluate_command(
     with show_progress(out) as progress:
         report = evaluate(job, progress)
     show_evaluation(out, report)
+
+
+def _check_order(model: str, artifacts: list[Path]) -> None:
+    """Raise `UsageError` if an artifact stands in the model's place."""
+    if (Path(model) / "manifest.json").is_file():
+        named = list(map(str, artifacts)) or ["MODEL"]
+        words = ["rotationzoo", "evaluate", *named, model]
+        raise UsageError(
+            f"{model} is an artifact, and the model comes before the artifacts",
+            hint=f"give them as: {shlex.join(words)}",
+        )
 
 
 def _quantized_sides(keys_only: bool, values_only: bool) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.answers_view import explain_answers, show_answers
 from rotationzoo.cli.harness_view import explain_harness, show_harness
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.words import counted
 
 
 def show_evaluation(out: Output, report: dict[str, Any]) -> None:
@@ -18,16 +19,19 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
 
 def _say_evaluation(report: dict[str, Any]) -> None:
     windows = report["windows"]
-    tokens = f"{report['tokens']:,} tokens from position {report['first_position']} on"
-    text = f"{tokens} in {report['text']['rows']} texts"
+    tokens = f"{counted(report['tokens'], 'token')} from position {report['first_position']} on"
+    text = f"{tokens} in {counted(report['text']['rows'], 'text')}"
     prefill = describe_prefill(report["prefill_chunk"], report["prefill_layout"])
     exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
     say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
-    for window in windows:
+    for number, window in enumerate(windows):
+        if number:
+            say("")
         say(_title(window))
         show_answers(report, window)
         _show_arms(window)
         show_harness(report, window)
+    say("")
     explain_answers(report)
     explain_harness(report)
     say("±: standard error over texts, paired with the exact model")
@@ -38,6 +42,7 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     say(ABOUT_KIVI)
     if windows[0]["verdict"]["feedback"]:
         say(ABOUT_FEEDBACK)
+    say("")
     for window in windows:
         if len(windows) > 1:
             say(f"With {_title(window)}:")
@@ -63,10 +68,10 @@ def _show_arms(window: dict[str, Any]) -> None:
         increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
         by_length.append([name, *increases])
     columns = ["arm", "perplexity", "attention KL", "block error", "bits", "bits here"]
-    table("cost", columns, rows)
+    table("cost", columns, rows, apart=True)
     some_arm = next(iter(arms.values()))  # the lengths are the same for all
     starts = [f"from {bucket['from']:,}" for bucket in some_arm["by_length"]]
-    table("by context length", ["arm", *starts], by_length)
+    table("by context length", ["arm", *starts], by_length, apart=True)
 
 
 def _title(window: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ def export_command(
     artifact: ArtifactFolder,
     to: Annotated[EngineName | None, typer.Option("--to", help="The engine.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder (exports/ARTIFACT-ENGINE).")
+        Path | None, typer.Option("--output", "-o", help="Folder (ARTIFACT-ENGINE in exports).")
     ] = None,
     pooled: Annotated[
         bool,
@@ -105,9 +105,11 @@ def export_command(
             )
         hush_libraries()
         from rotationzoo.engines import absorb as absorbing
+        from rotationzoo.storage.folders import check_writable
 
         ending = "absorbed" if absorb is None else "folded"
         target = follow_link(output) or Path("exports") / f"{artifact.resolve().name}-{ending}"
+        check_writable(target)  # before the weights are fetched
         with show_progress(out) as progress:
             if absorb is not None:
                 absorbing.fold(opened, absorb, target, progress)

@@ -25,20 +25,26 @@ HarnessChat = Annotated[
 ]
 
 
+HarnessAnswers = Annotated[
+    int, typer.Option("--harness-answers", min=0, help="Answers to each task that are shown, too.")
+]
+
+
 def parse_harness(
-    names: str | None, limit: int | None, folder: Path | None, chat: bool
+    names: str | None, limit: int | None, folder: Path | None, chat: bool, answers: int = 0
 ) -> "HarnessSettings | None":
     """The settings of `--harness NAME,NAME`; None without it. Raises `UsageError`."""
     from rotationzoo.evaluation.harness.tasks import HarnessSettings
 
     if names is None:
-        if folder is not None or limit is not None or chat:
+        if folder is not None or limit is not None or chat or answers:
             raise UsageError(
-                "--harness-limit, --harness-path and --harness-chat are for the tasks of --harness",
+                "--harness-limit, --harness-path, --harness-chat and --harness-answers are for the "
+                "tasks of --harness",
                 hint="name them: --harness gsm8k",
             )
         return None
     tasks = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if not tasks:
         raise UsageError("--harness names no task", hint="write it as: --harness gsm8k,hellaswag")
-    return HarnessSettings(tuple(tasks), limit, folder, chat)
+    return HarnessSettings(tuple(tasks), limit, folder, chat, answers)

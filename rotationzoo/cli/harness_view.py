@@ -3,6 +3,9 @@
 from typing import Any
 
 from rotationzoo.cli.output import say, table
+from rotationzoo.words import counted
+
+_LONGEST = 200  # characters of an answer; `--json` has all of it
 
 
 def show_harness(report: dict[str, Any], window: dict[str, Any]) -> None:
@@ -14,6 +17,7 @@ def show_harness(report: dict[str, Any], window: dict[str, Any]) -> None:
         measured = {"exact": exact[task]}
         measured |= {name: arm["harness"][task] for name, arm in window["arms"].items()}
         _show_task(task, measured)
+        _show_answers(task, measured)
 
 
 def explain_harness(report: dict[str, Any]) -> None:
@@ -51,8 +55,21 @@ def _show_task(task: str, measured: dict[str, Any]) -> None:
         if generated:
             row += [f"{measures['answer_tokens']:.1f}", f"{measures['truncated']:.1%}"]
         rows.append(row)
-    questions = f", {exact['questions']:,} questions" if "questions" in exact else ""
-    table(f"{task}{questions}", columns, rows)
+    questions = f", {counted(exact['questions'], 'question')}" if "questions" in exact else ""
+    table(f"{task}{questions}", columns, rows, apart=True)
+
+
+def _show_answers(task: str, measured: dict[str, Any]) -> None:
+    """The answers that were kept, question by question, of the exact model and of each arm."""
+    for number, kept in enumerate(measured["exact"].get("answers", ())):
+        say("")
+        say(f"{task}, question {kept['question']}, right: {_shortened(kept['right'])}")
+        for name, measures in measured.items():
+            say(f"  {name}: {_shortened(measures['answers'][number]['answer'])}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def _value(measures: dict[str, Any], metric: str) -> str:

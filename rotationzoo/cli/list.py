@@ -7,6 +7,7 @@ import typer
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ def show_list(out: Output, entries: list["Entry"], presence: list[bool | None] |
 
 
 def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) -> None:
+    if not entries:
+        say("No published rotations match; without a name and --recipe, list shows all there are")
+        return
     columns = ["model", "recipe", "files", "revision", "hubs", "cost"]
     rows = [_row(entry) for entry in entries]
     if presence is not None:
@@ -73,7 +77,7 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):
         rows[number][1] += f" ({footnote})"
-    table(f"{len(entries)} published rotations", *_without_empty_columns(columns, rows))
+    table(counted(len(entries), "published rotation"), *_without_empty_columns(columns, rows))
     for footnote, number in enumerate(equal, 1):
         say(f"({footnote}) from the folder {entries[number].copies[0].path}")
 

@@ -58,7 +58,7 @@ Tasks = Annotated[
 ]
 Lengths = Annotated[
     str | None,
-    typer.Option(help="Tokens per prompt of the tasks, as 2048,8192. [default: --length]"),
+    typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length)."),
 ]
 Questions = Annotated[int, typer.Option(min=1, help="Questions per task and length.")]
 

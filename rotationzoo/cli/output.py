@@ -81,8 +81,9 @@ def show_lines(*lines: str) -> None:
         print(visible(line))
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table on stdout, with every column but the first right-aligned.
+def table(title: str, columns: list[str], rows: list[list[str]], apart: bool = False) -> None:
+    """Print a table on stdout, with every column but the first right-aligned. One of several is set
+    `apart` by an empty line before it.
 
     On a narrow terminal the first column is folded. No cell is ever cut off.
     """
@@ -105,6 +106,8 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         # Only the first column may fold, so count no more of it than `_NAME` columns.
         longest_name = max(cell_len(visible(row[0])) for row in [columns, *rows])
         least -= max(0, longest_name - _NAME)
+    if apart:
+        say("")
     say(title)
     Console(width=max(console.width, least)).print(grid)
 

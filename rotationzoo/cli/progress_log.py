@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from rotationzoo.cli.time_left import TimeLeft
 from rotationzoo.progress import Progress
 
 QUICK = 10.0  # seconds; a shorter job needs no log
@@ -17,20 +18,22 @@ class ProgressLog:
     """Accepts any number of updates `(stage, done, total)`, and writes few lines.
 
     It writes nothing in the first `QUICK` seconds. Then it writes a line when a stage begins, and
-    at most one per `EVERY` seconds while the stage lasts, whether or not its steps are counted
-    (`total` above 0). `say` writes a line; `clock` returns seconds.
+    at most one per `EVERY` seconds and stage, whether or not its steps are counted (`total` above
+    0). The line of counted steps has the time left. `say` writes a line; `clock` returns seconds.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
         self._say, self._clock = say, clock
         self._begun = clock()
         self._latest: tuple[str, int, int] | None = None
-        self._written: tuple[str, float] | None = None
-        """The stage of the last line, and the time at which it was written."""
+        self._written: dict[str, float] = {}
+        """Stage -> the time at which its last line was written."""
+        self._time_left = TimeLeft(clock)
         self._lock = threading.Lock()
 
     def update(self, stage: str, done: int, total: int) -> None:
         self._latest = stage, done, total
+        self._time_left.tell(stage, done, total)
         self.look()
 
     def look(self) -> None:
@@ -40,12 +43,13 @@ class ProgressLog:
             if self._latest is None or now - self._begun < QUICK:
                 return
             stage, done, total = self._latest
-            if self._written is not None:
-                last_stage, last_time = self._written
-                if last_stage == stage and now - last_time < EVERY:
-                    return
-            self._written = stage, now
+            if now - self._written.get(stage, -EVERY) < EVERY:
+                return
+            self._written[stage] = now
+            left = self._time_left.words()
         counted = f" {done:,}/{total:,}" if total else ""
+        if left:
+            counted += f", {left}"
         self._say(f"[{timedelta(seconds=int(now - self._begun))}] {stage}{counted}")
 
     @contextmanager

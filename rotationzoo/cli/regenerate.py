@@ -24,6 +24,7 @@ from rotationzoo.cli.options import (
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import HubError, PartlyDone, UsageError
+from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ def show_regenerated(
             change = f"log perplexity {difference:+.4f} ±{error:.4f}"
             if answers := verdict["answers"]:
                 new, old = answers["answered"], answers["other_answered"]
-                say(f"{new} of {answers['questions']} questions answered, by the published {old}")
+                asked = counted(answers["questions"], "question")
+                say(f"{new} of {asked} answered, by the published {old}")
             say(f"{change} beside the published rotations")
         for name, place in places.items():
             say(f"{name}: {place.url}")

@@ -29,6 +29,8 @@ def search_sentences(search: dict[str, Any]) -> list[str]:
         choice = search["choice"]
         tested = {candidate["name"]: candidate for candidate in choice["test"]}
         taken, baseline = tested[choice["taken"]], tested[choice["baseline"]]
+        if taken is baseline:
+            return [_unchanged_sentence(choice, baseline, tested[choice["winner"]])]
         return [
             f"Chosen by {choice['criterion']}",
             f"Chosen: {choice['taken']}",
@@ -43,6 +45,22 @@ def search_sentences(search: dict[str, Any]) -> list[str]:
         f"Kept of the search: {_KEPT[model['kept']]}; "
         f"clip ratios {clips} ({model['trimmed']:.4f} nats)",
     ]
+
+
+def _unchanged_sentence(
+    choice: dict[str, Any], baseline: dict[str, Any], winner: dict[str, Any]
+) -> str:
+    """One sentence about a search that leaves the recipe's own rotations as they are."""
+    rest = f"on text and questions that chose nothing: {_losses(baseline)}"
+    if winner is baseline:
+        return (
+            f"The search found nothing better than the recipe's own rotations ({baseline['name']}) "
+            f"by {choice['criterion']}; {rest}"
+        )
+    return (
+        f"The search takes the recipe's own rotations ({baseline['name']}): {winner['name']} won "
+        f"by {choice['criterion']}, but failed its test; {rest}, beside {_losses(winner)}"
+    )
 
 
 def _losses(candidate: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, Revision
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -47,7 +48,7 @@ def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -
     """Print what was compared, and the throughput as a share of the device's copy bandwidth."""
 
     def human() -> None:
-        checked = f"{report['rows']:,} rows, {report['elements']:,} elements"
+        checked = f"{counted(report['rows'], 'row')}, {counted(report['elements'], 'element')}"
         say(f"{artifact.folder}: {checked}, on {report['device']}")
         if not report["on_gpu"]:
             say(

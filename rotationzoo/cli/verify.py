@@ -1,5 +1,6 @@
 """`rotationzoo verify`: check that an artifact is whole, orthogonal and made for its model."""
 
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from rotationzoo.cli.options import (
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -60,22 +62,48 @@ def verify_command(
             candidate = Candidate(model, revision, device, device_map, max_memory)
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
-            verification.problems.append(
-                f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"
+            verification = verification.with_misfits(
+                [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
     show_verification(out, opened, verification, agreement)
+    if verification.only_misfits:
+        run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
+        wrongly = opened.manifest.imported is not None and (run_alone or not opened.bound)
+        raise (_bound_wrongly if wrongly else _misfit)(opened, str(model))
     if not verification.ok:
         raise _unsound(opened, len(verification.problems))
 
 
+def _misfit(artifact: "Artifact", model: str) -> RotationZooError:
+    """The error for a sound artifact beside a model that it was not made for."""
+    from rotationzoo.artifact.weights import model_words
+
+    folder, made_for = str(artifact.folder), artifact.manifest.model.id
+    right = shlex.join(["rotationzoo", "verify", folder, "--model", *model_words(artifact)])
+    return RotationZooError(
+        f"{folder} is sound, but {model} is not the model that it was made for, {made_for}",
+        hint=f"check it beside its own model: {right}",
+    )
+
+
+def _bound_wrongly(artifact: "Artifact", model: str) -> RotationZooError:
+    """The error for sound rotations of imported files that are bound to no model, or to one that
+    computes something else."""
+    problem = f"was not made of what {model} computes" if artifact.bound else "bound to no model"
+    return RotationZooError(
+        f"{artifact.folder} is sound, but {problem}",
+        hint="import its files again with the model that they are for: --model MODEL",
+    )
+
+
 def _unsound(artifact: "Artifact", problems: int) -> RotationZooError:
-    count = "1 problem" if problems == 1 else f"{problems} problems"
+    count = counted(problems, "problem")
     hint = (
         "fetch it again, or make it again with rotationzoo calibrate; its card says from what "
         "model, recipe and text"
     )
-    if not artifact.bound:
-        hint = "import its files again with --model MODEL"
+    if artifact.manifest.imported is not None:
+        hint = "import its files again"
     return RotationZooError(f"{artifact.folder} is not to be used: {count} found", hint=hint)
 
 
@@ -94,6 +122,7 @@ def show_verification(
         "ok": verification.ok,
         "problems": verification.problems,
         "orthogonality_error": verification.orthogonality_error,
+        "checked": verification.checked,
     }
     if agreement:
         data["agreement"] = asdict(agreement)

@@ -18,7 +18,7 @@ from rotationzoo.engines.registry import load_engine
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import disk_errors, sha256, write_new
-from rotationzoo.storage.folders import recover, temporary_sibling
+from rotationzoo.storage.folders import check_writable, recover, temporary_sibling
 
 _UNTRIED = (
     "nobody has tried whether the model's attention ignores the key mean, which is subtracted and "
@@ -45,21 +45,22 @@ def export(artifact: Artifact, request: Request) -> Exported:
     Raises `RotationZooError` for what the engine cannot serve and the request does not leave out.
     """
     engine = load_engine(request.engine)
-    if problems := verify(artifact).problems:
-        raise RotationZooError(
-            f"{artifact.folder} is not exported: {problems[0]}",
-            hint=f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}",
-        )
-    changed_model = _changed_model(artifact, request)
-    clips = requested_clips(artifact.rotations, request)
-    reduced = agreed_reductions(artifact, request, engine.CAPABILITIES, clips)
-    payload = assemble_payload(artifact, request, clips, changed_model)
-    engine.check_payload(payload)
     name = f"{artifact.folder.resolve().name}-{request.engine}"
     target = request.output or Path("exports") / name
     # A killed export may have left the previous folder set aside.
     recover(target)
     check_target(target)
+    check_writable(target)
+    if problems := verify(artifact).problems:
+        raise RotationZooError(
+            f"{artifact.folder} is not exported: {problems[0]}",
+            hint=f"see: rotationzoo verify {shlex.quote(str(artifact.folder))}",
+        )
+    clips = requested_clips(artifact.rotations, request)
+    reduced = agreed_reductions(artifact, request, engine.CAPABILITIES, clips)
+    changed_model = _changed_model(artifact, request)
+    payload = assemble_payload(artifact, request, clips, changed_model)
+    engine.check_payload(payload)
     with disk_errors(target), temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, _options(request))
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]

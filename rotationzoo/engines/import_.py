@@ -28,6 +28,7 @@ from rotationzoo.model.source import Source, has_weights, weights_fingerprint
 from rotationzoo.recipe import Recipe, name_of
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage.files import sha256
+from rotationzoo.storage.folders import check_writable
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def import_(job: Import) -> Artifact:
     """
     started = time.monotonic()
     check_replaceable(job.output)
+    check_writable(job.output)
     pair = Pair(*(normalise(file, job.transposed) for file in gather_pair(job.files)))
     described = {side: describe(file) for side, file in pair.items()}
     check_pair(pair, described)

@@ -1,15 +1,20 @@
-"""Reductions: what an export leaves out of an artifact because an engine cannot serve it.
+"""Reductions: what an export leaves out of an artifact because an engine cannot serve it, and what
+else it needs.
 
-Each reduction has a flag by which the user agrees to it.
+Each has a flag, by which the user agrees to it or names what is missing.
 """
 
 import itertools
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import model_words
 from rotationzoo.engines.base import Capabilities
 from rotationzoo.engines.payload import Clips, Request, requested_clips
+from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 
 _CHOSEN = (
@@ -40,11 +45,12 @@ def agreed_reductions(
 ) -> list[str]:
     """The reductions of this export, in words.
 
-    Raises `RotationZooError`, with the flags to add, for what the engine cannot serve and the
-    request does not leave out.
+    Raises `RotationZooError`, with the whole command, for what the engine cannot serve and the
+    request does not leave out, and for what the engine needs and the request does not name.
     """
     searched = artifact.manifest.search is not None
     rows = itertools.chain(
+        _missing_models(artifact, request),
         _pooling(artifact, request, capabilities),
         _means(artifact, request, capabilities),
         _clip_ratios(artifact, request, capabilities, clips),
@@ -54,13 +60,59 @@ def agreed_reductions(
     refused = [row for row in needed if not row.agreed]
     if not refused:
         return [row.words for row in needed]
-    flags = [row.flag for row in refused]
+    flags = dict(row.flag.partition(" ")[::2] for row in refused)
     wanted = ", ".join(f"{row.words} ({row.flag.split()[0]})" for row in refused)
-    hint = f"to accept that, add: {' '.join(flags)}"
+    hint = f"with all of that: {_command(artifact, request, flags)}"
     if searched and "--uncentered" in flags:
-        hint += "; made for such engines: --recipe best-uncentered"
+        hint = f"--recipe best-uncentered makes rotations for such engines; {hint}"
     raise RotationZooError(
         f"{request.engine} cannot serve {artifact.folder} as it is, only with {wanted}", hint=hint
+    )
+
+
+def _command(artifact: Artifact, request: Request, flags: dict[str, str]) -> str:
+    """The command that exports as requested with more flags: name -> value, empty for a switch.
+
+    For a folded model that does not exist yet, the command that writes it goes first.
+    """
+    options = request.options
+    given: dict[str, Path | str | bool | None] = {
+        "--output": request.output,
+        "--pooled": request.pooled,
+        "--uncentered": request.uncentered,
+        "--clip": request.clip and _pair(request.clip),
+        "--windows": request.windows and _window(request.windows),
+        "--values-absorbed": request.values_absorbed,
+        "--folded": request.folded,
+        "--base": options.base,
+        "--engine-hadamard": options.engine_hadamard,
+        "--model": options.model,
+    }
+    chosen = {name: value for name, value in given.items() if value} | flags
+    export = ["rotationzoo", "export", str(artifact.folder)]
+    words = [*export, "--to", request.engine]
+    for name, value in chosen.items():
+        words += [name] if value in (True, "") else [name, str(value)]
+    command = shlex.join(words)
+    if "--folded" not in flags:
+        return command
+    model, *_ = model_words(artifact)
+    return f"{shlex.join([*export, '--absorb', model, '-o', flags['--folded']])} && {command}"
+
+
+def _missing_models(artifact: Artifact, request: Request) -> Iterator[_Reduction]:
+    """The models that the user must name: those that are served or copied."""
+    yield _Reduction(
+        needed=artifact.recipe.equalize and request.folded is None,
+        agreed=False,
+        words="a model whose weights carry its equalizers",
+        flag=f"--folded exports/{artifact.folder.resolve().name}-folded",
+    )
+    yield _Reduction(
+        needed=ENGINES[request.engine].needs_base and request.options.base is None,
+        agreed=False,
+        words="a GGUF file of the model, which is copied",
+        flag="--base MODEL.gguf",
     )
 
 
@@ -143,5 +195,9 @@ def _windows(
     yield _Reduction(
         needed=windows != of_artifact,
         agreed=True,
-        words=f"windows {windows[0]}/{windows[1]} instead of {of_artifact[0]}/{of_artifact[1]}",
+        words=f"windows {_window(windows)} instead of {_window(of_artifact)}",
     )
+
+
+def _window(windows: tuple[int, int]) -> str:
+    return f"{windows[0]}/{windows[1]}"

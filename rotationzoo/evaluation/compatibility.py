@@ -3,6 +3,8 @@
 What does not fit is refused. What fits with reservations becomes a note in the report.
 """
 
+import shlex
+
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
@@ -17,7 +19,10 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
     owners = {layer.index: layer.owner for layer in geometry}
     if unknown := layers - owners.keys():
         known = _describe_layers(set(owners))
-        raise UsageError(f"{model} has no attention in layer {min(unknown)}: it has layers {known}")
+        raise UsageError(
+            f"{model} has no attention in layer {min(unknown)}: it has layers {known}",
+            hint="give some of these, as --layers 0,4-7",
+        )
     # A shared cache is stored once, with its owner's rotations, so only the owner can be chosen.
     sharing = sorted(layer for layer in layers if owners[layer] != layer)
     if sharing:
@@ -41,7 +46,7 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
             raise RotationZooError(
                 f"{artifact.folder} was made for a model of other layers, heads or dimensions than "
                 f"{model}: {artifact.manifest.model.id}",
-                hint=f"make one with: rotationzoo calibrate {model}",
+                hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
             )
 
 

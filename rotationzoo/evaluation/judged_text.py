@@ -3,6 +3,7 @@
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
+from rotationzoo.words import counted
 
 
 def judged_text(data: Data) -> Data:
@@ -26,6 +27,6 @@ def check_length(data: Data, start: int) -> None:
     # document a row, whatever its length.
     if data.packing != "document" and not data.row_lengths:
         raise UsageError(
-            f"{data.tokens} tokens are less than one text of {data.length}",
+            f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}",
             hint="more --tokens, or a shorter --length",
         )

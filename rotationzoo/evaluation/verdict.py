@@ -9,6 +9,7 @@ from typing import TypedDict
 from scipy.special import stdtr
 
 from rotationzoo.linalg.paired import paired_difference
+from rotationzoo.words import counted
 
 # The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
@@ -120,8 +121,8 @@ def _words(comparisons: list[Comparison], texts: int) -> list[str]:
     artifacts = dict.fromkeys(comparison["arm"] for comparison in comparisons)
     lines = [_line(name, comparisons) for name in artifacts]
     test = (
-        f"Student's t over {texts} texts, Holm's correction for {len(comparisons)} comparisons, "
-        f"{LEVEL:.0%}"
+        f"Student's t over {counted(texts, 'text')}, Holm's correction for "
+        f"{counted(len(comparisons), 'comparison')}, {LEVEL:.0%}"
     )
     lines.append(
         "In brackets: perplexity beside the other's on the same texts, ± standard error. "

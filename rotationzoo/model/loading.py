@@ -28,6 +28,7 @@ from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.placement import Placement
 from rotationzoo.model.source import Source, config_hash, license_of
+from rotationzoo.words import counted
 
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
@@ -229,7 +230,8 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
             f"--batch {batch // 2}" if batch > 1 else "--device-map auto, or a shorter --length"
         )
         raise RotationZooError(
-            f"a batch of {batch} rows of {length} tokens does not fit the device's memory",
+            f"a batch of {counted(batch, 'row')} of {length} tokens does not fit the device's "
+            "memory",
             hint=f"add: {smaller}",
         ) from error
 

@@ -10,7 +10,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.schema import Data, Recipe
 from rotationzoo.recipe.search import Search
-from rotationzoo.recipe.section import Section, nearest
+from rotationzoo.recipe.section import Section
+from rotationzoo.words import nearest
 
 _SECTIONS = {"data": "source and tokens", "search": "prompts and steps"}
 """Section of a recipe -> examples of its keys."""

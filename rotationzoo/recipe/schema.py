@@ -12,7 +12,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.published import digest, name_of, without_paths
 from rotationzoo.recipe.search import ADDED_TO_SEARCH, Search
-from rotationzoo.recipe.section import Section, nearest
+from rotationzoo.recipe.section import Section
+from rotationzoo.words import nearest
 
 SELF = "self"
 """The `Data.source` that stands for text which the model writes itself."""

@@ -6,7 +6,8 @@ from pydantic import Field, field_validator
 
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.linalg.compositions import COMPOSITIONS
-from rotationzoo.recipe.section import Section, nearest
+from rotationzoo.recipe.section import Section
+from rotationzoo.words import nearest
 
 ADDED_TO_SEARCH = ("prompts", "composition", "center_keys", "equalize", "heads")
 """Keys that artifacts have been published without, as `ADDED` in `recipe.schema`."""

@@ -1,6 +1,5 @@
 """What all tables of recipe keys share: they are immutable and refuse unknown keys."""
 
-import difflib
 from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict
@@ -15,10 +14,3 @@ class Section(BaseModel):
         """Those of the keys whose values are their defaults."""
         fields = type(self).model_fields
         return {key for key in keys if getattr(self, key) == fields[key].default}
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: a known word that was probably meant, or nothing if none is
-    close."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""

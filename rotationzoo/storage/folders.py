@@ -8,6 +8,7 @@ A process must hold the lock `.NAME.lock` to replace NAME. It builds the new fol
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,24 @@ def check_name(folder: Path) -> None:
             f"{folder} holds the current folder, and is replaced whole",
             hint="go to another folder first: cd ..",
         )
+
+
+def check_writable(folder: Path) -> None:
+    """Check that a folder can be made here, and leave nothing behind. Raises `RotationZooError`
+    where the disk refuses, or where another process holds the folder's lock."""
+    with disk_errors(folder):
+        if folder.parent.exists():
+            with temporary_sibling(folder):
+                pass
+        else:
+            # The name is random here. One made from the folder's name could clash with that of
+            # another job, whose folder does not exist yet and has the same existing parent.
+            tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest parent folder that exists."""
+    return next(folder for folder in path.absolute().parents if folder.exists())
 
 
 def read_settled(folder: Path, read: Callable[[], Result]) -> Result:

@@ -6,13 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError
 
 WAIT = 60.0  # seconds to wait for another process, which needs less to put files in place
 _PAUSE = 0.05
+_ATTEMPTS = 5  # at making the lock's folder, which another process may remove again
 _SILENCE = 1.0  # seconds of waiting before the log mentions it
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def locked(lock: Path, doing: str, kept: bool = False) -> Iterator[None]:
 
     `doing` says in messages what the other process is doing. The log mentions it after a second of
     waiting. Raises `RotationZooError` after `WAIT` seconds, and for a symbolic link in the lock's
-    place.
+    place. Raises `OSError` where no file can be made.
     """
     started, mentioned = time.monotonic(), False
     while (handle := _try(lock)) is None:
@@ -53,11 +54,7 @@ def _try(lock: Path) -> int | None:
     it. The handle counts only if it is still the file of that name: the previous holder may have
     removed the file after it was opened here."""
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(lock, flags, 0o666)
-    except FileNotFoundError:  # another process has just removed the parent folder
-        return None
+        handle = _open(lock)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -75,3 +72,19 @@ def _try(lock: Path) -> int | None:
         raise
     os.close(handle)
     return None
+
+
+def _open(lock: Path) -> int:
+    """Open the lock file, made where there is none. Raises `OSError`.
+
+    A missing folder is made again a few times, because another process may just have removed it. In
+    a place such as /proc it is missing every time.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(FileNotFoundError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(lock, flags, 0o666)
+        time.sleep(_PAUSE)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(lock, flags, 0o666)

@@ -15,6 +15,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import SELF, Data
 from rotationzoo.text.documents import read_documents
 from rotationzoo.text.tokenizing import start_tokens, tokenize
+from rotationzoo.words import counted
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
         return None
     all_rows = data.packing != "document" and len(rows) == len(data.row_lengths)
     reason = f"whole rows of {data.length}" if all_rows else f"all of {_source(data)}"
-    return f"{tokens:,} tokens instead of {data.tokens:,}: {reason}"
+    return f"{counted(tokens, 'token')} instead of {data.tokens:,}: {reason}"
 
 
 def _source(data: Data) -> str:

@@ -17,6 +17,7 @@ from rotationzoo.evaluation.report import prompt_sizes
 from rotationzoo.evaluation.tasks.verdict import judge_answers
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.progress import Progress, silent
+from rotationzoo.words import counted
 from rotationzoo.zoo import lookup
 from rotationzoo.zoo.due import find_newest
 from rotationzoo.zoo.index import Index
@@ -139,7 +140,8 @@ def _fault_of_answers(answers: dict[str, Any]) -> str | None:
     if answers["outcome"] == "fewer":
         count, other = answers["answered"], answers["other_answered"]
         value = answers["answers_p_value"]
-        return f"{count} of {answers['questions']} questions beside {other}, p {value:.2g}"
+        asked = counted(answers["questions"], "question")
+        return f"{count} of {asked} beside {other}, p {value:.2g}"
     difference = answers["log_probability_difference"]
     if answers["outcome"] == "less likely" and difference < -_LESS_LIKELY:
         value = answers["log_probability_p_value"]

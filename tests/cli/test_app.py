@@ -35,14 +35,19 @@ print(sorted(slow & set(sys.modules)))
     assert shown.splitlines()[-1] == "[]"
 
 
-def test_help_is_in_the_order_of_the_journey_and_in_words(inside):
+def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "2 bits: answers to questions about its context, then" in inside("--help").stdout
+    monkeypatch.setenv("COLUMNS", "80")
     shown = inside("--help").stdout
     journey = "calibrate inspect verify evaluate validate report export import list pull push"
     places = [shown.index(f"│ {name} ") for name in journey.split()]
     assert places == sorted(places)
     assert places[-1] < shown.index("│ regenerate ")
     for command in COMMANDS:
-        assert "list[" not in inside(command, "--help").stdout
+        shown_of_command = inside(command, "--help").stdout
+        assert "list[" not in shown_of_command
+        assert "…" not in shown_of_command, "no word is cut off at 80 columns"
     assert "best-uncentered" in inside("calibrate", "--help").stdout
 
 
@@ -115,7 +120,9 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch):
     monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert only_error(inside("inspect", "x"), 130) == "Error: interrupted\n"
+        for words in ("inspect x", "evaluate demo x", "verify x --model demo"):
+            says = only_error(inside(*words.split()), 130)
+            assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words}\n"
     finally:
         signal.signal(signal.SIGINT, before)
 

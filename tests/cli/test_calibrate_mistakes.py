@@ -24,7 +24,7 @@ from rotationzoo.recipe import PRESETS
             "demo --length 16384",
             "rows of 16384 tokens are longer than the 8192 positions of the model",
         ),
-        ("demo --tokens 1000", "1000 tokens are less than one row of 2048"),
+        ("demo --tokens 1000", "1,000 tokens cannot fill one row of 2,048"),
         ("demo --recipe typo.yaml", "unknown key 'key_clp' (did you mean 'key_clip'?)"),
         ("demo --recipe hadamar", "did you mean 'hadamard'?"),
         ("demo --data short.txt", "short.txt is too short for a row of 2048 tokens"),

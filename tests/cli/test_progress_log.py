@@ -45,12 +45,14 @@ def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):
     assert log(11, "calibrating", 1, 1200) == ["[0:00:11] calibrating 1/1,200"]
     assert log(12, "calibrating", 2, 1200) == []
     assert log(40.9, "calibrating", 30, 1200) == []
-    assert log(41, "calibrating", 31, 1200) == ["[0:00:41] calibrating 31/1,200"]
+    assert log(41, "calibrating", 31, 1200) == ["[0:00:41] calibrating 31/1,200, 0:19:29 left"]
     assert log(45, "composing rotations", 0, 0) == ["[0:00:45] composing rotations"], (
         "a new stage does not wait"
     )
     assert log(46, "searching", 0, 72) == ["[0:00:46] searching 0/72"]
-    assert log(3700, "searching", 71, 72) == ["[1:01:40] searching 71/72"]
+    assert log(3700, "searching", 71, 72) == ["[1:01:40] searching 71/72, 0:00:51 left"]
+    assert log(3710, "calibrating", 90, 1200) == ["[1:01:50] calibrating 90/1,200"]
+    assert log(3715, "searching", 72, 72) == [], "however often stages alternate"
 
 
 def test_a_stage_that_cannot_be_counted_is_heard_of_all_the_same(log):
@@ -113,7 +115,7 @@ def test_the_command_line_writes_it_to_a_log(flag, command):
         return
     if flag is None:
         assert lines.pop().startswith("Next, ")
-    stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+)?", line)[1] for line in lines]
+    stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+.*)?", line)[1] for line in lines]
     assert stages == [
         "looking at the model",
         "fetching the weights",

@@ -1,5 +1,6 @@
 """What `verify` says of whose rotations an artifact holds."""
 
+import json
 import shutil
 
 from safetensors.torch import load_file, save_file
@@ -32,3 +33,11 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(i
     assert wrong.returncode == 1
     assert "Problem: made for other weights than those of" in wrong.stdout
     assert "the weights" not in wrong.stdout.splitlines()[-1], "which differ"
+    error, hint = wrong.stderr.splitlines()
+    assert error.endswith(
+        f"plain is sound, but {other} is not the model that it was made for, demo"
+    )
+    assert hint == "Hint: check it beside its own model: rotationzoo verify plain --model demo"
+    shown = json.loads(inside("verify", "plain", "--model", "demo", "--json").stdout)
+    listed = inside("verify", "plain", "--model", "demo").stdout.splitlines()[-1]
+    assert listed == f"Checked: {', '.join(shown['checked'])}"

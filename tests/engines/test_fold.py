@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support import architectures
 from support.architectures import BASE, CALIBRATED, families
+from support.command_line import only_error
 from support.equalizers import calibrated_equalizers, equalized, random_equalizers
 from support.models import save_tiny
 from support.places import ROOT
@@ -301,9 +302,16 @@ def test_evaluate_applies_the_equalizer_where_the_weights_do_not(made):
 def test_engines_get_the_folded_frame_and_serve_the_folded_model(made, tmp_path, inside):
     artifact = made.artifact
     request = Request("sglang", tmp_path / "out", uncentered=True)
-    hint = refused(lambda: export(artifact, request), "engines apply no equalizer")
-    assert "--absorb MODEL" in hint
-    assert "--folded" in hint
+    refused(lambda: export(artifact, request), "a model whose weights carry its equalizers")
+    name, folded = artifact.folder, f"exports/{artifact.folder.name}-folded"
+    asked = only_error(inside("export", name, "--to", "vllm", "--clip", "0.9/0.8"))
+    flags = "--folded", "--uncentered", "--pooled", "--windows"
+    assert all(f"({flag})" in asked for flag in flags), "all at once"
+    assert asked.endswith(
+        f"with all of that: rotationzoo export {name} --absorb MODEL -o {folded} && "
+        f"rotationzoo export {name} --to vllm --clip 0.9/0.8 --folded {folded} "
+        "--pooled --uncentered --windows 0/0\n"
+    )
     refused(
         lambda: export(artifact, replace(request, folded=made.folder)), "it has no rotationzoo.json"
     )

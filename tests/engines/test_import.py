@@ -318,6 +318,8 @@ def test_the_command(pair, inside):
     assert KEY in card
     assert "imported" in card
     assert inside("verify", "rotations/pair-imported").returncode == 0
+    unbound = inside("verify", "rotations/pair-imported", "--model", "demo").stderr
+    assert unbound.startswith("Error: rotations/pair-imported is sound, but bound to no model\n")
     assert inside("inspect", "rotations/pair-imported").returncode == 0
     assert "holds other work" in inside("import", folder, "--clip", "1").stderr
     assert inside("import", inside.folder / "none").stderr.startswith("Error: there is no file")

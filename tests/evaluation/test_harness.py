@@ -309,7 +309,7 @@ def test_the_command_line(folder, inside, artifacts, tmp_path, capsys):
     artifact = shutil.copytree(artifacts[0], tmp_path / "oscar")
     words = ["evaluate", "demo", artifact, "--tokens", 512, "--length", 512, "--queries", 0]
     words += ["--windows", "4/8,64/400", "--harness", "local_generate,local_choice"]
-    words += ["--harness-path", folder, "--harness-limit", 1, "--save"]
+    words += ["--harness-path", folder, "--harness-limit", 1, "--harness-answers", 2, "--save"]
     result = inside(*words, "--json")
     report = json.loads(result.stdout)
     notes = [line for line in result.stderr.splitlines() if "says little about" in line]
@@ -322,13 +322,26 @@ def test_the_command_line(folder, inside, artifacts, tmp_path, capsys):
     assert report["exact"]["harness"]["local_generate"]["questions"] == 1
     arm = report["arms"]["oscar"]["harness"]
     assert arm["local_choice"].keys() == {
-        *("acc", "acc_norm", "standard_error", "questions", "row_tokens", "past_windows", "paired")
+        *("acc", "acc_norm", "standard_error", "questions", "row_tokens", "past_windows", "paired"),
+        "answers",
     }
+    (question,) = arm["local_generate"]["answers"]
+    documents = list(map(json.loads, (folder / "questions.jsonl").read_text().splitlines()))
+    assert question["question"] == 0
+    assert question["right"] == documents[0]["answer"] != question["answer"]
+    chosen = report["exact"]["harness"]["local_choice"]
+    (choice,) = chosen["answers"]
+    assert choice["right"] == documents[0]["answer"]
+    assert choice["answer"] in documents[0]["choices"]
+    assert (choice["answer"] == choice["right"]) == chosen["acc"]
+    nothing = "the exact model itself scores 0 on local_generate (exact_match): no arm can lose"
+    assert sum(nothing in note for note in report["notes"]) == 1
     saved = json.loads((artifact / "evaluation.json").read_text())
     assert saved["windows"][0]["arms"]["oscar"]["harness"] == arm
     assert saved["exact"]["harness"] == report["exact"]["harness"]
     show_evaluation(Output(), report)
     table = capsys.readouterr().out
-    assert "local_generate, 1 questions" in table
+    assert "local_generate, 1 question\n" in table
+    assert f"local_generate, question 0, right: {question['right']}\n  exact: " in table
     assert "-0 +0 (p 1)" in table
     assert "truncated" in table

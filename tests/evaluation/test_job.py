@@ -61,7 +61,10 @@ def test_the_report(artifacts):
         saved = Artifact.open(folder)
         assert verify(saved, "demo").ok
         content = json.loads((folder / "evaluation.json").read_text())
-        assert list(content["windows"][0]["arms"]) == [folder.name, *BASELINES]
+        assert list(content["windows"][0]["arms"]) == [content["own_arm"], *BASELINES]
+        assert content["own_arm"] == folder.name
+        apart = content.keys() ^ report.keys()
+        assert apart == {"own_arm", "arms", "verdict"}, "docs/tasks.md says which differ"
         assert f"| {folder.name} |" in (folder / "README.md").read_text()
     narrow = replace(job, artifacts=artifacts[:1], windows=[(16, 64)], save_to=[])
     assert evaluate(narrow)["first_position"] == 80

@@ -65,6 +65,10 @@ def test_answers_decide_before_log_probabilities():
     assert "Holm's correction for 6 tests" in method
     reverse = judge_answers(arms, ["fewer"], [4] * 8)
     assert {row["outcome"] for row in reverse["comparisons"]} == {"fewer"}
+    _, method = judge_answers(arms, ["mine"], [32])["words"]
+    assert method.endswith("Clear: McNemar's exact test, Holm's correction for 3 tests, 5%"), (
+        "one prompt has no standard error"
+    )
 
 
 def test_p_values_are_corrected_for_all_tests():

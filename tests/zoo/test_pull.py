@@ -74,7 +74,7 @@ def test_a_pull_goes_on_to_an_engine(zoo, made, tiny, tmp_path, monkeypatch):
     ok(zoo.run("push", made, ZOO, "--json"))
     own = ok(zoo.run("pull", "demo", "--repo", ZOO, "--to", "mlx", "--json"))
     assert own["path"] == "exports/demo-oscar-mlx"
-    assert "to accept that, add: --pooled --windows 0/0" in refused(
+    assert "--to vllm --output exports/demo-oscar-vllm --pooled --windows 0/0" in refused(
         zoo.run("pull", "demo", "--repo", ZOO, "--to", "vllm")
     )
 

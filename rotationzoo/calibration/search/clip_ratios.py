@@ -7,6 +7,7 @@ low. All heads of a side therefore share one ratio, which is also all that most 
 
 import math
 import time
+from collections.abc import Callable
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.candidate import Candidate
@@ -21,18 +22,22 @@ Clips = dict[str, dict[float, Score]]
 
 
 def search_clip(
-    criterion: Criterion, candidate: Candidate, deadline: float = math.inf
+    criterion: Criterion,
+    candidate: Candidate,
+    deadline: float = math.inf,
+    tell: Callable[[], None] = lambda: None,
 ) -> tuple[Candidate, Clips]:
     """Choose one clip ratio for keys and one for values; also return all ratios that were tried.
 
     Each side descends from its present ratio until neither neighbour is better. No more ratios are
-    tried after `deadline` (`time.monotonic()`).
+    tried after `deadline` (`time.monotonic()`). `tell` is called when a side is done.
     """
     tried: Clips = {}
     # Keys go first, so that the ratio of values is judged with the keys that will be served.
     for side in SIDES:
         tried[side] = _descend(criterion, candidate, side, deadline)
         candidate = candidate.with_clip(side, _best_ratio(tried[side]))
+        tell()
     return candidate, tried
 
 

@@ -13,6 +13,7 @@ from rotationzoo.calibration.search.criterion import Criterion, Score, find_best
 from rotationzoo.calibration.search.probes import Trial
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.errors import RotationZooError
+from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import variants
 from rotationzoo.rotations import Rotation
 
@@ -108,7 +109,11 @@ def _by_simplicity(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 
 def run_test(
-    criterion: Criterion, winner: Candidate, baseline: Candidate, runner_up: Candidate | None
+    criterion: Criterion,
+    winner: Candidate,
+    baseline: Candidate,
+    runner_up: Candidate | None,
+    progress: Progress = silent,
 ) -> "FinalTest":
     """Test the winner on text and questions that did not choose it.
 
@@ -118,14 +123,20 @@ def run_test(
     entrants = {"winner": winner, "baseline": baseline}
     if runner_up is not None:
         entrants["runner_up"] = runner_up
-    scores = measure(criterion, list(entrants.values()))
+    scores = measure(criterion, list(entrants.values()), progress, "testing")
     failed = is_better(scores[baseline.name], scores[winner.name])
     return FinalTest(criterion, entrants, taken=baseline if failed else winner)
 
 
-def measure(criterion: Criterion, candidates: Sequence[Candidate]) -> dict[str, Score]:
-    """The scores of candidates by their names."""
-    return criterion.measure({candidate.name: candidate.rotations for candidate in candidates})
+def measure(
+    criterion: Criterion,
+    candidates: Sequence[Candidate],
+    progress: Progress = silent,
+    stage: str = "",
+) -> dict[str, Score]:
+    """The scores of candidates by their names. What is not measured yet is told as a `stage`."""
+    rotations = {candidate.name: candidate.rotations for candidate in candidates}
+    return criterion.measure(rotations, progress, stage)
 
 
 @dataclass(frozen=True)

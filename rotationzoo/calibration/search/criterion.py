@@ -13,6 +13,7 @@ from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.search.answer_loss import AnswerLoss
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.linalg.paired import clearly_less
+from rotationzoo.progress import Progress, silent
 from rotationzoo.rotations import Rotations
 
 _NOTICED = 0.02  # a relative difference of losses that counts
@@ -90,19 +91,36 @@ class Criterion:
         self._saved = SavedScores() if saved is None else saved
         self._part = part
 
-    def measure(self, candidates: Mapping[str, Rotations]) -> dict[str, Score]:
-        """The score of each candidate, by its name."""
+    def measure(
+        self, candidates: Mapping[str, Rotations], progress: Progress = silent, stage: str = ""
+    ) -> dict[str, Score]:
+        """The score of each candidate, by its name. What is not measured yet is told as a `stage`,
+        counted in texts and prompts."""
         scores = {name: self._saved.read(self._place(name)) for name in candidates}
         missing = [name for name, score in scores.items() if score is None]
         if missing:
+            texts, prompts = len(self.divergence.measured_texts), self._prompts
+            done, total = 0, len(missing) * (texts + prompts)
+
+            def tell(rows: int) -> None:
+                nonlocal done
+                done += rows
+                progress(stage, done, total)
+
+            tell(0)
             # Measured together, because each call predicts every text once with an exact cache.
-            divergences = self.divergence.measure([candidates[name] for name in missing])
+            divergences = self.divergence.measure([candidates[name] for name in missing], tell)
             for name, divergence in zip(missing, divergences, strict=True):
                 score = Score(*self._ask(candidates[name]), divergence)
+                tell(prompts)
                 self._saved.add(self._place(name), score)
                 scores[name] = score
             self._saved.save()
         return {name: score for name, score in scores.items() if score is not None}
+
+    @property
+    def _prompts(self) -> int:
+        return 0 if self.answers is None else len(self.answers.prompts)
 
     def _ask(self, rotations: Rotations) -> tuple[torch.Tensor, torch.Tensor]:
         if self.answers is None:

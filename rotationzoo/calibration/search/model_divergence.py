@@ -1,6 +1,6 @@
 """How far the model's predictions diverge when it reads its cache through the codec."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +29,23 @@ class ModelDivergence:
     group_size: int | None
     texts: Sequence[torch.Tensor]
 
+    @property
+    def measured_texts(self) -> list[torch.Tensor]:
+        """The texts that are not skipped."""
+        return [text for text in self.texts if len(text) > self.cache.first_quantized]
+
     @torch.no_grad()
-    def measure(self, candidates: Sequence[Rotations]) -> torch.Tensor:
+    def measure(
+        self, candidates: Sequence[Rotations], tell: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
         """`KL(exact || candidate)` of the model's predictions, in nats: `[candidates, texts]`,
         float64.
 
-        It is averaged over the positions that read quantized tokens.
+        It is averaged over the positions that read quantized tokens. `tell` hears the number of
+        candidates that have read one more text.
         """
         by_text = []
-        for text in self.texts:
-            if len(text) <= self.cache.first_quantized:
-                continue
+        for text in self.measured_texts:
             exact = self._predict(text)
             by_candidate = []
             for rotations in candidates:
@@ -47,6 +53,8 @@ class ModelDivergence:
                 with simulation.running(self.model):
                     by_candidate.append(_mean_divergence(exact, self._predict(text)))
             by_text.append(torch.stack(by_candidate))
+            if tell is not None:
+                tell(len(candidates))
         return torch.stack(by_text, dim=1)
 
     def _predict(self, text: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from rotationzoo.calibration.search.contest import (
     Finalist,
     choose_sides,
     fit_variants,
+    measure,
     pick_finalists,
     pick_winner,
     rank,
@@ -33,7 +34,7 @@ from rotationzoo.calibration.search.record import describe_search
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotations import Rotations
+from rotationzoo.rotations import SIDES, Rotations
 
 _LAYERS_SHARE = 2 / 3  # of the time budget; the search for clip ratios gets the rest
 
@@ -72,6 +73,7 @@ def search_rotations(
     trial = try_tasks(task)
     choosing, testing = _make_criteria(task, trial, checkpoint)
     simple, refused = fit_variants(task)
+    measure(choosing, simple, progress, "choosing")  # told step by step, and then only read
     frame = pick_winner(choosing, simple)
     by_head: list[Candidate] = []
     layers: dict[str, Any] = {}
@@ -79,13 +81,14 @@ def search_rotations(
         in_frame = replace(task, recipe=frame.recipe, baseline=frame.rotations)
         matrices, layers = search_layers(in_frame, layers_deadline, checkpoint, progress)
         by_head = choose_sides(frame, matrices)
+        measure(choosing, by_head, progress, "comparing")
     starting = pick_finalists(choosing, simple, by_head)
     finalists = _search_clips(choosing, starting, deadline, progress)
     ended = [finalist.candidate for finalist in finalists]
     winner = pick_winner(choosing, ended)
     others = [candidate for candidate in rank(choosing, ended) if candidate is not winner]
-    progress("testing", 0, 0)
-    test = run_test(testing, winner, baseline=simple[0], runner_up=next(iter(others), None))
+    runner_up = next(iter(others), None)
+    test = run_test(testing, winner, simple[0], runner_up, progress)
     contest = Contest(trial, choosing, [*simple, *by_head], refused, finalists, test)
     record = {**describe_search(task, contest), "layers": layers}
     return SearchResult(test.taken.recipe, test.taken.rotations, record)
@@ -113,9 +116,15 @@ def _search_clips(
 ) -> list[Finalist]:
     """The candidates at the clip ratios that suit each."""
     finalists = []
+    done, total = 0, len(SIDES) * len(candidates)
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        progress("trimming", done, total)
+
+    progress("trimming", done, total)
     for number, candidate in enumerate(candidates):
-        progress("trimming", number, len(candidates))
         limit = next_deadline(deadline, len(candidates) - number)
-        finalists.append(Finalist(*search_clip(criterion, candidate, limit)))
-    progress("trimming", len(candidates), len(candidates))
+        finalists.append(Finalist(*search_clip(criterion, candidate, limit, tell)))
     return finalists

@@ -24,6 +24,7 @@ TaskMeasures = dict[str, Any]
   that something in them is read in 2 bits;
 * `answer_tokens`, `truncated`: for generated answers, their mean length in tokens and the share
   that reached the task's largest length without a stop string or an end token;
+* `answers`: the first answers in words, a list of `KeptAnswer`, where they are asked for;
 * `paired`: for an arm, metric -> `Pairing`, for metrics that are 0 or 1 for each question.
 """
 

@@ -11,10 +11,12 @@ from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import as_unavailable
 from rotationzoo.evaluation.forward import Trial
+from rotationzoo.evaluation.harness.answers import keep_answers
 from rotationzoo.evaluation.harness.isolation import SEED, isolated
 from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
 from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.progress import Progress
+from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import HarnessModel
@@ -43,10 +45,23 @@ class HarnessMeasures:
             "chat": self.settings.chat,
         }
         report["exact"]["harness"] = self.exact
+        report["notes"] += _notes_of_exact_model(self.exact)
         for cache, window in zip(trial.caches, report["windows"], strict=True):
             for name, arm in window["arms"].items():
                 arm["harness"] = self.arms[cache, name]
             report["notes"] += _notes(cache, next(iter(window["arms"].values()))["harness"])
+
+
+def _notes_of_exact_model(tasks: dict[str, TaskMeasures]) -> list[str]:
+    """Notes on metrics that are 0 already for the exact model."""
+    notes = []
+    for name, measures in tasks.items():
+        if nothing := [metric for metric in measures["standard_error"] if measures[metric] == 0]:
+            notes.append(
+                f"the exact model itself scores 0 on {name} ({', '.join(nothing)}): no arm can "
+                "lose anything there, and the scores of arms say nothing about the cache"
+            )
+    return notes
 
 
 def _notes(cache: Cache, tasks: dict[str, TaskMeasures]) -> list[str]:
@@ -57,7 +72,7 @@ def _notes(cache: Cache, tasks: dict[str, TaskMeasures]) -> list[str]:
         if share < _MOST:
             notes.append(
                 f"{name} says little about this cache: {share:.0%} of its rows are longer than the "
-                f"{cache.first_quantized} tokens that are read exactly"
+                f"{counted(cache.first_quantized, 'token')} that are read exactly"
             )
     return notes
 
@@ -88,7 +103,12 @@ class HarnessRun:
                 apply_chat_template=self.settings.chat,
                 fewshot_as_multiturn=self.settings.chat,
             )
-        return results, measure_tasks(results, self.model.rows, cache)
+        measured = measure_tasks(results, self.model.rows, cache)
+        for name, measures in measured.items():
+            samples = results["samples"].get(name, [])
+            if answers := keep_answers(samples, self.settings.answers):
+                measures["answers"] = answers
+        return results, measured
 
 
 def run_harness(

@@ -31,6 +31,8 @@ class HarnessSettings:
     """A folder of the user's own task files, which go before the harness' own."""
     chat: bool = False
     """Whether questions are asked in the model's chat template."""
+    answers: int = 0
+    """How many answers to each task are kept in words."""
 
 
 class TaskLoader:

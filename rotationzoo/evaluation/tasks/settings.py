@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.loading import position_count
 from rotationzoo.recall.prompts import TASKS
+from rotationzoo.words import nearest
 
 SHORTEST = 2
 """The fewest tokens of a prompt."""
@@ -27,7 +28,7 @@ class TaskSettings:
         """Raise `UsageError` for a task that does not exist, or a number that is too small."""
         if unknown := [name for name in self.names if name not in TASKS]:
             raise UsageError(
-                f"there is no recall task {unknown[0]!r}",
+                f"there is no recall task {unknown[0]!r}{nearest(unknown[0], TASKS)}",
                 hint=f"give some of {', '.join(TASKS)}, or all, or none",
             )
         if self.questions < 1:

@@ -9,6 +9,7 @@ from scipy.stats import binomtest
 from rotationzoo.evaluation.tasks.scores import Records
 from rotationzoo.evaluation.verdict import LEVEL, holm, p_value, pair_up
 from rotationzoo.linalg.paired import paired_difference
+from rotationzoo.words import counted
 
 Outcome = Literal["more", "fewer", "likelier", "less likely", "unclear"]
 """What an arm does beside another: it answers clearly more or fewer questions; or it answers about
@@ -155,11 +156,14 @@ def _words(comparisons: list[AnswerComparison], questions: int, prompts: int) ->
         return []
     artifacts = dict.fromkeys(comparison["arm"] for comparison in comparisons)
     lines = [_line(name, comparisons, questions) for name in artifacts]
+    test, tests = "McNemar's exact test", len(comparisons)
+    if prompts > 1:  # a single one gives no standard error of log probabilities
+        test += f", or Student's t over {prompts} prompts"
+        tests *= 2
     lines.append(
-        f"In brackets: the share of {questions:,} questions answered, beside the other's, and the "
-        "difference in the log probability of right answers, in nats ± standard error. Clear: "
-        f"McNemar's exact test, or Student's t over {prompts} prompts, Holm's correction for "
-        f"{2 * len(comparisons)} tests, {LEVEL:.0%}"
+        f"In brackets: the share of {counted(questions, 'question')} answered, beside the other's, "
+        "and the difference in the log probability of right answers, in nats ± standard error. "
+        f"Clear: {test}, Holm's correction for {counted(tests, 'test')}, {LEVEL:.0%}"
     )
     return lines
 

@@ -133,11 +133,11 @@ def test_a_stopped_choice_measures_nothing_twice(lookups, ask, monkeypatch, tmp_
     measure = ModelDivergence.measure
 
     def search(stop=None, checkpoint=None):
-        def counted(self, candidates):
+        def counted(self, candidates, tell):
             if len(measured) == stop:
                 raise KeyboardInterrupt
             measured.append(len(candidates))
-            return measure(self, candidates)
+            return measure(self, candidates, tell)
 
         monkeypatch.setattr(ModelDivergence, "measure", counted)
         return search_rotations(lookups, checkpoint=checkpoint)

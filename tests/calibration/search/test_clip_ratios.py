@@ -51,7 +51,7 @@ def test_every_clip_ratio_that_is_tried_clamps_at_another_entry(dim, format):
         """Less the lower the threshold, down to a third: what another threshold does not change
         scores the same."""
 
-        def measure(self, candidates):
+        def measure(self, candidates, tell):
             best = self._threshold(0.33)
             ratios = [candidate[0].key.clip.item() for candidate in candidates]
             losses = [(self._threshold(ratio) - best).abs().double() for ratio in ratios]

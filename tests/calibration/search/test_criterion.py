@@ -53,7 +53,7 @@ def candidate(name: str, equalize: bool = False, heads: str = "own") -> Candidat
 def judge(scores: dict[str, Score]) -> SimpleNamespace:
     """A criterion that knows the scores of candidates by the first word of their names."""
     return SimpleNamespace(
-        measure=lambda candidates: {name: scores[name.split(",")[0]] for name in candidates}
+        measure=lambda candidates, *_: {name: scores[name.split(",")[0]] for name in candidates}
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli.search_view import show_search
+from rotationzoo.cli.search_view import search_sentences, show_search
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data, Search, from_dict
 
@@ -101,3 +101,16 @@ def test_the_candidates_and_the_test_are_shown(capsys):
     assert "Chosen: own" in shown
     assert "25.0% of the answers lost, 0.5000 nats a token of them" in shown
     assert "as the recipe is without a search: predictions diverge by 0.2000 nats" in shown
+
+
+@pytest.mark.parametrize("winner", ["own", "other"])
+def test_a_search_that_changes_nothing_says_so_in_one_sentence(winner):
+    tried = [{"name": "own", "divergence": 0.1}, {"name": "other", "divergence": 0.2}]
+    choice = {"criterion": "answers", "candidates": tried, "test": tried}
+    choice |= {"taken": "own", "baseline": "own", "winner": winner}
+    (sentence,) = search_sentences({"layers": {}, "model": {}, "choice": choice})
+    found = "found nothing better than" if winner == "own" else "takes"
+    assert sentence.startswith(f"The search {found} the recipe's own rotations (own)")
+    assert ("other won by answers, but failed its test" in sentence) == (winner == "other")
+    assert sentence.count("predictions diverge by 0.1000 nats") == 1
+    assert ("beside predictions diverge by 0.2000 nats" in sentence) == (winner == "other")

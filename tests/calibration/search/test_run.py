@@ -27,8 +27,22 @@ def assert_equal(rotations: Rotations, expected: Rotations) -> None:
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
+def check_steps(steps: dict[str, list[tuple[int, int]]]) -> None:
+    """Every stage counts its steps from none to all, so that the time left can be told."""
+    assert list(steps) == ["choosing", "searching", "comparing", "trimming", "testing"]
+    assert steps["choosing"].pop(0) == (0, 0), "the exact model's answers are not counted"
+    for stage, told in steps.items():
+        total = told[-1][1]
+        assert told[0] == (0, total), stage
+        assert told[-1] == (total, total), stage
+        assert told == sorted(told), stage
+
+
 def test_a_search_chooses_for_every_head(task):
-    result = search_rotations(task)
+    steps: dict[str, list[tuple[int, int]]] = {}
+    told = lambda stage, *step: steps.setdefault(stage, []).append(step)  # noqa: E731
+    result = search_rotations(task, progress=told)
+    check_steps(steps)
     rotations, record = result.rotations, result.record
     tensors, baseline = rotation_tensors(rotations), rotation_tensors(task.baseline)
     assert set(baseline) == set(tensors)

@@ -1,0 +1,18 @@
+"""The words of messages: numbers with their nouns, and names that were probably meant."""
+
+import difflib
+from collections.abc import Iterable
+
+_LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, given in the singular: `1 layer`, `2,048 layers`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: a known word that was probably meant, or nothing if none is
+    close."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=_LEAST_ALIKE)
+    return f" (did you mean {match[0]!r}?)" if match else ""
