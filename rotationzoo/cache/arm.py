@@ -78,9 +78,7 @@ class Arm:
         clip = self.rotations[layer][side].clip
         return int2.quantize(rows, clip[..., None], self.group_size, format)
 
-    def dequantize(
-        self, quantized: int2.Quantized, side: str, format: int2.Format
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
         """The inverse of `quantize`: rotated rows `[B, H, T, D]`, float32."""
         return int2.dequantize(quantized, format)
 

@@ -65,9 +65,7 @@ class KiviArm(Arm):
         # One row per channel, cut into groups of tokens.
         return _swap(int2.quantize(rows.mT, 1.0, self.tokens, FORMAT))
 
-    def dequantize(
-        self, quantized: int2.Quantized, side: str, format: int2.Format
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
         """The inverse of `quantize`."""
         if side == "value":
             return int2.dequantize(quantized, FORMAT)

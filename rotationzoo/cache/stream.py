@@ -1,0 +1,185 @@
+"""The stored keys and values of one layer, for rows of a batch that begin at the same token."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.blocks import METADATA, Block, Blocks
+from rotationzoo.cache.windows import Cache
+from rotationzoo.codec import int2
+from rotationzoo.rotations import SIDES
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the layers of a cache store their tokens."""
+
+    arm: Arm
+    windows: Cache = field(default_factory=Cache)
+    """The sizes of the exact windows, the 2-bit format, and what a chunk reads of earlier ones."""
+    slack: int = 64
+    """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
+    block: int = 1024
+    """Tokens per block, at least."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block: a multiple of the tokens that are quantized together."""
+        group = self.arm.token_group
+        return -(-self.block // group) * group
+
+
+class Stream:
+    """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
+    computed them, and those between quantized.
+
+    Tokens are counted from the first one of the rows, without padding. Until a token is quantized
+    for the first time, all of them are in the tail, and `head` is empty.
+    """
+
+    def __init__(self, storage: Storage, layer: int, key: torch.Tensor, value: torch.Tensor):
+        """An empty stream for keys and values like these, which may hold any number of tokens."""
+        self.layer, self.windows, self.arm = layer, storage.windows, storage.arm
+        self.step = storage.block_tokens
+        packing = self.windows.format.packing
+        self.blocks = {side: Blocks(self.step, packing) for side in SIDES}
+        self.tail = {"key": key[:, :, :0], "value": value[:, :, :0]}
+        self.head: dict[str, torch.Tensor] = {}
+        self.tail_start = 0
+        """The first token of the tail; all after it are exact."""
+        self.first = 0
+        """The first token that can still be read. Layers with a sliding window forget earlier
+        ones."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens the rows have, including those that were forgotten."""
+        return self.tail_start + self.exact_tokens
+
+    @property
+    def batch(self) -> int:
+        """How many rows there are."""
+        return self.tail["key"].shape[0]
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add the exact keys and values of new tokens."""
+        for side, rows in zip(SIDES, (key, value), strict=True):
+            tail = self.tail[side]
+            # The first tokens are not copied: a prompt may be long.
+            self.tail[side] = torch.cat([tail, rows], dim=2) if tail.shape[2] else rows
+
+    def quantize_before(self, token: int) -> None:
+        """Quantize the exact tokens between the sink and this one, in complete groups. Those that
+        nobody will read are forgotten instead."""
+        sink = self.windows.sink
+        start = max(self.tail_start, sink)
+        end = self._whole_groups(token)
+        if end <= start:
+            return
+        if not self.head:
+            self.head = {side: rows[:, :, :sink].clone() for side, rows in self.tail.items()}
+        forgotten = min(max(self._whole_groups(self.first), start), end)
+        for side in SIDES:
+            leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
+            self.blocks[side].skip(forgotten - start)
+            # A block at a time, because the codec takes float32 copies of what it quantizes.
+            for begin in range(forgotten - start, end - start, self.step):
+                rows = leaving[:, :, begin : begin + self.step]
+                self.blocks[side].append(self._quantize(rows, side))
+            # A copy, so that a long prompt is freed when nobody reads it any more.
+            self.tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
+        self.tail_start = end
+
+    def forget_before(self, token: int) -> None:
+        """Free what is stored of tokens before this one, which nobody will read again."""
+        self.first = max(self.first, token)
+        for blocks in self.blocks.values():
+            blocks.free_before(self.first - self.windows.sink)
+
+    def read(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
+        and type. Keys are without their mean where they are centred."""
+        return self._read_side("key", start), self._read_side("value", start)
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many tokens at the end are exact."""
+        return self.tail["key"].shape[2]
+
+    def crop(self, count: int) -> None:
+        """Take back the last tokens, at most `exact_tokens`."""
+        for side, rows in self.tail.items():
+            self.tail[side] = rows[:, :, : rows.shape[2] - count]
+
+    def copy(self) -> "Stream":
+        """A stream with the same content that grows by itself."""
+        # Blocks are written in place; rotations and settings never are.
+        return copy.deepcopy(self, {id(self.arm): self.arm, id(self.windows): self.windows})
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows `[B']` of the batch, in this order."""
+        for exact in (self.head, self.tail):
+            for side, tensor in exact.items():
+                exact[side] = tensor.index_select(0, rows)
+        for blocks in self.blocks.values():
+            blocks.select(rows)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every stored tensor, with its name in a file."""
+        for side in SIDES:
+            for name, exact in (("head", self.head), ("tail", self.tail)):
+                if side in exact:
+                    yield f"{side}.{name}", exact[side]
+            for number, block in self.blocks[side].table.items():
+                for part, tensor in block.tensors():
+                    yield f"{side}.{part}.{number}", tensor
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], tail_start: int, quantized: int) -> None:
+        """Take over what `tensors` gave, with the counts that belong to it. Raises `KeyError` and
+        `ValueError` where something is missing or does not fit."""
+        self.tail_start = tail_start
+        for side in SIDES:
+            self.tail[side] = tensors[f"{side}.tail"]
+            if tail_start:
+                self.head[side] = tensors[f"{side}.head"]
+            self.blocks[side].length = quantized
+        for name, tensor in tensors.items():
+            side, part, *number = name.split(".")
+            if number and part == "codes":
+                scale, offset = (tensors[f"{side}.{other}.{number[0]}"] for other in METADATA)
+                self.blocks[side].table[int(number[0])] = Block(tensor, scale, offset)
+
+    def _quantize(self, rows: torch.Tensor, side: str) -> int2.Quantized:
+        rotated = self.arm.rotate(rows, self.layer, side)
+        return self.arm.quantize(rotated, self.layer, side, self.windows.format)
+
+    def _whole_groups(self, token: int) -> int:
+        """The end of the last group of tokens that ends at this token or earlier."""
+        sink, group = self.windows.sink, self.arm.token_group
+        return sink + max(0, token - sink) // group * group
+
+    def _read_side(self, side: str, start: int) -> torch.Tensor:
+        exact = self.arm.keep_exact(self.tail[side], self.layer, side)
+        if not self.head:
+            return exact[:, :, start:]
+        batch, heads, _, dim = exact.shape
+        read = exact.new_empty(batch, heads, self.length - start, dim)
+        for first, rows in self._parts(side, start):
+            skipped = max(0, start - first)
+            begin = first + skipped - start
+            kept = rows[:, :, skipped:]
+            read[:, :, begin : begin + kept.shape[2]] = kept
+        tail_start = max(0, self.tail_start - start)
+        read[:, :, tail_start:] = exact[:, :, max(0, start - self.tail_start) :]
+        return read
+
+    def _parts(self, side: str, start: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first token and the rows of the sink and of every block, one at a time."""
+        sink = self.windows.sink
+        yield 0, self.arm.keep_exact(self.head[side], self.layer, side)
+        for first, quantized in self.blocks[side].read(start - sink):
+            rotated = self.arm.dequantize(quantized, side, self.windows.format)
+            yield sink + first, self.arm.restore(rotated, self.layer, side)
