@@ -34,6 +34,7 @@ ORDER = [
     "engines",
     "zoo",
     "api",
+    "rotated_cache",
     "cli",
     "__main__",
 ]

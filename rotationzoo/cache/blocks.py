@@ -1,14 +1,12 @@
 """Packed codes with their scales and offsets, in blocks that grow by one and are never copied."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import torch
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import Packing
-
-METADATA = "scale", "offset"
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,25 @@ class Blocks:
         for number, block in self.table.items():
             chosen = [tensor.index_select(0, rows) for _, tensor in block.tensors()]
             self.table[number] = Block(*chosen)
+
+    def restore(
+        self, tensors: Mapping[str, torch.Tensor], like: int2.Quantized, needed: range
+    ) -> None:
+        """Take over blocks from `tensors`, by part and number, such as `codes.0`.
+
+        `like` is rows of the same kind, and `needed` the tokens that must be there. Raises
+        `KeyError` for a block that is missing, and `ValueError` for one of another shape.
+        """
+        rows = Block(int2.pack(like.codes, self.packing), like.scale, like.offset)
+        self.length = needed.stop
+        for number in range(needed.start // self.tokens, -(-needed.stop // self.tokens)):
+            parts = []
+            for name, empty in self._allocate(number, rows).tensors():
+                tensor = tensors[f"{name}.{number}"]
+                if (tensor.shape, tensor.dtype) != (empty.shape, empty.dtype):
+                    raise ValueError(f"block {number} has another shape or type")
+                parts.append(tensor)
+            self.table[number] = Block(*parts)
 
     def _allocate(self, number: int, like: Block) -> Block:
         """Make an empty block for rows of the shape of `like`."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from rotationzoo.storage import files, strict_json
 
 _KEY = "rotationzoo.cache"  # the description's name among a file's metadata
 _HINT = "read the prompt again, and save the cache anew"
+_STATE = re.compile(r"layers\.\d+\.state\.(conv|recurrent)_states\.\d+")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -25,7 +27,6 @@ class _StreamCounts(strict_json.Strict):
     start: int
     tail_start: int
     first: int
-    quantized: int
 
 
 class _LayerCounts(strict_json.Strict):
@@ -91,6 +92,8 @@ def read(
         except (KeyError, ValueError) as error:
             raise _damaged(path, f"layer {index}: {error}") from error
         layer.padding.starts = description.padding
+    if unknown := [name for name in tensors if not _STATE.fullmatch(name)]:
+        raise _damaged(path, f"nothing is stored under {unknown[0]}")
     return tensors
 
 
@@ -98,7 +101,7 @@ def _counts(layer: RotatedLayer) -> dict[str, Any]:
     streams = []
     for start, stream in zip(layer.starts, layer.streams, strict=True):
         counts = {"start": start, "tail_start": stream.tail_start, "first": stream.first}
-        streams.append(counts | {"quantized": stream.blocks["key"].length})
+        streams.append(counts)
     return {"columns": layer.columns, "streams": streams}
 
 
@@ -137,8 +140,7 @@ def _fill(
             if name.endswith(("head", "tail")):
                 parts[name] = part.to(dtype)
         stream = Stream(storage, layer.index, parts["key.tail"], parts["value.tail"])
-        stream.restore(parts, stream_counts.tail_start, stream_counts.quantized)
-        stream.first = stream_counts.first
+        stream.restore(parts, stream_counts.model_dump())
         layer.streams.append(stream)
         layer.starts.append(stream_counts.start)
     layer.columns = counts.columns

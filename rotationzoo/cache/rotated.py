@@ -59,7 +59,8 @@ class RotatedCache(DynamicCache):
         # layers are added one by one, when they are first updated.
         one_by_one = len(type(self).__bases__) > 1
         self.layers = [] if one_by_one else self._planned
-        self.layer_class_to_replicate = self._next_layer if one_by_one else None
+        next_layer: Any = self._next_layer if one_by_one else None
+        self.layer_class_to_replicate = next_layer
         _check_means(storage, model)
         watch_padding(model)
 
@@ -136,14 +137,6 @@ class RotatedCache(DynamicCache):
                 self.layers[int(index)], kind, int(number), state.to(place(int(index))[0])
             )
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens were read, with padding."""
-        return super().get_seq_length(self._layer_with_length(layer_idx))
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many columns a call of `query_length` tokens reads in a layer, and the first."""
-        return super().get_mask_sizes(query_length, self._layer_with_length(layer_idx))
-
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number. Raises `RotationZooError` where a
         layer cannot, before any layer changes."""
@@ -152,8 +145,14 @@ class RotatedCache(DynamicCache):
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything, for the next prompt."""
-        super().reset()
+        """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
+        cache class of its own: what that keeps is not known."""
+        if self.layers is not self._planned:
+            raise RotationZooError(
+                f"a {type(self).__mro__[2].__name__} cannot be emptied", hint="make a new cache"
+            )
+        for layer in self.layers:
+            layer.reset()
         self.padding.starts = []
 
     def _next_layer(self) -> Any:
@@ -169,7 +168,6 @@ class RotatedCache(DynamicCache):
                 f"{len(layers)} layers",
                 hint="give the rotations of this model",
             )
-        attention = []
         for index, layer in enumerate(layers):
             if type(layer) is DynamicSlidingWindowLayer:
                 window = layer.sliding_window
@@ -182,20 +180,13 @@ class RotatedCache(DynamicCache):
                     "which this cache cannot store in 2 bits",
                     hint="evaluate it in a simulation: rotationzoo evaluate",
                 )
-            else:
-                continue
-            attention.append(index)
-        if missing := [index for index in attention if index not in rotations]:
-            raise RotationZooError(
-                f"there is no rotation for layer {missing[0]}", hint="give those of this model"
-            )
+            elif index in rotations:
+                raise RotationZooError(
+                    f"layer {index} of {type(model).__name__} stores no keys and values, and there "
+                    "are rotations for it",
+                    hint="give the rotations of this model",
+                )
         return layers
-
-    def _layer_with_length(self, layer_idx: int) -> int:
-        """The first layer with attention where nobody asks for a certain one."""
-        if layer_idx or not self.rotated_layers:
-            return layer_idx
-        return self.layers.index(self.rotated_layers[0])
 
 
 def _own_class(model: PreTrainedModel) -> type | None:

@@ -34,7 +34,7 @@ class RotatedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, storage: Storage, index: int, padding: Padding):
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.storage, self.index, self.padding = storage, index, padding
         self.record_past = False
         self._clear()
@@ -51,7 +51,12 @@ class RotatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make empty streams for keys and values of this shape. Raises `RotationZooError` where the
         rotations are for other heads or dimensions."""
-        rotations = self.storage.arm.rotations[self.index]
+        rotations = self.storage.arm.rotations.get(self.index)
+        if rotations is None:
+            raise RotationZooError(
+                f"there is no rotation for layer {self.index}",
+                hint="give the rotations of this model",
+            )
         for rotation, rows in ((rotations.key, key_states), (rotations.value, value_states)):
             heads, dim = rows.shape[1], rows.shape[3]
             if (len(rotation.clip), rotation.dim) != (heads, dim):
@@ -81,7 +86,8 @@ class RotatedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values `[B, H, T, D]` of new tokens, and return those `[B, H, T', D]`
         that a query reads. In columns of padding they are 0."""
-        if not self.is_initialized:
+        # Until a token is read that is no padding, it is not known where each row begins.
+        if not any(stream.length for stream in self.streams):
             self.lazy_initialization(key_states, value_states)
         self._follow_padding()
         before, new = self.columns, key_states.shape[2]

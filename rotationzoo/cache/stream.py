@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.blocks import METADATA, Block, Blocks
+from rotationzoo.cache.blocks import Blocks
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.rotations import SIDES
@@ -31,6 +31,19 @@ class Storage:
         group = self.arm.token_group
         return -(-self.block // group) * group
 
+    def quantize(self, rows: torch.Tensor, layer: int, side: str) -> int2.Quantized:
+        """The codes of rows `[B, H, T, D]` of the model."""
+        rotated = self.arm.rotate(rows, layer, side)
+        return self.arm.quantize(rotated, layer, side, self.windows.format)
+
+    def restore(self, quantized: int2.Quantized, layer: int, side: str) -> torch.Tensor:
+        """Quantized rows in the model's frame, float32."""
+        rotated = self.arm.dequantize(quantized, side, self.windows.format)
+        return self.arm.restore(rotated, layer, side)
+
+    def __deepcopy__(self, memo: object) -> "Storage":
+        return self  # copies of a cache share its rotations
+
 
 class Stream:
     """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
@@ -42,10 +55,9 @@ class Stream:
 
     def __init__(self, storage: Storage, layer: int, key: torch.Tensor, value: torch.Tensor):
         """An empty stream for keys and values like these, which may hold any number of tokens."""
-        self.layer, self.windows, self.arm = layer, storage.windows, storage.arm
-        self.step = storage.block_tokens
-        packing = self.windows.format.packing
-        self.blocks = {side: Blocks(self.step, packing) for side in SIDES}
+        self.storage, self.layer = storage, layer
+        step, packing = storage.block_tokens, storage.windows.format.packing
+        self.blocks = {side: Blocks(step, packing) for side in SIDES}
         self.tail = {"key": key[:, :, :0], "value": value[:, :, :0]}
         self.head: dict[str, torch.Tensor] = {}
         self.tail_start = 0
@@ -74,7 +86,7 @@ class Stream:
     def quantize_before(self, token: int) -> None:
         """Quantize the exact tokens between the sink and this one, in complete groups. Those that
         nobody will read are forgotten instead."""
-        sink = self.windows.sink
+        sink, step = self.storage.windows.sink, self.storage.block_tokens
         start = max(self.tail_start, sink)
         end = self._whole_groups(token)
         if end <= start:
@@ -86,9 +98,9 @@ class Stream:
             leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
             self.blocks[side].skip(forgotten - start)
             # A block at a time, because the codec takes float32 copies of what it quantizes.
-            for begin in range(forgotten - start, end - start, self.step):
-                rows = leaving[:, :, begin : begin + self.step]
-                self.blocks[side].append(self._quantize(rows, side))
+            for begin in range(forgotten - start, end - start, step):
+                rows = leaving[:, :, begin : begin + step]
+                self.blocks[side].append(self.storage.quantize(rows, self.layer, side))
             # A copy, so that a long prompt is freed when nobody reads it any more.
             self.tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
         self.tail_start = end
@@ -97,7 +109,7 @@ class Stream:
         """Free what is stored of tokens before this one, which nobody will read again."""
         self.first = max(self.first, token)
         for blocks in self.blocks.values():
-            blocks.free_before(self.first - self.windows.sink)
+            blocks.free_before(self.first - self.storage.windows.sink)
 
     def read(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
@@ -116,8 +128,7 @@ class Stream:
 
     def copy(self) -> "Stream":
         """A stream with the same content that grows by itself."""
-        # Blocks are written in place; rotations and settings never are.
-        return copy.deepcopy(self, {id(self.arm): self.arm, id(self.windows): self.windows})
+        return copy.deepcopy(self)  # blocks are written in place
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows `[B']` of the batch, in this order."""
@@ -137,32 +148,43 @@ class Stream:
                 for part, tensor in block.tensors():
                     yield f"{side}.{part}.{number}", tensor
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], tail_start: int, quantized: int) -> None:
-        """Take over what `tensors` gave, with the counts that belong to it. Raises `KeyError` and
-        `ValueError` where something is missing or does not fit."""
-        self.tail_start = tail_start
+    def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """Take over what `tensors` gave, with the counts that belong to it. Raises `KeyError` for a
+        tensor that is missing, and `ValueError` for one that does not fit."""
+        self.tail_start, self.first = counts["tail_start"], counts["first"]
+        sink = self.storage.windows.sink
         for side in SIDES:
-            self.tail[side] = tensors[f"{side}.tail"]
-            if tail_start:
-                self.head[side] = tensors[f"{side}.head"]
-            self.blocks[side].length = quantized
-        for name, tensor in tensors.items():
-            side, part, *number = name.split(".")
-            if number and part == "codes":
-                scale, offset = (tensors[f"{side}.{other}.{number[0]}"] for other in METADATA)
-                self.blocks[side].table[int(number[0])] = Block(tensor, scale, offset)
-
-    def _quantize(self, rows: torch.Tensor, side: str) -> int2.Quantized:
-        rotated = self.arm.rotate(rows, self.layer, side)
-        return self.arm.quantize(rotated, self.layer, side, self.windows.format)
+            rotation = self.storage.arm.rotations[self.layer][side]
+            shape = self.batch, len(rotation.clip), sink, rotation.dim
+            tail = self.tail[side] = tensors[f"{side}.tail"]
+            if tail.shape[:2] + tail.shape[3:] != (*shape[:2], shape[3]):
+                raise ValueError(f"the {side}s have another shape")
+            if not self.tail_start:
+                continue
+            self.head[side] = tensors[f"{side}.head"]
+            if self.head[side].shape != shape:
+                raise ValueError(f"the first {side}s have another shape")
+            # Any rows tell the shapes of the codes.
+            group = tail.new_zeros(*shape[:2], self.storage.arm.token_group, rotation.dim)
+            prefix = f"{side}."
+            stored = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+            self.blocks[side].restore(
+                stored,
+                self.storage.quantize(group, self.layer, side),
+                range(max(0, self.first - sink), self.tail_start - sink),
+            )
 
     def _whole_groups(self, token: int) -> int:
         """The end of the last group of tokens that ends at this token or earlier."""
-        sink, group = self.windows.sink, self.arm.token_group
+        sink, group = self.storage.windows.sink, self.storage.arm.token_group
         return sink + max(0, token - sink) // group * group
 
     def _read_side(self, side: str, start: int) -> torch.Tensor:
-        exact = self.arm.keep_exact(self.tail[side], self.layer, side)
+        exact = self.storage.arm.keep_exact(self.tail[side], self.layer, side)
         if not self.head:
             return exact[:, :, start:]
         batch, heads, _, dim = exact.shape
@@ -178,8 +200,7 @@ class Stream:
 
     def _parts(self, side: str, start: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The first token and the rows of the sink and of every block, one at a time."""
-        sink = self.windows.sink
-        yield 0, self.arm.keep_exact(self.head[side], self.layer, side)
+        sink = self.storage.windows.sink
+        yield 0, self.storage.arm.keep_exact(self.head[side], self.layer, side)
         for first, quantized in self.blocks[side].read(start - sink):
-            rotated = self.arm.dequantize(quantized, side, self.windows.format)
-            yield sink + first, self.arm.restore(rotated, self.layer, side)
+            yield sink + first, self.storage.restore(quantized, self.layer, side)
