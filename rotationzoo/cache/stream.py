@@ -22,7 +22,7 @@ class Storage:
     """The sizes of the exact windows, the 2-bit format, and what a chunk reads of earlier ones."""
     slack: int = 64
     """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
-    block: int = 1024
+    block: int = 256
     """Tokens per block, at least."""
 
     @property
