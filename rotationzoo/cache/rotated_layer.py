@@ -1,6 +1,6 @@
 """A cache layer of transformers that stores its tokens in 2 bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,9 +104,9 @@ class RotatedLayer(CacheLayerMixin):
             stream.quantize_before(self._exact_before(begin, new))
             reads.append(stream.read(self._needed(begin)))
             self._trim(stream)
-        return self._side_by_side([key for key, _ in reads], self.columns - first_column), (
-            self._side_by_side([value for _, value in reads], self.columns - first_column)
-        )
+        width = self.columns - first_column
+        keys, values = zip(*reads, strict=True)
+        return self._side_by_side(keys, width), self._side_by_side(values, width)
 
     def _exact_before(self, begin: int, new: int) -> int:
         """The first token past the sink that `new` tokens from `begin` on read exact."""
@@ -141,7 +141,7 @@ class RotatedLayer(CacheLayerMixin):
                 self.starts[number] = start
 
     @staticmethod
-    def _side_by_side(rows: list[torch.Tensor], columns: int) -> torch.Tensor:
+    def _side_by_side(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
         """The rows of all streams as one batch, with zeros in columns of padding."""
         padded = []
         for stream_rows in rows:

@@ -235,7 +235,7 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
         RotatedCache.load(path, cache.storage, model)
 
 
-@pytest.mark.hostile("damaged tensors")
+@pytest.mark.hostile("malformed")
 @pytest.mark.parametrize("damage", ["cut", "missing", "shape", "type", "unknown", "plain"])
 def test_a_damaged_prefix_is_refused(damage, tmp_path):
     model, path = architectures.build("llama"), tmp_path / "prefix"
