@@ -16,7 +16,7 @@ from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import PRESETS, Recipe, equalized, load, override
+from rotationzoo.recipe import PRESETS, Recipe, equalized, load, override, with_feedback
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
@@ -60,6 +60,9 @@ class CalibrationOptions(Text, Run, total=False):
 
     equalize: bool
     """Scale keys and transform values before they are rotated; see docs/recipes.md."""
+    feedback: bool
+    """Store, or leave out, what a cache needs to choose codes of keys by error feedback. Without
+    this option, the recipe decides."""
     budget: float
     """Time limit in minutes for the search of recipes such as `best`."""
     restart: bool
@@ -122,12 +125,15 @@ def calibrate(
     chosen = override(loaded, **_data_settings(options))
     if options.get("equalize"):
         chosen = equalized(chosen)
+    if "feedback" in options:
+        chosen = with_feedback(chosen, options["feedback"])
     if "budget" in options and chosen.search is None:
         raise UsageError(
             f"budget is for recipes that search, and {chosen.name} does not", hint='recipe="best"'
         )
     settings = {key: value for key, value in options.items() if key not in _TEXT}
-    settings.pop("equalize", None)
+    for of_recipe in ("equalize", "feedback"):
+        settings.pop(of_recipe, None)
     progress: Any = settings.pop("progress", silent)
     # Nobody chose a preset's row length, so rows may be shortened to the model's positions.
     fit_length = "length" not in options and isinstance(recipe, str) and recipe in PRESETS

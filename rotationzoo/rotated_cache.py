@@ -38,6 +38,9 @@ class CacheOptions(TypedDict, total=False):
     """How many first and last tokens stay exact. They default to the recipe's."""
     group_size: int
     """Channels that share a scale; by default the recipe's, or the whole head. Not for `kivi`."""
+    rounding: Literal["nearest", "feedback"]
+    """How keys get their codes, `nearest` by default. `feedback` needs an artifact that was
+    calibrated with `--feedback`. Not for `kivi`."""
     prefill_layout: Literal["server", "window"]
     """What a chunk of a prompt reads exact of earlier tokens: with `server`, the default, the sink
     alone; with `window` the `recent` tokens before it as well."""
@@ -82,9 +85,11 @@ def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOption
         **options,
     }
     _check(settings)
-    arm = Arm("rotated", rotations, settings.get("group_size", recipe.group_size))
+    group_size = settings.get("group_size", recipe.group_size)
+    name = "this cache"
+    arm = Arm(name, rotations, group_size, settings.get("rounding", "nearest"))
     if settings["format"] == KIVI:
-        arm = KiviArm("rotated", rotations)
+        arm = KiviArm(name, rotations)
     windows = Cache(
         SIMULATED.get(settings["format"], SGLANG),
         settings["sink"],

@@ -1,5 +1,5 @@
-"""The rotations of a model: matrices, clip ratios, means and equalizers for the keys and values of
-every cached layer.
+"""The rotations of a model: matrices, clip ratios, means, equalizers and factors of error feedback
+for the keys and values of every cached layer.
 
 This module holds only tensors. Their names in an artifact's files are known to `artifact.layout`
 alone.
@@ -40,6 +40,10 @@ class Rotation:
     """E, float32: for keys one positive factor a channel, `[KV heads, D]`, powers of two that are
     equal within a RoPE pair; for values an invertible matrix `[KV heads, D, D]`. None where the
     recipe does not equalize."""
+    feedback: torch.Tensor | None = None
+    """Keys only: the factor `[KV heads, D, D]`, float32, of the metric in which queries read errors
+    of rotated rows, as `codec.feedback` takes it; one per KV head, even where heads share a matrix.
+    None where the recipe leaves it out: codes are then rounded to the nearest."""
 
     @cached_property
     def transform(self) -> torch.Tensor:
@@ -161,6 +165,11 @@ class Rotations(Mapping[int, LayerRotations]):
     def equalized(self) -> bool:
         """Whether any side of any layer has an equalizer."""
         return any(rotation.equalizer is not None for _, _, rotation in self.each())
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether the keys of every layer have the factor that error feedback needs."""
+        return all(sides.key.feedback is not None for sides in self.values())
 
     @property
     def orthogonality_error(self) -> float:

@@ -60,6 +60,8 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
             tensors[tensor_name(layer, side, "mean")] = rotation.mean
         if rotation.equalizer is not None:
             tensors[tensor_name(layer, side, "equalizer")] = rotation.equalizer
+        if rotation.feedback is not None:
+            tensors[tensor_name(layer, side, "feedback")] = rotation.feedback
     return tensors
 
 
@@ -83,6 +85,7 @@ def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -
         tensors.get(tensor_name(layer, side, "eigenvalues")),
         tensors.get(tensor_name(layer, side, "mean")),
         tensors.get(tensor_name(layer, side, "equalizer")),
+        tensors.get(tensor_name(layer, side, "feedback")),
     )
 
 
@@ -150,6 +153,8 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
             if recipe.equalize:
                 factors = (dim,) if side == "key" else (dim, dim)
                 fields["equalizer"] = torch.float32, (layer.kv_heads, *factors)
+            if recipe.feedback and side == "key":
+                fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
     return shapes

@@ -1,11 +1,12 @@
 """One arm of a comparison: rotations under test, and what a 2-bit cache that uses them returns."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
-from rotationzoo.codec import int2
+from rotationzoo.codec import feedback, int2
+from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
 
@@ -15,12 +16,24 @@ class Arm:
 
     A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
     steps one by one: `rotate` and `quantize` when a token leaves the exact window, `dequantize` and
-    `restore` when it is read.
+    `restore` when it is read. Raises `RotationZooError` for `feedback` with rotations that lack its
+    factors.
     """
 
     name: str
     rotations: Rotations
     group_size: int | None = None
+    rounding: Literal["nearest", "feedback"] = "nearest"
+    """How keys get their codes: each channel the nearest one, as engines write today, or together
+    by error feedback (`codec.feedback`). Both are stored in the same bytes. Values always get the
+    nearest codes."""
+
+    def __post_init__(self) -> None:
+        if self.rounding == "feedback" and not self.rotations.has_feedback:
+            raise RotationZooError(
+                f"{self.name} has no factors to choose key codes by error feedback with",
+                hint="calibrate with --feedback",
+            )
 
     @property
     def token_group(self) -> int:
@@ -75,8 +88,11 @@ class Arm:
         for `T / T'` successive tokens. Codes are chosen nowhere else, neither in a simulation nor
         in a cache: an arm that chooses them in another way overrides this method.
         """
-        clip = self.rotations[layer][side].clip
-        return int2.quantize(rows, clip[..., None], self.group_size, format)
+        rotation = self.rotations[layer][side]
+        if self.rounding == "feedback" and rotation.feedback is not None:
+            factor = rotation.feedback.to(rows.device)
+            return feedback.quantize(rows, factor, self.group_size, format)
+        return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
         """The inverse of `quantize`: rotated rows `[B, H, T, D]`, float32."""
@@ -105,7 +121,7 @@ class Arm:
 def _on(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
-    names = ("matrix", "mean", "equalizer")
+    names = ("matrix", "mean", "equalizer", "feedback")
     tensors = [(name, getattr(rotation, name)) for name in names]
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}

@@ -39,7 +39,7 @@ def rotations_fingerprint(rotations: Rotations) -> str:
     """sha256 over every number that decides what is stored."""
     digest = hashlib.sha256()
     for layer, side, rotation in rotations.each():
-        for name in ("matrix", "clip", "mean", "equalizer"):
+        for name in ("matrix", "clip", "mean", "equalizer", "feedback"):
             tensor = getattr(rotation, name)
             if tensor is not None:
                 digest.update(f"{layer} {side} {name} {list(tensor.shape)}".encode())

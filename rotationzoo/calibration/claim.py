@@ -13,6 +13,7 @@ from rotationzoo.artifact.tensor_check import sentences, tensor_problems
 from rotationzoo.calibration.equalizer_checks import equalizer_problems
 from rotationzoo.calibration.equalizing import stored_equalizers
 from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.key_feedback import factor_problems
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering
@@ -123,6 +124,11 @@ class Claim:
         """Equalizers that cannot be folded, or that the recipe does not make."""
         return equalizer_problems(rotations, statistics, self.recipe, self.geometry)
 
+    def factor_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
+        """Factors of error feedback that are none, or not those of the statistics and the
+        rotations."""
+        return factor_problems(rotations, statistics, self.recipe)
+
     def centering_problems(self, rotations: Rotations) -> list[str]:
         """Keys stored without their mean, although a layer's attention is known not to ignore
         it."""
@@ -135,8 +141,9 @@ class Claim:
     def _formula_problems(self, rotations: Rotations) -> list[str]:
         """Rotations that differ from those that a recipe without an eigenbasis makes, which are
         recomputed."""
-        # Leave out what comes from statistics, means and equalizers, which are checked elsewhere.
-        formula = dict.fromkeys(("center_keys", "center_values", "equalize"), False)
+        # Leave out what comes from statistics, which is checked elsewhere.
+        measured = "center_keys", "center_values", "equalize", "feedback"
+        formula = dict.fromkeys(measured, False)
         alone = self.recipe.model_copy(update=formula)
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in fit(None, alone, self.geometry).each():

@@ -118,7 +118,7 @@ def add_projections(statistics: Statistics, model: PreTrainedModel, geometry: Ge
             reason = origin.removeprefix("identity: ")
             raise RotationZooError(
                 f"values of layer {layer.index} cannot be equalized: {reason}",
-                hint="leave --equalize out",
+                hint="do without equalizers: --recipe oscar, or --recipe oscar --feedback",
             )
         moments = statistics[layer.owner]
         if layer.owner == layer.index:

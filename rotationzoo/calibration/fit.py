@@ -1,5 +1,5 @@
-"""Composes the rotations that a recipe asks for from second moments, after it has equalized
-them if it says so."""
+"""Composes the rotations that a recipe asks for from second moments: equalizers first, factors of
+error feedback last."""
 
 import hashlib
 from dataclasses import replace
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from rotationzoo.calibration.equalizing import equalize, fold_statistics
+from rotationzoo.calibration.key_feedback import add_factors
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
@@ -37,7 +38,7 @@ def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Ro
         equalizer = equalizers[layer][side] if layer in equalizers else None
         return replace(rotation, mean=_mean(statistics, recipe, layer, side), equalizer=equalizer)
 
-    return rotations.replace(complete)
+    return add_factors(rotations.replace(complete), statistics, recipe)
 
 
 def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str) -> torch.Tensor:

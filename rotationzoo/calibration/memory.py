@@ -46,13 +46,15 @@ class Footprint:
     @property
     def rotations(self) -> int:
         """The rotations: two float32 matrices per KV head, or per layer if heads are pooled, and
-        the equalizers of every KV head."""
+        the equalizers and the factor of error feedback of every KV head."""
         total = 0
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
             total += 4 * heads * (layer.key_dim**2 + layer.value_dim**2)
             if self.recipe.may_equalize:
                 total += 4 * layer.kv_heads * (layer.key_dim + layer.value_dim**2)
+            if self.recipe.feedback:
+                total += 4 * layer.kv_heads * layer.key_dim**2
         return total
 
     def peak(self, weights: int) -> int:

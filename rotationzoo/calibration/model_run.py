@@ -22,6 +22,7 @@ from rotationzoo.calibration.generate import (
     read_sampling,
     write_texts,
 )
+from rotationzoo.calibration.key_feedback import add_factors
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.calibration.recipe_checks import (
     check_held_out,
@@ -114,9 +115,9 @@ def run_model(
             model, geometry, recipe, statistics, rotations, fitted.rows, held_out, tokenizer
         )
         chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
-        return replace(
-            result, recipe=chosen.recipe, rotations=chosen.rotations, search=chosen.record
-        )
+        # The metric of errors depends on the rotation, and the search has judged nearest codes.
+        rotations = add_factors(chosen.rotations, statistics, chosen.recipe)
+        return replace(result, recipe=chosen.recipe, rotations=rotations, search=chosen.record)
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:

@@ -15,6 +15,7 @@ from rotationzoo.calibration.memory import Footprint
 from rotationzoo.calibration.recipe_checks import (
     check_length,
     check_recipe,
+    hint_without,
     settle_centering,
     settle_equalizing,
     shorten_rows,
@@ -127,7 +128,8 @@ def plan(job: Job) -> Plan:
         geometry, problem = _trace_equalizing(model, geometry)
     if problem is not None and job.recipe.equalize:
         reason = f"equalizers cannot be folded into these weights: {problem}"
-        refused = UnsupportedModel(reason, hint="leave --equalize out")
+        hint = hint_without(job.recipe, "leave --equalize out")
+        refused = UnsupportedModel(reason, hint=hint)
         return Plan(job, source, config, geometry, refused)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))

@@ -57,10 +57,16 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
     if recipe.search is None:
         raise RotationZooError(
             f"keys of this model cannot be centred: {reason}",
-            hint="set center_keys to false in the recipe",
+            hint=hint_without(recipe, "set center_keys to false in the recipe"),
         )
     note = f"keys keep their mean, although the recipe {recipe.name} centres them: {reason}"
     return without(recipe, "center_keys"), [note]
+
+
+def hint_without(recipe: Recipe, change: str) -> str:
+    """The hint for a model that does not allow what a recipe centres or equalizes: the `change` to
+    make, or a command that keeps the recipe's error feedback, which every model allows."""
+    return "run with: --recipe oscar --feedback" if recipe.feedback else change
 
 
 def settle_equalizing(recipe: Recipe, problem: str | None) -> tuple[Recipe, list[str]]:

@@ -90,12 +90,15 @@ def _check_claim(rotations: Rotations, statistics: Averages | None, claim: Claim
     if claim.recipe.equalize and problems:
         return Verification(problems, rotations.orthogonality_error, checked)
     problems += claim.origin_problems(rotations, statistics)
+    problems += claim.factor_problems(rotations, statistics)
     problems += claim.mean_problems(rotations, statistics or {})
     problems += claim.centering_problems(rotations)
     origin = "agreement with the statistics" if statistics else "the recipe"
     checked += ["orthogonality", "clip ratios", origin]
     if claim.recipe.equalize:
         checked.append("equalizers")
+    if claim.recipe.feedback:
+        checked.append("error feedback")
     return Verification(problems, rotations.orthogonality_error, checked)
 
 

@@ -41,9 +41,8 @@ def calibrate_command(
     recipe: Annotated[
         str,
         typer.Option(
-            help="oscar, best, best-uncentered, oscar-v1, hadamard, oscar-clip, oscar-v1-clip, "
-            "hadamard-clip, identity, random, or a YAML "
-            "file."
+            help="oscar, feedback, best, best-uncentered, oscar-v1, hadamard, oscar-clip, "
+            "oscar-v1-clip, hadamard-clip, identity, random, or a YAML file."
         ),
     ] = "oscar",
     data: Annotated[
@@ -62,6 +61,13 @@ def calibrate_command(
             "--equalize", help="Scale keys and values first; the scales can go into the weights."
         ),
     ] = False,
+    feedback: Annotated[
+        bool | None,
+        typer.Option(
+            "--feedback/--no-feedback",
+            help="Store what a cache needs to choose codes of keys by error feedback.",
+        ),
+    ] = None,
     subset: Subset = None,
     split: Split = None,
     column: Column = None,
@@ -109,7 +115,7 @@ def calibrate_command(
     """
     out = Output(json, quiet)
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.recipe import PRESETS, equalized, load, override
+    from rotationzoo.recipe import PRESETS, equalized, load, override, with_feedback
 
     hush_libraries()
     chosen = override(
@@ -126,6 +132,8 @@ def calibrate_command(
     )
     if equalize:
         chosen = equalized(chosen)
+    if feedback is not None:
+        chosen = with_feedback(chosen, feedback)
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.cli.calibrate_view import show_plan

@@ -32,6 +32,7 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "revision": known.source.revision,
         "recipe": recipe.name,
         "equalize": recipe.equalize,
+        "feedback": recipe.feedback,
         "layers": len(cached),
         "kv_heads": _common(kv_heads),
         "head_dim": _common(key_dims),
@@ -89,6 +90,8 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         fixed = any(layer.fixed_values for layer in known.geometry or [])
         sides = "Keys are" if fixed else "Keys and values are"
         say(f"{sides} equalized first: these weights can carry the equalizers")
+    if job.recipe.feedback:
+        say("Keys get the factors that a cache needs to choose codes by error feedback")
     if job.recipe.search is not None:
         say(_search_words(job.recipe.search, job.budget))
     if data["layers"]:

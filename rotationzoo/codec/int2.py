@@ -52,7 +52,7 @@ zero."""
 METADATA_TYPES = {"float32": torch.float32, "float16": torch.float16}
 """`Format.metadata` -> torch's type."""
 _HALF_MAX, _HALF_TINY = 65504.0, 2.0**-24  # the largest and the smallest positive float16
-_HALF_INTEGERS = 32768.0  # the largest zero that float16 formats allow, see `_metadata`
+_HALF_INTEGERS = 32768.0  # the largest zero that float16 formats allow, see `metadata`
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def quantize(
     group = group_size or dim
     check_shape(dim, group)
     rows = rows.float()
-    _check_values(rows)
+    check_values(rows)
     groups = torch.unflatten(rows, -1, (-1, group))
     threshold = group_threshold(groups, clip, format)
     return encode(torch.clamp(groups, -threshold, threshold), format)
@@ -90,14 +90,16 @@ def quantize(
 
 def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
     """Quantize float32 groups `[..., D / group, group]` that are already clamped."""
-    scale, offset = _metadata(groups.amin(-1), groups.amax(-1), format)
+    scale, offset = metadata(groups.amin(-1), groups.amax(-1), format)
     group_scale, group_offset = scale.unsqueeze(-1), offset.unsqueeze(-1)
     if format.offset == "zero":
         steps = groups / group_scale + group_offset
     else:
         steps = (groups - group_offset) / group_scale
     codes = (steps + 0.5).trunc().clamp(0, 3).to(torch.uint8)
-    return Quantized(codes.flatten(-2), _store(scale, format), _store(offset, format))
+    return Quantized(
+        codes.flatten(-2), store_metadata(scale, format), store_metadata(offset, format)
+    )
 
 
 def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
@@ -168,7 +170,7 @@ def check_shape(dim: int, group: int) -> None:
         )
 
 
-def _check_values(rows: torch.Tensor) -> None:
+def check_values(rows: torch.Tensor) -> None:
     # `not <=` instead of `>`, so that NaN is refused, too.
     if rows.numel() and not rows.abs().amax() <= LARGEST:
         raise RotationZooError(
@@ -177,7 +179,7 @@ def _check_values(rows: torch.Tensor) -> None:
         )
 
 
-def _metadata(
+def metadata(
     low: torch.Tensor, high: torch.Tensor, format: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The float32 scale and offset with which groups of these minima and maxima are rounded.
@@ -203,10 +205,10 @@ def _metadata(
 
 def _for_rounding(number: torch.Tensor, format: Format) -> torch.Tensor:
     """The float32 scale or offset with which the format rounds codes."""
-    return _store(number, format).float() if format.rounded_with == "stored" else number
+    return store_metadata(number, format).float() if format.rounded_with == "stored" else number
 
 
-def _store(number: torch.Tensor, format: Format) -> torch.Tensor:
+def store_metadata(number: torch.Tensor, format: Format) -> torch.Tensor:
     """A scale or an offset in the format's type. Values that overflow float16 become its largest
     number, which keeps every row finite."""
     if format.metadata == "float16":

@@ -122,6 +122,7 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
         "center_keys": False,
         "center_values": False,
         "equalize": False,
+        "feedback": False,
         "search": None,
     }
     # A search's choices for single heads are dropped, except for the clip ratios.

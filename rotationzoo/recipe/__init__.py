@@ -1,6 +1,6 @@
 """Recipes: every choice that decides which rotation comes out. The public names are here."""
 
-from rotationzoo.recipe.loading import equalized, from_dict, load, override
+from rotationzoo.recipe.loading import equalized, from_dict, load, override, with_feedback
 from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
 from rotationzoo.recipe.schema import SELF, Data, Recipe
@@ -23,6 +23,7 @@ __all__ = [
     "override",
     "tries",
     "variants",
+    "with_feedback",
     "without",
     "without_paths",
 ]

@@ -94,6 +94,14 @@ def equalized(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"equalize": True, "name": f"{recipe.name}-equalized"})
 
 
+def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
+    """The recipe with error feedback or without it, under a name that says so."""
+    if recipe.feedback == feedback:
+        return recipe
+    suffix = "feedback" if feedback else "nearest"
+    return recipe.model_copy(update={"feedback": feedback, "name": f"{recipe.name}-{suffix}"})
+
+
 def _first_problem(error: ValidationError) -> str:
     """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]

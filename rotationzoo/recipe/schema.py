@@ -16,7 +16,7 @@ from rotationzoo.recipe.section import Section, nearest
 
 SELF = "self"
 """The `Data.source` that stands for text which the model writes itself."""
-ADDED = ("equalize",)
+ADDED = ("equalize", "feedback")
 """Keys of a recipe that artifacts have been published without. They count in a recipe's hash only
 where they are not at their default."""
 
@@ -112,6 +112,10 @@ class Recipe(Section):
     equalize: bool = False
     """Scale keys, and transform values, by closed forms of the statistics before they are rotated,
     so that no channel towers. The scales can be folded into the weights of the model."""
+    feedback: bool = False
+    """Also store how queries read errors of keys, so that a writer of the cache can choose the
+    codes of a key together, each making up for the errors of others. Readers and formats stay the
+    same."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are
     never quantized."""
@@ -172,7 +176,7 @@ class Recipe(Section):
     @property
     def needs_statistics(self) -> bool:
         """False for data-free recipes, which read no text and run no model."""
-        asked = self.may_equalize or self.search is not None
+        asked = self.may_equalize or self.feedback or self.search is not None
         return self.has_eigenbasis or bool(self.centered) or asked
 
     @property

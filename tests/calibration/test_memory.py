@@ -141,6 +141,7 @@ def test_statistics_and_rotations_are_as_large_as_planned(medium):
     raw = sum(moment.second.nbytes + moment.first.nbytes for moment in sums)
     assert LEAST < medium.needs.statistics / raw < MOST
     matrices = [rotation.matrix for _, _, rotation in medium.baseline.each()]
+    matrices += [sides.key.feedback for sides in medium.baseline.values()]
     assert medium.needs.rotations == sum(matrix.nbytes for matrix in matrices)
 
 

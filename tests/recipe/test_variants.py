@@ -67,6 +67,7 @@ def test_recipes_of_earlier_versions_keep_their_hash():
     earlier = from_dict(
         {
             "extends": "best",
+            "feedback": False,
             "search": dict.fromkeys(("composition", "center_keys", "equalize"), ()),
         },
         "mine.yaml",

@@ -44,7 +44,8 @@ def choose_sides(
     keys, for values, and for both."""
 
     def replace_matrix(layer: int, side: str, rotation: Rotation) -> Rotation:
-        return replace(rotation, matrix=matrices[layer, side])
+        # The factor of error feedback is that of another matrix.
+        return replace(rotation, matrix=matrices[layer, side], feedback=None)
 
     both = frame.rotations.replace(replace_matrix)
     sides = {

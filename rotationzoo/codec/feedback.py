@@ -1,0 +1,104 @@
+"""Codes chosen by error feedback: the stored format is that of `int2`, and so is the reader, but a
+row's codes are chosen together instead of one by one.
+
+Rounding every channel to its nearest code makes each error small. What counts is the error of the
+products with queries, `e M e^T` for the error e of a row and the queries' second moment M. Queries
+that point in few directions leave the others free, and a rotation cannot use this: all channels of
+a row share one scale. Error feedback does. It rounds channel after channel, and moves the channels
+that are not yet rounded so that their errors make up for what the earlier ones did. GPTQ (arXiv
+2210.17323) and QuIP (arXiv 2307.13304, "LDLQ") round weights this way.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from rotationzoo.codec import int2
+from rotationzoo.codec.formats import SGLANG, Format
+from rotationzoo.codec.int2 import Quantized
+
+RANGES = (1.0, 0.9, 0.8, 0.7)
+"""Each row is encoded once for every share of the range of its groups, about the middle of the
+range, and the codes of the smallest error are stored. This takes the place of a clip ratio."""
+
+
+def quantize(
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    group_size: int | None = None,
+    format: Format = SGLANG,
+) -> Quantized:
+    """Quantize rotated rows `[..., H, T, D]` to codes with their scales and offsets.
+
+    * `factor` `[H, D, D]`, float32: `M = U diag(d) U^T` with U unit upper triangular, stored as U
+      with d on its diagonal (`linalg.error_feedback.factorize`);
+    * `group_size`: channels that share a scale; None means the whole row.
+
+    For `e` the errors of a row, `e M e^T` is the sum over the channels j of
+
+        d_j (e_j + sum over i < j of e_i U_ij)^2
+
+    so each channel in turn is rounded to the code that makes its own term smallest. Everything is
+    float32, and every operation is rounded on its own. Raises `RotationZooError` as `int2.quantize`
+    does.
+    """
+    group = group_size or rows.shape[-1]
+    int2.check_shape(rows.shape[-1], group)
+    rows = rows.float()
+    int2.check_values(rows)
+    groups = torch.unflatten(rows, -1, (-1, group))
+    low, high = groups.amin(-1), groups.amax(-1)
+    best, smallest = _encode(rows, low, high, factor, format)
+    for share in RANGES[1:]:
+        # A tensor, because torch multiplies by a Python number in another precision on a GPU.
+        cut = (high - low) * low.new_full((), (1 - share) / 2)
+        codes, error = _encode(rows, low + cut, high - cut, factor, format)
+        better = (error < smallest)[..., None]
+        pairs = (codes.codes, best.codes), (codes.scale, best.scale), (codes.offset, best.offset)
+        best = Quantized(*(torch.where(better, new, old) for new, old in pairs))
+        smallest = torch.minimum(error, smallest)
+    return best
+
+
+def round_trip(
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    group_size: int | None = None,
+    format: Format = SGLANG,
+) -> torch.Tensor:
+    """What a reader gets back from stored rows, float32 `[..., H, T, D]`. The arguments are those
+    of `quantize`."""
+    return int2.dequantize(quantize(rows, factor, group_size, format), format)
+
+
+def _encode(
+    rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factor: torch.Tensor, format: Format
+) -> tuple[Quantized, torch.Tensor]:
+    """The codes of rows whose groups reach from `low` to `high`, `[..., H, T, D / group]`, and the
+    error `e M e^T` of each row, `[..., H, T]`.
+
+    Codes are always rounded with the scale and offset as they are stored, whatever the engine's
+    own writer does: the error is that of what a reader gets.
+    """
+    ranges = int2.metadata(low, high, replace(format, rounded_with="stored"))
+    scales, offsets = ranges
+    group = rows.shape[-1] // scales.shape[-1]
+    moved = rows.clone()
+    codes = torch.empty_like(rows, dtype=torch.uint8)
+    total = torch.zeros_like(rows[..., 0])
+    for channel in range(rows.shape[-1]):
+        scale, offset = scales[..., channel // group], offsets[..., channel // group]
+        target = moved[..., channel]
+        if format.offset == "zero":
+            code = (target / scale + offset + 0.5).trunc().clamp(0, 3)
+            restored = (code - offset) * scale
+        else:
+            code = ((target - offset) / scale + 0.5).trunc().clamp(0, 3)
+            restored = code * scale + offset
+        codes[..., channel] = code.to(torch.uint8)
+        residual = restored - target
+        total = total + factor[:, channel, channel, None] * (residual * residual)
+        error = restored - rows[..., channel]
+        later = factor[:, None, channel, channel + 1 :]
+        moved[..., channel + 1 :] -= error[..., None] * later
+    return Quantized(codes, *(int2.store_metadata(number, format) for number in ranges)), total
