@@ -42,9 +42,23 @@ def random_rotations(centered=True):
     return rotations.replace(center)
 
 
+def with_factors(rotations):
+    """Rotations with factors of error feedback."""
+
+    def add(_, side, rotation):
+        if side == "value":
+            return rotation
+        shape = HEADS, rotation.dim, rotation.dim
+        above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
+        return replace(rotation, feedback=above + torch.eye(rotation.dim))
+
+    return rotations.replace(add)
+
+
 ARMS = {
     "one group": Arm("", random_rotations()),
     "groups": Arm("", random_rotations(), group_size=4),
+    "feedback": Arm("", with_factors(random_rotations()), rounding="feedback"),
     "kivi": KiviArm("", random_rotations(), tokens=4, channels=4),
     "kivi, no rotation": KiviArm("", fit(None, PRESETS["identity"], GEOMETRY), tokens=12),
 }
