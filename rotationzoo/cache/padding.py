@@ -13,11 +13,28 @@ class Padding:
 
     starts: list[int] = field(default_factory=list)
     """Empty where nobody said: then no row begins with padding."""
+    settled: bool = False
+    """Whether every row has had a token that is no padding."""
+
+    def of_batch(self, rows: int) -> list[int]:
+        """The starts of a batch of so many rows."""
+        return self.starts if len(self.starts) == rows else [0] * rows
 
     def note(self, mask: torch.Tensor) -> None:
-        """Read the padding from the mask `[B, T]` of all tokens so far, 0 for padding."""
+        """Read the padding from the mask `[B, T]` of all tokens so far, 0 for padding.
+
+        Once every row has a token, later masks are not looked at: that would take time at every
+        decoding step.
+        """
+        if self.settled:
+            return
         hidden = mask.to(torch.bool).cumsum(1) == 0
         self.starts = hidden.sum(1).tolist()
+        self.settled = max(self.starts, default=0) < mask.shape[1]
+
+    def forget(self) -> None:
+        """Read the padding anew from the next mask."""
+        self.starts, self.settled = [], False
 
 
 def watch_padding(model: PreTrainedModel) -> None:

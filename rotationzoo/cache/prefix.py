@@ -51,7 +51,7 @@ def write(
     counts = {str(index): _counts(layer) for index, layer in layers.items()}
     padding = next(iter(layers.values())).padding.starts
     description = {"made_with": made_with, "padding": padding, "layers": counts}
-    held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    held = {name: _alone(tensor) for name, tensor in tensors.items()}
     partial = path.with_name(path.name + ".partial")
     try:
         with files.disk_errors(path):
@@ -71,6 +71,9 @@ def read(
     `place(index)` is the device and the type of a layer's keys and values. Raises
     `RotationZooError` for a file that is damaged, or that was made with something else.
     """
+    # A link may lead to a file, but not to a pipe, which would be waited for.
+    if files.size_of(Path(os.path.realpath(path))) is None:
+        raise RotationZooError(f"there is no file {path}", hint="write one with cache.save")
     try:
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_KEY)
@@ -91,10 +94,17 @@ def read(
             _fill(layer, counts, tensors, device, dtype)
         except (KeyError, ValueError) as error:
             raise _damaged(path, f"layer {index}: {error}") from error
-        layer.padding.starts = description.padding
+        layer.padding.starts, layer.padding.settled = description.padding, True
     if unknown := [name for name in tensors if not _STATE.fullmatch(name)]:
         raise _damaged(path, f"nothing is stored under {unknown[0]}")
     return tensors
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU that shares its memory with no other, as safetensors wants it."""
+    tensor = tensor.detach().cpu().contiguous()
+    shares = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.clone() if shares else tensor
 
 
 def _counts(layer: RotatedLayer) -> dict[str, Any]:

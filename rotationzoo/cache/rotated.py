@@ -15,7 +15,7 @@ from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
 from rotationzoo.cache.states import layer_devices, layer_states, restore_state
 from rotationzoo.cache.stream import Storage
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import geometry_of, shifted_layers
 
@@ -47,9 +47,14 @@ class RotatedCache(DynamicCache):
         """An empty cache for this model.
 
         Raises `RotationZooError` where the rotations are for other layers, or subtract the mean of
-        keys although the model's attention does not ignore it, and `UnsupportedModel` for kinds of
-        layers that this cache does not know.
+        keys although the model's attention does not ignore it, `UnsupportedModel` for kinds of
+        layers that this cache does not know, and `UsageError` for what is no transformers model.
         """
+        if not isinstance(model, PreTrainedModel):
+            raise UsageError(
+                f"a {type(model).__name__} is no model of transformers",
+                hint="give the model inside it, such as model.get_base_model() of PEFT",
+            )
         super().__init__()
         self.storage = storage
         self._model = weakref.ref(model)
@@ -143,6 +148,8 @@ class RotatedCache(DynamicCache):
         for layer in self.rotated_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+        if not self.get_seq_length():
+            self.padding.forget()
 
     def reset(self) -> None:
         """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
@@ -153,7 +160,7 @@ class RotatedCache(DynamicCache):
             )
         for layer in self.layers:
             layer.reset()
-        self.padding.starts = []
+        self.padding.forget()
 
     def _next_layer(self) -> Any:
         return self._planned[len(self.layers)]

@@ -67,7 +67,7 @@ class RotatedLayer(CacheLayerMixin):
                 )
         self.dtype, self.device = key_states.dtype, key_states.device
         storage = self.storage_on(key_states.device)
-        starts = self.padding.starts or [0] * key_states.shape[0]
+        starts = self.padding.of_batch(key_states.shape[0])
         if len(set(starts)) == 1:
             self.starts = starts[:1]
             self.streams = [Stream(storage, self.index, key_states, value_states)]
@@ -227,6 +227,7 @@ class RotatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
+        self.record_past = False
         self._clear()
 
     @property

@@ -83,6 +83,7 @@ class Stream:
             # The first tokens are not copied: a prompt may be long.
             self.tail[side] = torch.cat([tail, rows], dim=2) if tail.shape[2] else rows
 
+    @torch.no_grad()
     def quantize_before(self, token: int) -> None:
         """Quantize the exact tokens between the sink and this one, in complete groups. Those that
         nobody will read are forgotten instead."""

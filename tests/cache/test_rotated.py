@@ -16,7 +16,7 @@ from rotationzoo.cache.stream import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FORMATS
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 
@@ -169,6 +169,12 @@ def test_rotations_of_other_layers_are_refused():
     two = architectures.build("llama", num_hidden_layers=2)
     with pytest.raises(RotationZooError, match="for layer 2, and LlamaForCausalLM caches 2"):
         cache_for(two, four, Cache())
+
+
+def test_what_is_no_model_of_transformers_is_refused():
+    """A wrapper's own call is not the model's, which tells the cache about padding."""
+    with pytest.raises(UsageError, match="a Linear is no model of transformers"):
+        cache_for(torch.nn.Linear(1, 1), Arm("none", {}), Cache())
 
 
 def test_layers_that_keep_more_than_keys_and_values_are_refused():

@@ -169,6 +169,12 @@ def test_one_cache_serves_request_after_request():
     cache.reset()
     assert cache.bytes_held == cache.get_seq_length() == 0
     assert torch.equal(generate(model, cache), first)
+    cache.reset()
+    batch, mask = PROMPT.repeat(2, 1), (torch.arange(18) >= torch.tensor([[0], [6]])).long()
+    together = generate(model, cache, batch, attention_mask=mask)
+    assert torch.equal(together[:1], first), "another batch, and other padding"
+    cache.reset()
+    assert torch.equal(generate(model, cache), first)
     # A second turn reads the first through the codec, and need not be given again.
     turn = torch.cat([first, PROMPT[:, :4]], dim=1)
     assert generate(model, cache, turn).shape[1] == turn.shape[1] + 14
@@ -233,6 +239,12 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
         model.lm_head.weight[0, 0] += 1
     with pytest.raises(RotationZooError, match="a prefix of other weights"):
         RotatedCache.load(path, cache.storage, model)
+
+
+def test_a_missing_prefix_is_one_sentence(tmp_path):
+    model = architectures.build("llama")
+    with pytest.raises(RotationZooError, match="there is no file"):
+        RotatedCache.load(tmp_path / "nowhere", empty(model).storage, model)
 
 
 @pytest.mark.hostile("malformed")
