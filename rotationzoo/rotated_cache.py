@@ -12,7 +12,7 @@ from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.cache import rotated
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.stream import Storage
+from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SGLANG, SIMULATED

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.stream import Storage
+from rotationzoo.cache.settings import Storage
 from rotationzoo.rotations import Rotations
 
 _SAMPLE = 64  # numbers at both ends of a weight that tell one model from another

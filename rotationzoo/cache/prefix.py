@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -23,20 +24,23 @@ _STATE = re.compile(r"layers\.\d+\.state\.(conv|recurrent)_states\.\d+")
 Tensors = dict[str, torch.Tensor]
 
 
+_Count = Annotated[int, Field(ge=0)]
+
+
 class _StreamCounts(strict_json.Strict):
-    start: int
-    tail_start: int
-    first: int
+    start: _Count
+    tail_start: _Count
+    first: _Count
 
 
 class _LayerCounts(strict_json.Strict):
-    columns: int
+    columns: _Count
     streams: list[_StreamCounts]
 
 
 class _Description(strict_json.Strict):
     made_with: dict[str, Any]
-    padding: list[int]
+    padding: list[_Count]
     layers: dict[str, _LayerCounts]
 
 
@@ -92,7 +96,7 @@ def read(
         device, dtype = place(index)
         try:
             _fill(layer, counts, tensors, device, dtype)
-        except (KeyError, ValueError) as error:
+        except (KeyError, IndexError, ValueError) as error:
             raise _damaged(path, f"layer {index}: {error}") from error
         layer.padding.starts, layer.padding.settled = description.padding, True
     if unknown := [name for name in tensors if not _STATE.fullmatch(name)]:
@@ -141,7 +145,6 @@ def _fill(
     dtype: torch.dtype,
 ) -> None:
     """Give an empty layer its streams. Takes their tensors out of `tensors`."""
-    storage = layer.storage_on(device)
     for number, stream_counts in enumerate(counts.streams):
         prefix = f"layers.{layer.index}.{number}."
         names = [name for name in tensors if name.startswith(prefix)]
@@ -149,8 +152,11 @@ def _fill(
         for name, part in parts.items():
             if name.endswith(("head", "tail")):
                 parts[name] = part.to(dtype)
+        storage = layer.storage.for_layer(layer.index, parts["key.tail"], parts["value.tail"])
         stream = Stream(storage, layer.index, parts["key.tail"], parts["value.tail"])
         stream.restore(parts, stream_counts.model_dump())
+        if stream.length and stream_counts.start + stream.length != counts.columns:
+            raise ValueError("the number of tokens is another")
         layer.streams.append(stream)
         layer.starts.append(stream_counts.start)
     layer.columns = counts.columns

@@ -12,9 +12,9 @@ from rotationzoo.cache import prefix
 from rotationzoo.cache.fingerprint import describe
 from rotationzoo.cache.padding import Padding, watch_padding
 from rotationzoo.cache.rotated_layer import RotatedLayer
+from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
 from rotationzoo.cache.states import layer_devices, layer_states, restore_state
-from rotationzoo.cache.stream import Storage
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import geometry_of, shifted_layers

@@ -1,14 +1,14 @@
 """A cache layer of transformers that stores its tokens in 2 bits."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from rotationzoo.cache.padding import Padding
-from rotationzoo.cache.stream import Storage, Stream
+from rotationzoo.cache.settings import Storage
+from rotationzoo.cache.stream import Stream
 from rotationzoo.errors import RotationZooError
 
 
@@ -51,22 +51,8 @@ class RotatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make empty streams for keys and values of this shape. Raises `RotationZooError` where the
         rotations are for other heads or dimensions."""
-        rotations = self.storage.arm.rotations.get(self.index)
-        if rotations is None:
-            raise RotationZooError(
-                f"there is no rotation for layer {self.index}",
-                hint="give the rotations of this model",
-            )
-        for rotation, rows in ((rotations.key, key_states), (rotations.value, value_states)):
-            heads, dim = rows.shape[1], rows.shape[3]
-            if (len(rotation.clip), rotation.dim) != (heads, dim):
-                raise RotationZooError(
-                    f"layer {self.index} has {heads} KV heads of {dim} channels, and its rotations "
-                    f"are for {len(rotation.clip)} of {rotation.dim}",
-                    hint="give the rotations of this model",
-                )
+        storage = self.storage.for_layer(self.index, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
-        storage = self.storage_on(key_states.device)
         starts = self.padding.of_batch(key_states.shape[0])
         if len(set(starts)) == 1:
             self.starts = starts[:1]
@@ -77,23 +63,25 @@ class RotatedLayer(CacheLayerMixin):
             self.streams = [Stream(storage, self.index, key, value) for key, value in pairs]
         self.is_initialized = True
 
-    def storage_on(self, device: torch.device) -> Storage:
-        """The storage with the rotations of this layer alone, on a device."""
-        return replace(self.storage, arm=self.storage.arm.for_layer(self.index, device))
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values `[B, H, T, D]` of new tokens, and return those `[B, H, T', D]`
         that a query reads. In columns of padding they are 0."""
+        first = self.append(key_states, value_states)
+        keys_and_values = self.read(first)
+        self.trim()
+        return keys_and_values
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """Add new tokens, and quantize what their queries do not read exact. Returns the first
+        column that they read."""
         # Until a token is read that is no padding, it is not known where each row begins.
         if not any(stream.length for stream in self.streams):
             self.lazy_initialization(key_states, value_states)
         self._follow_padding()
         before, new = self.columns, key_states.shape[2]
-        first_column = self._first_column()
-        self.columns += new
-        reads = []
+        first_column = self._needed(before)
         for number, stream in enumerate(self.streams):
             rows = slice(number, number + 1) if len(self.streams) > 1 else slice(None)
             # A chunk may begin with padding, or hold nothing else.
@@ -102,11 +90,24 @@ class RotatedLayer(CacheLayerMixin):
             stream.append(key_states[rows, :, skipped:], value_states[rows, :, skipped:])
             stream.forget_before(self._needed(begin - self._slack))
             stream.quantize_before(self._exact_before(begin, new))
-            reads.append(stream.read(self._needed(begin)))
-            self._trim(stream)
+        self.columns += new
+        return first_column
+
+    def read(self, first_column: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of all columns from this one on."""
+        reads = []
+        for start, stream in zip(self.starts, self.streams, strict=True):
+            reads.append(stream.read(max(0, first_column - start)))
         width = self.columns - first_column
         keys, values = zip(*reads, strict=True)
-        return self._side_by_side(keys, width), self._side_by_side(values, width)
+        return _side_by_side(keys, width), _side_by_side(values, width)
+
+    def trim(self) -> None:
+        """Quantize what no later call reads exact, and forget what none reads at all."""
+        for stream in self.streams:
+            length = stream.length - self._slack
+            stream.forget_before(self._needed(length))
+            stream.quantize_before(length - self.storage.windows.recent)
 
     def _exact_before(self, begin: int, new: int) -> int:
         """The first token past the sink that `new` tokens from `begin` on read exact."""
@@ -114,12 +115,6 @@ class RotatedLayer(CacheLayerMixin):
         if new == 1 or self.record_past:
             return begin + 1 - windows.recent
         return begin if windows.prefill_layout == "server" else begin - windows.recent
-
-    def _trim(self, stream: Stream) -> None:
-        """Quantize what no later call reads exact, and forget what none reads at all."""
-        length = stream.length - self._slack
-        stream.forget_before(self._needed(length))
-        stream.quantize_before(length - self.storage.windows.recent)
 
     @property
     def _slack(self) -> int:
@@ -130,26 +125,11 @@ class RotatedLayer(CacheLayerMixin):
         """The first token that a call after `length` tokens reads."""
         return 0
 
-    def _first_column(self) -> int:
-        """The first column that the next call reads."""
-        return self._needed(self.columns)
-
     def _follow_padding(self) -> None:
         """Move the start of rows of which only padding was read so far."""
         for number, start in enumerate(self.padding.starts[: len(self.starts)]):
             if self.streams[number].length == 0:
                 self.starts[number] = start
-
-    @staticmethod
-    def _side_by_side(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
-        """The rows of all streams as one batch, with zeros in columns of padding."""
-        padded = []
-        for stream_rows in rows:
-            missing = columns - stream_rows.shape[2]
-            if missing:
-                stream_rows = torch.nn.functional.pad(stream_rows, (0, 0, missing, 0))
-            padded.append(stream_rows)
-        return padded[0] if len(padded) == 1 else torch.cat(padded)
 
     def get_seq_length(self) -> int:
         """How many tokens were read, with padding."""
@@ -157,7 +137,7 @@ class RotatedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many columns a call of `query_length` tokens reads, and the first of them."""
-        first = self._first_column()
+        first = self._needed(self.columns)
         return self.columns + query_length - first, first
 
     def get_max_length(self) -> int:
@@ -238,7 +218,7 @@ class RotatedLayer(CacheLayerMixin):
     @property
     def bf16_bytes(self) -> int:
         """The bytes of the same tokens in bfloat16: those that the next call reads."""
-        tokens = self.columns - self._first_column()
+        tokens = self.columns - self._needed(self.columns)
         rotations = self.storage.arm.rotations[self.index]
         elements = len(rotations.key.clip) * (rotations.key.dim + rotations.value.dim)
         return 2 * self.batch * tokens * elements
@@ -248,3 +228,14 @@ class RotatedLayer(CacheLayerMixin):
         for number, stream in enumerate(self.streams):
             for name, tensor in stream.tensors():
                 yield f"{number}.{name}", tensor
+
+
+def _side_by_side(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
+    """The rows of all streams as one batch, with zeros in columns of padding."""
+    padded = []
+    for stream_rows in rows:
+        missing = columns - stream_rows.shape[2]
+        if missing:
+            stream_rows = torch.nn.functional.pad(stream_rows, (0, 0, missing, 0))
+        padded.append(stream_rows)
+    return padded[0] if len(padded) == 1 else torch.cat(padded)

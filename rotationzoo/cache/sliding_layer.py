@@ -2,7 +2,7 @@
 
 from rotationzoo.cache.padding import Padding
 from rotationzoo.cache.rotated_layer import RotatedLayer
-from rotationzoo.cache.stream import Storage
+from rotationzoo.cache.settings import Storage
 
 
 class RotatedSlidingLayer(RotatedLayer):

@@ -2,47 +2,12 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 import torch
 
-from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.blocks import Blocks
-from rotationzoo.cache.windows import Cache
-from rotationzoo.codec import int2
+from rotationzoo.cache.settings import Storage
 from rotationzoo.rotations import SIDES
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How the layers of a cache store their tokens."""
-
-    arm: Arm
-    windows: Cache = field(default_factory=Cache)
-    """The sizes of the exact windows, the 2-bit format, and what a chunk reads of earlier ones."""
-    slack: int = 64
-    """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
-    block: int = 256
-    """Tokens per block, at least."""
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per block: a multiple of the tokens that are quantized together."""
-        group = self.arm.token_group
-        return -(-self.block // group) * group
-
-    def quantize(self, rows: torch.Tensor, layer: int, side: str) -> int2.Quantized:
-        """The codes of rows `[B, H, T, D]` of the model."""
-        rotated = self.arm.rotate(rows, layer, side)
-        return self.arm.quantize(rotated, layer, side, self.windows.format)
-
-    def restore(self, quantized: int2.Quantized, layer: int, side: str) -> torch.Tensor:
-        """Quantized rows in the model's frame, float32."""
-        rotated = self.arm.dequantize(quantized, side, self.windows.format)
-        return self.arm.restore(rotated, layer, side)
-
-    def __deepcopy__(self, memo: object) -> "Storage":
-        return self  # copies of a cache share its rotations
 
 
 class Stream:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.cache.stream import Storage
+from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.stream import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FORMATS

@@ -16,8 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.stream import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import VLLM
@@ -248,7 +248,9 @@ def test_a_missing_prefix_is_one_sentence(tmp_path):
 
 
 @pytest.mark.hostile("malformed")
-@pytest.mark.parametrize("damage", ["cut", "missing", "shape", "type", "unknown", "plain"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "missing", "shape", "type", "unknown", "plain", "count", "flat"]
+)
 def test_a_damaged_prefix_is_refused(damage, tmp_path):
     model, path = architectures.build("llama"), tmp_path / "prefix"
     cache = prefix_of(model)
@@ -265,6 +267,11 @@ def test_a_damaged_prefix_is_refused(damage, tmp_path):
         tensors[name] = tensors[name].float()
     elif damage == "unknown":
         tensors["layers.1.other"] = torch.zeros(1)
+    elif damage == "flat":
+        tensors["layers.1.0.key.tail"] = torch.zeros(3)
+    elif damage == "count":
+        (name,) = metadata
+        metadata[name] = metadata[name].replace('"columns": 17', '"columns": 16')
     save_file(tensors, path, None if damage == "plain" else metadata)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])

@@ -12,9 +12,9 @@ from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.cache.padding import Padding
 from rotationzoo.cache.rotated_layer import RotatedLayer
+from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.size import arm_bits
 from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
-from rotationzoo.cache.stream import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
