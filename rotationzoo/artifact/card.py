@@ -49,7 +49,7 @@ Scores (but for what a softmax ignores) and outputs are unchanged before quantiz
 `layers.N.key.rotation` and `layers.N.value.rotation` are float32 `[KV heads, D, D]`, \
 with a first dimension of 1 when the
 heads share one; N counts all layers of the model.
-{_equalizer_section(recipe)}
+{_equalizer_section(recipe)}{_feedback_section(recipe)}
 ## Use
 
     rotationzoo verify FOLDER --model {name}   # whole, orthogonal, and of this model
@@ -179,6 +179,19 @@ weights, which know nothing of this. Either the cache applies the equalizers, as
 code below do, or `rotationzoo export FOLDER --absorb MODEL` folds them into a copy of the model,
 which computes what the published one does and needs the rotations alone. No engine applies
 equalizers itself, so an export for one asks for that copy.
+"""
+
+
+def _feedback_section(recipe: Recipe) -> str:
+    """What the factors of error feedback are for, as a paragraph; empty for others."""
+    if not recipe.feedback:
+        return ""
+    return """
+`layers.N.key.feedback` (`[KV heads, D, D]`) is for a writer of the cache that chooses the codes of
+a key together, so that each makes up for what the others leave in the scores. It is U with d on its
+diagonal, of the metric `U diag(d) U^T` in which queries read errors of stored keys (U unit upper
+triangular). Reader, format and size stay the same, and a writer that rounds to the nearest codes,
+as engines do today, needs none of this.
 """
 
 

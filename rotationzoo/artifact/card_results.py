@@ -28,6 +28,10 @@ ABOUT_KIVI = (
     "kivi is no rotation: whatever the format, 32 tokens of a key channel share a float16 scale, "
     "and 32 channels of a value (arXiv 2402.02750)"
 )
+ABOUT_FEEDBACK = (
+    "+feedback: the same rotations and the same bytes, but whoever writes the cache chooses the "
+    "codes of a key together, by the artifact's factors; engines write the nearest codes today"
+)
 
 
 def evaluation_section(evaluation: EvaluationSummary | None) -> str:
@@ -49,6 +53,8 @@ def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     prefill = describe_prefill(evaluation.prefill_chunk, evaluation.prefill_layout)
     # Evaluations by earlier versions lack this arm.
     about = f"\n{ABOUT_KIVI[0].upper()}{ABOUT_KIVI[1:]}.\n" if "kivi" in evaluation.arms else ""
+    if any(name.endswith("+feedback") for name in evaluation.arms):
+        about = f"\n{ABOUT_FEEDBACK}.\n{about}"
     return f"""
 ## What it costs the model
 

@@ -7,6 +7,7 @@ import torch
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.linalg.compositions import orthogonality_error, strongest
+from rotationzoo.linalg.error_feedback import remaining_share
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.rotations import Rotation
 
@@ -30,6 +31,9 @@ class SideSpectrum:
     equalizer: tuple[float, float] | None = None
     """The smallest and the largest factor of keys, or singular value of the matrices of values;
     None without an equalizer."""
+    feedback: float | None = None
+    """The share of nearest codes' squared errors of scores that error feedback is expected to
+    leave, the mean over heads; None without its factors."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,9 @@ def summarize(artifact: Artifact) -> list[LayerSummary]:
 
 def _summarize_side(rotation: Rotation) -> SideSpectrum:
     error, scales = orthogonality_error(rotation.matrix), _equalizer_range(rotation)
+    left = None if rotation.feedback is None else remaining_share(rotation.feedback).mean().item()
     if rotation.eigenvalues is None:
-        return SideSpectrum(rotation.dim, None, None, None, error, scales)
+        return SideSpectrum(rotation.dim, None, None, None, error, scales, left)
     # Rounding can leave tiny negative eigenvalues.
     shares = rotation.eigenvalues.double().clamp(min=0)
     # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
@@ -73,6 +78,7 @@ def _summarize_side(rotation: Rotation) -> SideSpectrum:
         top_8_share=strongest(shares, TOP).sum(-1).mean().item(),
         orthogonality_error=error,
         equalizer=scales,
+        feedback=left,
     )
 
 

@@ -108,6 +108,20 @@ def two_copy_mask(
     return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
 
 
+def mask_of_queries(attend: Attention, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """The model's own mask `[B or 1, 1, Q, T]` of the queries at some positions `[Q]` of rows of
+    `length` tokens, float32 and additive. Raises `UnsupportedModel` as `two_copy_mask` does."""
+    mask = attend.mask
+    if mask is None:
+        # Only the rows that are asked for: the whole mask of a long text takes gigabytes.
+        keys = torch.arange(length, device=positions.device)
+        return as_additive((keys <= positions[:, None])[None, None], torch.float32)
+    if mask.ndim != 4 or mask.shape[-2:] != (length, length):
+        name = type(attend.module).__name__
+        raise UnsupportedModel(f"{name} masks its attention in a way that single queries cannot be")
+    return as_additive(mask[:, :, positions], torch.float32)
+
+
 def split_into_blocks(mask: torch.Tensor) -> list[Block]:
     """Split a mask `[B or 1, 1, Q, 2T]` into blocks of queries.
 

@@ -1,6 +1,8 @@
 """The main loop of a calibration: batches of token rows -> second moments of the attention's inputs
 and outputs."""
 
+from contextlib import nullcontext
+
 import torch
 from transformers import PreTrainedModel
 
@@ -10,9 +12,10 @@ from rotationzoo.calibration.observers import (
     MomentObserver,
     zero_statistics,
 )
+from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
-from rotationzoo.model.capture import capture, decoder
+from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress, silent
@@ -38,13 +41,14 @@ def collect(
     Queries and outputs count at every position, towards the layer that owns the cache they read.
     Keys and values count from position `sink` on if the recipe excludes the sink. `key_energy`
     takes a second pass over the same rows, because its weights depend on the queries of all of
-    them.
+    them. `peaked_query` counts sampled queries of the first pass.
 
     Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError`, naming
-    the layer, if an activation is not finite.
+    the layer, if an activation is not finite. Raises `UnsupportedModel` too if the recipe has error
+    feedback and the model does not show its softmax.
     """
     two_passes = recipe.value_statistic == "key_energy"
-    statistics, done = zero_statistics(geometry, two_passes), 0
+    statistics, done = zero_statistics(geometry, recipe), 0
     saved = checkpoint.read(statistics) if checkpoint is not None else None
     if saved is not None:
         statistics, done = saved
@@ -58,10 +62,13 @@ def collect(
         if step >= len(batches) and not isinstance(observer, KeyEnergyObserver):
             observer = KeyEnergyObserver(geometry, statistics, skip)
         ids = batches[step % len(batches)].to(input_device(model))
-        with capture(model, observer):
+        sampling = recipe.feedback and step < len(batches)
+        peaked = PeakedQueryObserver(geometry, statistics)
+        with capture(model, observer), intercept(model, peaked) if sampling else nullcontext():
             tower(input_ids=ids, use_cache=False)
         try:
-            _check_finite(statistics, observer.kinds)
+            kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
+            _check_finite(statistics, kinds)
         except RotationZooError:
             if checkpoint is not None:
                 checkpoint.remove()  # its sums would make a run with other options refuse to start

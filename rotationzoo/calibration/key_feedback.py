@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from rotationzoo.artifact.tensor_check import sentences
+from rotationzoo.calibration.peaked_queries import PEAKED
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.linalg.moments import Average, Moment
@@ -22,17 +23,19 @@ Moments = Mapping[int, Mapping[str, Moment]] | Mapping[int, Mapping[str, Average
 _CLOSE, _NOTHING = 1e-4, 1e-6
 
 
-def error_metric(rotation: Rotation, query: torch.Tensor) -> torch.Tensor:
+def error_metric(rotation: Rotation, peaked_query: torch.Tensor) -> torch.Tensor:
     """The metric `[KV heads, D, D]`, float64, in which queries read errors of rotated keys.
 
-    `query` is C, the second moment `[KV heads, D, D]` of the queries of the published weights.
+    `peaked_query` is C, the second moment `[KV heads, D, D]` of the queries of the published
+    weights, weighted by how peaked their attention is: queries that look something up must read
+    keys exactly.
     Stored rows are `y = (x - mean) @ transform`. An error e of y is the error `e @ inverse` of the
-    key, and changes the score of a query q by `e @ inverse @ q^T`. The mean square of that is
-    `e M e^T` with `M = inverse @ C @ inverse^T`. It is the same where an equalizer is folded into
-    the weights, because queries are then divided by it.
+    key, and changes the score of a query q by `e @ inverse @ q^T`. The weighted mean square of that
+    is `e M e^T` with `M = inverse @ C @ inverse^T`. It is the same where an equalizer is folded
+    into the weights, because queries are then divided by it.
     """
     inverse = rotation.inverse.double()
-    return inverse @ query.double().cpu() @ inverse.mT
+    return inverse @ peaked_query.double().cpu() @ inverse.mT
 
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
@@ -49,7 +52,7 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
         if side != "key":
             return rotation
-        metric = error_metric(rotation, statistics[layer]["query"].second_moment)
+        metric = error_metric(rotation, statistics[layer][PEAKED].second_moment)
         return replace(rotation, feedback=factorize(metric))
 
     return rotations.replace(add_factor)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from rotationzoo.calibration.peaked_queries import peaked_query_bytes
 from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import SELF, Recipe, variants
@@ -32,14 +33,17 @@ class Footprint:
 
     @property
     def statistics(self) -> int:
-        """The statistics: four float64 second moments per layer, one more with key energy, and one
-        more of the output projection with an equalizer."""
+        """The statistics: four float64 second moments per layer, one more with key energy, one of
+        the output projection with an equalizer, and one of peaked queries with error feedback."""
         if not self.recipe.needs_statistics:
             return 0
         two_passes = self.recipe.value_statistic == "key_energy"
+        key_moments = 2 + int(self.recipe.feedback)
         value_moments = 2 + int(two_passes) + int(self.recipe.may_equalize)
         return sum(
-            8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
+            8
+            * layer.kv_heads
+            * (key_moments * layer.key_dim**2 + value_moments * layer.value_dim**2)
             for layer in cached_layers(self.geometry)
         )
 
@@ -67,7 +71,9 @@ class Footprint:
         candidates = len(variants(self.recipe)) + 2 if self.recipe.search else 1
         rotations = candidates * self.rotations
         kept = weights + 2 * self.statistics + rotations
-        passes = max(self.activations(self.batch), self.generation_cache)
+        passes = max(
+            self.activations(self.batch), self.peaked_queries(self.batch), self.generation_cache
+        )
         # On a CPU, the allocator keeps what the passes freed, in fragments that a search can hardly
         # reuse. The passes and the search therefore add up.
         working = passes + self.search_peak if self.on_cpu else max(passes, self.search_peak)
@@ -80,22 +86,37 @@ class Footprint:
         under eager attention, the scores.
         """
         length, tokens = self.recipe.data.length, self.recipe.data.length * batch
-        hidden: int = self._text.hidden_size
-        widest = max(
-            (layer.query_heads * (layer.key_dim + layer.value_dim) for layer in self.geometry),
-            default=0,
-        )
-        inner = getattr(self._text, "intermediate_size", None) or 4 * hidden
-        if not isinstance(inner, int):  # some models have one size per layer
-            inner = max(inner)
-        residual = 4 * tokens * hidden * self.item
-        projections = 3 * tokens * self.item * max(widest, inner)
-        float64_row = 2 * 8 * length * widest
+        float64_row = 2 * 8 * length * self._widest
         scores = 0
         if self._text._attn_implementation == "eager":
             heads = max((layer.query_heads for layer in self.geometry), default=0)
             scores = 3 * 4 * tokens * length * heads
-        return residual + projections + float64_row + scores
+        return self._states(tokens) + float64_row + scores
+
+    def peaked_queries(self, batch: int) -> int:
+        """Peak memory of the decoder while the sampled queries of one batch are weighted; 0 without
+        error feedback."""
+        if not self.recipe.feedback:
+            return 0
+        length = self.recipe.data.length
+        weighting = (peaked_query_bytes(layer, batch, length) for layer in self.geometry)
+        return self._states(length * batch) + max(weighting, default=0)
+
+    def _states(self, tokens: int) -> int:
+        """The residual stream and one layer's projections."""
+        hidden: int = self._text.hidden_size
+        inner = getattr(self._text, "intermediate_size", None) or 4 * hidden
+        if not isinstance(inner, int):  # some models have one size per layer
+            inner = max(inner)
+        residual: int = 4 * tokens * hidden * self.item
+        projections: int = 3 * tokens * self.item * max(self._widest, inner)
+        return residual + projections
+
+    @property
+    def _widest(self) -> int:
+        """The largest width of a layer's queries and outputs together."""
+        widths = (layer.query_heads * (layer.key_dim + layer.value_dim) for layer in self.geometry)
+        return max(widths, default=0)
 
     @property
     def generation_cache(self) -> int:

@@ -3,13 +3,16 @@ sums."""
 
 import torch
 
+from rotationzoo.calibration.peaked_queries import PEAKED
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
+from rotationzoo.recipe import Recipe
 
 
-def zero_statistics(geometry: Geometry, key_energy: bool) -> Statistics:
-    """The initial sums: four moments per cached layer, or five with `key_energy`."""
+def zero_statistics(geometry: Geometry, recipe: Recipe) -> Statistics:
+    """The initial sums: four moments per cached layer, one more with key energy and one more with
+    error feedback."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
         dims = {
@@ -18,7 +21,9 @@ def zero_statistics(geometry: Geometry, key_energy: bool) -> Statistics:
             "key": layer.key_dim,
             "value": layer.value_dim,
         }
-        if key_energy:
+        if recipe.feedback:
+            dims[PEAKED] = layer.key_dim
+        if recipe.value_statistic == "key_energy":
             dims["key_energy"] = layer.value_dim
         statistics[layer.index] = {
             kind: Moment.zeros(layer.kv_heads, dim) for kind, dim in dims.items()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rotationzoo.artifact.card_results import ABOUT_KIVI, describe_prefill
+from rotationzoo.artifact.card_results import ABOUT_FEEDBACK, ABOUT_KIVI, describe_prefill
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.answers_view import explain_answers, show_answers
 from rotationzoo.cli.harness_view import explain_harness, show_harness
@@ -36,6 +36,8 @@ def _say_evaluation(report: dict[str, Any]) -> None:
         f"bits here: at {report['text']['length']:,}"
     )
     say(ABOUT_KIVI)
+    if windows[0]["verdict"]["feedback"]:
+        say(ABOUT_FEEDBACK)
     for window in windows:
         if len(windows) > 1:
             say(f"With {_title(window)}:")

@@ -48,6 +48,8 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
     )
     if artifact.recipe.equalize:
         say(_equalizer_words(layers))
+    if artifact.rotations.has_feedback:
+        say(_feedback_words(layers))
     if artifact.manifest.search is not None:
         show_search(artifact.content["search"])
 
@@ -65,6 +67,16 @@ def _equalizer_words(layers: list["LayerSummary"]) -> str:
     return (
         f"Equalized: factors of key channels {keys}, singular values of value matrices {values}. "
         "They are for the published weights: caches apply them, or export --absorb folds them in."
+    )
+
+
+def _feedback_words(layers: list["LayerSummary"]) -> str:
+    """One line with the range over layers of what error feedback leaves of errors."""
+    shares = [layer.key.feedback for layer in layers]
+    known = [share for share in shares if share is not None]
+    return (
+        "Error feedback: of the squared errors that nearest codes of keys make in scores, "
+        f"{min(known):.0%} to {max(known):.0%} are expected to be left, layer by layer"
     )
 
 

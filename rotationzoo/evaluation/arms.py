@@ -1,4 +1,8 @@
-"""The arms of an evaluation: the user's artifacts, and baselines that need no calibration."""
+"""The arms of an evaluation: the user's artifacts, with error feedback too where they can, and
+baselines that need no calibration."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import rotations_for
@@ -8,11 +12,13 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.rotations import SIDES
 
 DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
+_FEEDBACK = "+feedback"
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
@@ -27,15 +33,33 @@ def shared_recipe(artifacts: list[Artifact]) -> Recipe:
     return artifacts[0].recipe.model_copy(update=clips)
 
 
-def build_arms(artifacts: list[Artifact], geometry: Geometry, source: Source) -> list[Arm]:
-    """One arm per artifact, in the given order, followed by one per baseline. All names differ.
+def feedback_name(name: str) -> str:
+    """The name of the arm that writes an artifact's keys with error feedback, from that of the arm
+    with the nearest codes."""
+    return name + _FEEDBACK
 
-    `source`: the evaluated model, whose weights may carry an artifact's equalizer.
+
+def feedback_arms(names: Collection[str]) -> list[str]:
+    """Those of all arms' names that are of arms with error feedback."""
+    return [feedback_name(name) for name in names if feedback_name(name) in names]
+
+
+def build_arms(
+    artifacts: list[Artifact], geometry: Geometry, source: Source, sides: Sequence[str] = SIDES
+) -> list[Arm]:
+    """One arm per artifact, in the given order; then one with error feedback for each that has its
+    factors; then one per baseline. All names differ.
+
+    - `source`: the evaluated model, whose weights may carry an artifact's equalizer.
+    - `sides`: those that are quantized; error feedback is for keys.
     """
     arms: list[Arm] = []
     for artifact in artifacts:
         name = _unique_name(artifact, arms)
         arms.append(Arm(name, rotations_for(artifact, source), artifact.recipe.group_size))
+    with_factors = [arm for arm in arms if "key" in sides and arm.rotations.has_feedback]
+    for arm in with_factors:
+        arms.append(replace(arm, name=feedback_name(arm.name), rounding="feedback"))
     return [*arms, *build_baselines(shared_recipe(artifacts), geometry)]
 
 
@@ -58,9 +82,11 @@ def _unique_name(artifact: Artifact, arms: list[Arm]) -> str:
     given twice, a number follows. Full paths are never used: they are private, and a report may be
     published.
     """
+    # The names of arms with error feedback are taken, too.
     used = {*BASELINES, *(arm.name for arm in arms)}
+    used |= {feedback_name(name) for name in used}
     name = artifact.folder.resolve().name
-    if name in used:
+    if not used.isdisjoint((name, feedback_name(name))):
         name = f"{name} {artifact.identity[:8]}"
     if name in used:
         name = f"{name} ({len(arms) + 1})"

@@ -7,6 +7,8 @@ from typing import TypedDict
 
 from rotationzoo.cache.size import CONTEXT, arm_bits
 from rotationzoo.cache.windows import Cache
+from rotationzoo.evaluation.arms import feedback_arms
+from rotationzoo.evaluation.feedback import FeedbackComparison, compare_feedback, describe_feedback
 from rotationzoo.evaluation.forward import Measurements, Trial
 from rotationzoo.evaluation.metrics import ArmMeasures, ExactMeasures
 from rotationzoo.evaluation.tasks.answering import TaskAnswers
@@ -41,10 +43,13 @@ class ArmReport(ArmTasks, ArmMeasures):
 
 
 class WindowVerdict(Verdict):
-    """The comparisons of perplexities and of answers. The words begin with answers."""
+    """The comparisons of perplexities and of answers, all of them with the nearest codes, and what
+    error feedback adds. The words begin with answers."""
 
     answers: AnswerVerdict | None
     """None if no recall task was asked."""
+    feedback: list[FeedbackComparison]
+    """One for each artifact that has the factors."""
 
 
 class WindowReport(TypedDict):
@@ -81,16 +86,21 @@ def report_windows(results: Results, exact: ExactReport, artifacts: int) -> list
 def judge_window(
     arms: Mapping[str, ArmReport], judged: Sequence[str], exact: ExactReport
 ) -> WindowVerdict:
-    """Compare each of the `judged` arms with every other arm: answers first, then perplexity."""
+    """Compare each of the `judged` arms with every other arm: answers first, then perplexity.
+
+    Arms with error feedback are only compared with the same rotations and the nearest codes.
+    """
     losses = {name: arm["text_losses"] for name, arm in arms.items()}
-    verdict = judge(losses, judged, exact["text_tokens"])
     answered = {name: arm["tasks"] for name, arm in arms.items()}
     prompts = prompt_sizes(exact, next(iter(answered.values())))
-    if not prompts:
-        return {**verdict, "answers": None}
-    answers = judge_answers(answered, judged, prompts)
-    words = [*answers["words"], *verdict["words"]]
-    return {**verdict, "answers": answers, "words": words}
+    feedback = compare_feedback(losses, answered, exact["text_tokens"], prompts)
+    for name in feedback_arms(losses):
+        del losses[name], answered[name]
+    verdict = judge(losses, judged, exact["text_tokens"])
+    answers = judge_answers(answered, judged, prompts) if prompts else None
+    words = [*(answers["words"] if answers else []), *verdict["words"]]
+    words += describe_feedback(feedback, sum(prompts))
+    return {**verdict, "answers": answers, "feedback": feedback, "words": words}
 
 
 def prompt_sizes(exact: ExactTasks, tasks: Iterable[str]) -> list[int]:

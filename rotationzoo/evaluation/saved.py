@@ -7,6 +7,7 @@ from typing import Any
 
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.artifact.writer import add_files
+from rotationzoo.evaluation.arms import feedback_name
 from rotationzoo.evaluation.report import judge_window
 
 _SUMMARIZED = ("perplexity_increase", "attention_kl", "output_error", "standard_error")
@@ -17,11 +18,14 @@ _OF_ARMS = ("arms", "verdict", "windows")  # the keys of a report that depend on
 def save_evaluation(
     report: dict[str, Any], artifact: Artifact, arm: str, baselines: Sequence[str]
 ) -> None:
-    """Add `evaluation.json` to an artifact, with only its own arm and the baselines."""
+    """Add `evaluation.json` to an artifact, with only its own arm, that with error feedback if
+    there is one, and the baselines."""
+    of_artifact = arm, feedback_name(arm)
     shared = {key: value for key, value in report.items() if key not in _OF_ARMS}
     windows = []
     for window in report["windows"]:
-        arms = {name: window["arms"][name] for name in (arm, *baselines)}
+        kept = [name for name in (*of_artifact, *baselines) if name in window["arms"]]
+        arms = {name: window["arms"][name] for name in kept}
         # Judge again: with fewer arms there are fewer comparisons to correct for.
         verdict = judge_window(arms, [arm], report["exact"])
         windows.append({**window, "arms": arms, "verdict": verdict})

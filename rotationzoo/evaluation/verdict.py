@@ -12,7 +12,7 @@ from rotationzoo.linalg.paired import paired_difference
 
 # The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
-_LARGEST = 700.0  # nats: beyond about 709 the exponential overflows float64
+LARGEST = 700.0  # nats: beyond about 709 the exponential overflows float64
 # The wording of the verdict, by the sign of the artifact's difference from the other arm.
 _PHRASES = {
     -1: "clearly better than",
@@ -154,7 +154,7 @@ def _sign(comparison: Comparison) -> int:
 def _with_difference(comparison: Comparison) -> str:
     """The other arm's name, followed in brackets by the relative difference in perplexity and its
     standard error."""
-    ratio = math.exp(min(comparison["log_perplexity_difference"], _LARGEST))
+    ratio = math.exp(min(comparison["log_perplexity_difference"], LARGEST))
     error = comparison["standard_error"]
     assert error is not None, "two texts and more give an error"
     return f"{comparison['other']} ({ratio - 1:+.2%} ±{ratio * error:.2%})"

@@ -117,8 +117,10 @@ def frame_transforms(key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.
     """Kind -> the matrix `[H, D, D]`, float64, by which its rows are multiplied in the folded
     frame. Arguments as in `fold_moments`."""
     factors, matrix = torch.diag_embed(key.double()), value.double()
+    divided = torch.diag_embed(1 / key.double())
     return {
-        "query": torch.diag_embed(1 / key.double()),
+        "query": divided,
+        "peaked_query": divided,
         "key": factors,
         "output": matrix,
         "value": matrix,

@@ -11,8 +11,11 @@ import torch
 
 Statistics = dict[int, dict[str, "Moment"]]
 """Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`; for two-pass
-recipes, `key_energy`; and for recipes that equalize, `projection`: the columns of the output
-projection's weight, once for each query head."""
+recipes, `key_energy`; for recipes with error feedback, `peaked_query`; and for recipes that
+equalize, `projection`: the columns of the output projection's weight, once for each query head."""
+
+WEIGHTED = frozenset({"key_energy", "peaked_query"})
+"""The kinds whose weight is not a row count, and differs from head to head."""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Moment:
         wide spectrum wrong by percents.
         """
         rows = rows.to(self.second.device, torch.float64)
+        weights = None if weights is None else weights.to(rows)
         weighted = rows if weights is None else rows * weights.unsqueeze(-1)
         self.second += weighted.mT @ rows
         self.first += weighted.sum(1)
@@ -111,10 +115,10 @@ class Average:
     second_moment: torch.Tensor
     """`[H, D, D]`, exactly symmetric."""
     mean: torch.Tensor | None = None
-    """`[H, D]`. None for key energy, and for imported files."""
+    """`[H, D]`. None for the `WEIGHTED` kinds, and for imported files."""
     count: torch.Tensor | None = None
-    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`; for imported
-    files it is None."""
+    """Number of rows, an int64 scalar. For the `WEIGHTED` kinds it is the total weight `[H]`; for
+    imported files it is None."""
 
     @property
     def sums(self) -> Moment:
@@ -142,7 +146,7 @@ def average(statistics: Statistics) -> Averages:
 
 def _average(kind: str, moment: Moment) -> Average:
     second = moment.second_moment.cpu().contiguous()
-    if kind == "key_energy":  # its weight is not a row count, and differs from head to head
+    if kind in WEIGHTED:
         return Average(second, None, moment.weight.cpu().contiguous())
     # All heads have seen the same rows, so one head's weight is the count.
     return Average(second, moment.mean.cpu().contiguous(), moment.weight[0].round().long().cpu())

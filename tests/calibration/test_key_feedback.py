@@ -10,6 +10,7 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS
+from rotationzoo.artifact.spectra import summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.claim import Claim
@@ -52,20 +53,27 @@ def made(folder, tmp_path_factory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def captured(folder):
-    """Layer -> all queries `[query heads, N, D]` and keys `[KV heads, N, D]` of the text."""
+    """Layer -> all queries `[query heads, N, D]` and keys `[KV heads, N, D]` of the text, and how
+    peaked the attention of each query is, `[query heads, N]`."""
     source = find(str(folder))
     text = read_corpus(SMALL, loading.load_tokenizer(source))
     model = loading.load(source, loading.load_config(source), "cpu", torch.float32)
-    queries, keys = {}, {}
+    queries, keys, peaked = {}, {}, {}
 
     def observe(layer, query, key, value, output):
         queries.setdefault(layer, []).append(query.transpose(0, 1).flatten(1, 2))
         keys.setdefault(layer, []).append(key.transpose(0, 1).flatten(1, 2))
+        scores = query.double() @ key.double().repeat_interleave(2, 1).mT / 16**0.5
+        later = torch.ones_like(scores).triu(1).bool()
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1).square().sum(-1).square()
+        peaked.setdefault(layer, []).append(weights.transpose(0, 1).flatten(1))
 
     with torch.no_grad(), capture(model, observe):
         for rows in text.batches(4):
             decoder(model)(input_ids=rows, use_cache=False)
-    return {layer: (torch.cat(queries[layer], 1), torch.cat(keys[layer], 1)) for layer in queries}
+    captured = zip(queries.values(), keys.values(), peaked.values(), strict=True)
+    joined = (tuple(torch.cat(parts, 1) for parts in layer) for layer in captured)
+    return dict(zip(queries, joined, strict=True))
 
 
 def multiply_back(factor: torch.Tensor) -> torch.Tensor:
@@ -78,14 +86,15 @@ def multiply_back(factor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("equalize", [True, False])
 @pytest.mark.parametrize("pooling", ["head", "layer"])
 def test_a_factor_is_that_of_how_captured_queries_read_errors(made, captured, pooling, equalize):
-    """The mean square of `e @ inverse @ q^T`, for the unit errors e and the queries of each KV
-    head."""
+    """The weighted mean square of `e @ inverse @ q^T`, for the unit errors e and the queries of
+    each KV head."""
     changes = {"pooling": pooling, "equalize": equalize}
     rotations = fit(sums(made.statistics), RECIPE.model_copy(update=changes), made.geometry)
     for layer, sides in rotations.items():
         queries = captured[layer][0].double().unflatten(0, (2, -1)).flatten(1, 2)
+        weights = captured[layer][2].unflatten(0, (2, -1)).flatten(1, 2)[..., None]
         read = queries @ sides.key.inverse.double().mT  # what each query reads in each channel
-        metric = read.mT @ read / queries.shape[1]
+        metric = read.mT @ (weights * read) / weights.sum(1, keepdim=True)
         scaled = metric / metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
         expected = scaled + DAMPING * torch.eye(16)
         assert sides.key.feedback.shape == (2, 16, 16)
@@ -103,12 +112,13 @@ def test_queries_read_smaller_errors_of_keys(made, captured, name, group):
     errors = {}
     for arm in (nearest, feedback):
         total = 0.0
-        for layer, (queries, keys) in captured.items():
+        for layer, (queries, keys, peaked) in captured.items():
             keys = keys[:, ::8]
             restored = arm.fake_quantize(keys[None], layer, "key", int2.FORMATS[name])[0]
             exact = arm.keep_exact(keys[None], layer, "key")[0]
             by_head = queries.unflatten(0, (2, -1)).flatten(1, 2)
-            total += ((restored - exact) @ by_head.mT).square().mean().item()
+            weights = peaked.unflatten(0, (2, -1)).flatten(1, 2)[:, None]
+            total += (((restored - exact) @ by_head.mT).square() * weights).mean().item()
         errors[arm.name] = total
     # Measured .51 to .55 for whole rows and .65 for groups of 8.
     assert errors["feedback"] < 0.75 * errors["nearest"]
@@ -141,7 +151,18 @@ def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_pat
     assert refused.value.hint == "calibrate with --feedback"
 
 
-def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path):
+def test_factors_are_shown_and_described(made, inside):
+    shown = inside("inspect", made.folder)
+    assert "Error feedback: of the squared errors that nearest codes of keys make" in shown.stdout
+    layer = summarize(made)[0]
+    # What is left in theory; the test above measures it on keys.
+    assert 0.1 < layer.key.feedback < 0.9
+    assert layer.value.feedback is None
+    card = (made.folder / "README.md").read_text()
+    assert "`layers.N.key.feedback` (`[KV heads, D, D]`)" in card
+
+
+def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path, inside):
     recipe = PRESETS["hadamard"].model_copy(update={"feedback": True, "data": SMALL})
     assert recipe.needs_statistics
     artifact = calibrate(job(folder, tmp_path / "hadamard", recipe))
@@ -149,6 +170,10 @@ def test_data_free_rotations_get_factors_from_a_text(folder, tmp_path):
     assert artifact.rotations.has_feedback
     with pytest.raises(RotationZooError, match="needs statistics"):
         fit(None, recipe, artifact.geometry)
+    done = inside("export", artifact.folder, "--to", "sglang", "--output", "exported", "--pooled")
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (inside.folder / "exported").iterdir() if path.is_file()]
+    assert not any(b"feedback" in path.read_bytes() for path in files if path.suffix == ".pt")
 
 
 @pytest.mark.parametrize(
@@ -192,5 +217,8 @@ def test_what_is_planned_is_what_is_written(made, folder, tmp_path):
     assert layout.shapes["layers.0.key.feedback"] == (torch.float32, (2, 16, 16))
     factors = [tensor for name, tensor in rotation_tensors(made.rotations).items()
                if name.endswith("feedback")]  # fmt: skip
-    assert planned.artifact_bytes - without.artifact_bytes == sum(f.nbytes for f in factors)
-    assert len(rotation_bytes(made)) > sum(f.nbytes for f in factors)
+    factor_bytes = sum(factor.nbytes for factor in factors)
+    moments = [kinds["peaked_query"].second_moment for kinds in made.statistics.values()]
+    moment_bytes = sum(moment.nbytes for moment in moments)
+    assert planned.artifact_bytes - without.artifact_bytes == factor_bytes + moment_bytes
+    assert len(rotation_bytes(made)) > factor_bytes

@@ -4,6 +4,7 @@ job."""
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,15 @@ from rotationzoo.calibration import machine
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
+from rotationzoo.calibration.observers import zero_statistics
+from rotationzoo.calibration.peaked_queries import PeakedQueryObserver, peaked_query_bytes
 from rotationzoo.calibration.search.choice import Choice
 from rotationzoo.calibration.search.closed_forms import closed_forms, count_closed_forms
 from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.memory import TextLengths, sample_bytes
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.sampling import sample_queries, sample_rows
+from rotationzoo.model.capture import intercept
 from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.model.projection import output_projections
 from rotationzoo.recipe import PRESETS, Data, Search
@@ -134,6 +138,27 @@ def test_choosing_clip_ratios_takes_what_is_planned(medium):
     loss = ModelDivergence(medium.model, medium.geometry, medium.cache, None, medium.rows[8:])
     most, _, _ = allocated(lambda: loss.measure([medium.baseline]))
     assert LEAST < medium.needs.search.clip_search / most < MOST  # measured 1.03
+
+
+def test_weighting_queries_takes_what_is_planned(medium):
+    layer, options = medium.geometry[0], medium.recipe
+    observer = PeakedQueryObserver(medium.geometry, zero_statistics(medium.geometry, options))
+    most = []
+
+    def measure(index, query, key, value, attend):
+        taken, _, output = allocated(lambda: observer(index, query, key, value, attend))
+        most.append(taken)
+        return output
+
+    with torch.no_grad(), intercept(medium.model, measure):
+        medium.model(medium.rows[0][None], use_cache=False)
+    planned = peaked_query_bytes(layer, 1, LENGTH)
+    for taken in most:
+        assert LEAST < planned / taken < 1.5  # measured 1.36; with sinks, 3 copies exist and not 2
+    feedback = medium.needs.peaked_queries(1)
+    assert feedback > planned
+    plain = replace(medium.needs, recipe=options.model_copy(update={"feedback": False}))
+    assert plain.peaked_queries(1) == 0
 
 
 def test_statistics_and_rotations_are_as_large_as_planned(medium):

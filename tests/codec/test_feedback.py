@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rotationzoo.codec import feedback, int2
-from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.linalg.error_feedback import factorize, remaining_share
 
 
 def concentrated_metric(heads: int, dim: int) -> torch.Tensor:
@@ -33,6 +33,15 @@ def test_a_factor_multiplies_back_to_the_damped_metric():
     # Measured 6.2e-8: the factor is stored in float32.
     assert torch.allclose(product, scaled + 0.01 * torch.eye(16), atol=1e-6)
     assert torch.equal(factor, factor.triu())
+
+
+def test_what_is_left_of_errors_is_a_ratio_of_means_of_eigenvalues():
+    metric = torch.stack([concentrated_metric(1, 16)[0], torch.eye(16).double()])
+    scaled = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    values = torch.linalg.eigvalsh(scaled + 0.01 * torch.eye(16))
+    expected = values.log().mean(-1).exp() / values.mean(-1)
+    assert torch.allclose(remaining_share(factorize(metric)), expected, rtol=1e-5)
+    assert expected[0] < 0.75 < 0.999 < expected[1]
 
 
 def test_a_metric_of_zeros_rounds_each_channel_alone():

@@ -116,6 +116,9 @@ def test_a_recipe_that_centres_is_refused_before_a_weight_is_fetched(name, tmp_p
     ) as refusal:
         plan(Job(str(folder), CENTERED, tmp_path / "out"))
     assert refusal.value.hint == "set center_keys to false in the recipe"
+    with pytest.raises(RotationZooError) as refusal:
+        plan(Job(str(folder), CENTERED.model_copy(update={"feedback": True}), tmp_path / "out"))
+    assert refusal.value.hint == "run with: --recipe oscar --feedback"
     assert plan(Job(str(folder), PRESETS["oscar"], tmp_path / "out")).notes == ()
 
 

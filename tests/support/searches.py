@@ -20,9 +20,11 @@ ROWS = list(torch.randint(3, 59, (6, 40), generator=torch.Generator().manual_see
 
 
 def search_recipe(**changes) -> Recipe:
-    """The recipe `best` with the windows of `CACHE`, and a search as `changes` say."""
+    """The recipe `best` with the windows of `CACHE`, and a search as `changes` say. A job adds the
+    factors of error feedback after its search, so the recipe does without them."""
     settings = Search(**{"queries": 8, **changes})
-    return PRESETS["best"].model_copy(update={"sink": 2, "recent": 4, "search": settings})
+    changed = {"sink": 2, "recent": 4, "search": settings, "feedback": False}
+    return PRESETS["best"].model_copy(update=changed)
 
 
 def samples_of(model: PreTrainedModel, queries: int = 8, rows=ROWS) -> tuple[Geometry, Samples]:

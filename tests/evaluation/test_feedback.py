@@ -1,0 +1,104 @@
+"""Artifacts with the factors of error feedback: a second arm, and what it adds."""
+
+import json
+import math
+import shutil
+
+import pytest
+from support.induction import save_induction
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.cli import evaluate_view
+from rotationzoo.cli.output import Output
+from rotationzoo.evaluation.arms import BASELINES, build_arms
+from rotationzoo.evaluation.feedback import compare_feedback, describe_feedback
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.linalg.paired import paired_difference
+from rotationzoo.model.source import find
+from rotationzoo.recipe import PRESETS, Data
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_induction(tmp_path_factory.mktemp("models") / "induction")
+
+
+@pytest.fixture(scope="module")
+def mine(model, tmp_path_factory):
+    data = Data(tokens=512, length=256)
+    changes = {"data": data, "sink": 16, "recent": 64, "feedback": True}
+    recipe = PRESETS["oscar"].model_copy(update=changes)
+    folder = tmp_path_factory.mktemp("made") / "mine"
+    return calibrate(Job(str(model), recipe, folder, device="cpu")).folder
+
+
+def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(model, mine, capsys):
+    tasks = TaskSettings(("quote",), questions=8)
+    text = Data(tokens=512, length=256)
+    report = evaluate(
+        Evaluation(str(model), [mine], text, tasks=tasks, device="cpu", save_to=[mine])
+    )
+    assert list(report["arms"]) == ["mine", "mine+feedback", *BASELINES]
+    nearest, feedback = (report["arms"][name] for name in ("mine", "mine+feedback"))
+    assert feedback["bits_at_length"] == nearest["bits_at_length"]
+    # Measured .44 of it.
+    assert feedback["attention_kl"] < 0.6 * nearest["attention_kl"]
+    assert feedback["tasks"]["quote"]["questions"] == 8
+
+    verdict = report["verdict"]
+    for judged in (verdict, verdict["answers"]):
+        assert [row["other"] for row in judged["comparisons"]] == list(BASELINES)
+        assert {row["arm"] for row in judged["comparisons"]} == {"mine"}
+    (added,) = verdict["feedback"]
+    assert (added["arm"], added["other"]) == ("mine+feedback", "mine")
+    losses = feedback["text_losses"], nearest["text_losses"]
+    expected = paired_difference(*losses, report["exact"]["text_tokens"])
+    assert (added["log_perplexity_difference"], added["standard_error"]) == expected
+    logs = [arm["tasks"]["quote"]["log_probability"] for arm in (feedback, nearest)]
+    assert added["answers"]["log_probability_difference"] == pytest.approx(
+        logs[0] - logs[1], abs=1e-5
+    )  # records are rounded
+    assert verdict["words"][-1].startswith("mine+feedback beside mine, the same bytes: ")
+
+    evaluate_view.show_evaluation(Output(False, False), report)
+    printed = capsys.readouterr().out
+    assert printed.count("\nmine+feedback ") >= 3
+    assert "+feedback: the same rotations and the same bytes" in printed
+    saved = json.loads((mine / "evaluation.json").read_text())
+    assert list(saved["windows"][0]["arms"]) == ["mine", "mine+feedback", *BASELINES]
+    assert saved["windows"][0]["verdict"] == verdict
+    assert Artifact.open(mine).manifest.metrics.evaluation.arms["mine+feedback"].tasks
+    card = (mine / "README.md").read_text()
+    assert "| mine+feedback |" in card
+    assert "+feedback: the same rotations and the same bytes" in card
+    assert "* mine+feedback beside mine, the same bytes: " in card
+
+
+def test_arms_of_artifacts_come_first_and_no_two_have_one_name(model, mine, tmp_path):
+    """`regenerate` compares the first two arms."""
+    taken = shutil.copytree(mine, tmp_path / "mine+feedback")
+    artifacts = [Artifact.open(folder) for folder in (taken, mine, mine)]
+    source = find(str(model))
+    arms = build_arms(artifacts, artifacts[0].geometry, source)
+    # The second would give its arm with error feedback the name of the first.
+    hashed = f"mine {artifacts[0].identity[:8]}"
+    assert [arm.name for arm in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
+    assert len({arm.name for arm in arms}) == len(arms) == 6 + len(BASELINES)
+    assert [arm.rounding for arm in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
+    values = build_arms(artifacts[:1], artifacts[0].geometry, source, sides=("value",))
+    assert [arm.name for arm in values] == ["mine+feedback", *BASELINES]
+
+
+def test_what_feedback_adds_is_paired():
+    losses = {"a": [2.0, 3.0], "a+feedback": [1.9, 2.7], "b": [1.0, 1.0]}
+    (added,) = compare_feedback(losses, {}, [100, 100], [])
+    assert (added["arm"], added["answers"]) == ("a+feedback", None)
+    assert added["log_perplexity_difference"] == pytest.approx(-0.2)
+    assert added["standard_error"] == pytest.approx(0.1)
+    (line,) = describe_feedback([added], 0)
+    ratio = math.exp(-0.2)
+    expected = f"perplexity {ratio - 1:+.2%} ±{0.1 * ratio:.2%}"
+    assert line == f"a+feedback beside a, the same bytes: {expected}"
