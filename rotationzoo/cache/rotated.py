@@ -18,6 +18,7 @@ from rotationzoo.cache.states import layer_devices, layer_states, restore_state
 from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import geometry_of, shifted_layers
+from rotationzoo.model.loading import input_device
 
 
 class RotatedCache(DynamicCache):
@@ -132,7 +133,7 @@ class RotatedCache(DynamicCache):
         devices = layer_devices(model)
 
         def place(index: int) -> tuple[torch.device, torch.dtype]:
-            return devices.get(index, model.device), model.dtype
+            return devices.get(index, input_device(model)), model.dtype
 
         made_with = describe(self.storage, model)
         states = prefix.read(path, layers, made_with, place)
@@ -201,7 +202,7 @@ def _own_class(model: PreTrainedModel) -> type | None:
     untyped: Any = model
     if untyped._supports_default_dynamic_cache():
         return None
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     with torch.no_grad():
         return type(untyped(input_ids=ids, use_cache=True).past_key_values)
 
