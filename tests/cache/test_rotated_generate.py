@@ -172,7 +172,10 @@ def test_one_cache_serves_request_after_request():
     cache.reset()
     batch, mask = PROMPT.repeat(2, 1), (torch.arange(18) >= torch.tensor([[0], [6]])).long()
     together = generate(model, cache, batch, attention_mask=mask)
+    cache.reset()
+    alone = generate(model, cache, PROMPT[:, 6:])
     assert torch.equal(together[:1], first), "another batch, and other padding"
+    assert torch.equal(together[1, 18:], alone[0, 12:])
     cache.reset()
     assert torch.equal(generate(model, cache), first)
     # A second turn reads the first through the codec, and need not be given again.
