@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from rotationzoo.cache import prefix
 from rotationzoo.cache.fingerprint import describe
+from rotationzoo.cache.hybrid_layer import RotatedHybridLayer
 from rotationzoo.cache.padding import Padding, watch_padding
 from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.settings import Storage
@@ -182,6 +187,9 @@ class RotatedCache(DynamicCache):
                 layers[index] = RotatedSlidingLayer(self.storage, index, self.padding, window)
             elif type(layer) is DynamicLayer:
                 layers[index] = RotatedLayer(self.storage, index, self.padding)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                states = layer.number_of_states
+                layers[index] = RotatedHybridLayer(self.storage, index, self.padding, states)
             elif hasattr(layer, "get_seq_length"):
                 raise UnsupportedModel(
                     f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, "
