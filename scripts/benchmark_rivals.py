@@ -35,23 +35,21 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from cache_readers import Reader, exact, list_kivi, simulated, through
 from loading import DEVICE, Loaded, load
 from scipy.stats import binomtest
-from transformers_caches import CACHES, ThroughCache
+from transformers_caches import CACHES
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.engine_arm import EngineArm
 from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.protocol import CacheArm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.size import arm_bits
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec.engine_caches import ENGINE_CACHES
 from rotationzoo.codec.formats import SIMULATED
@@ -65,15 +63,6 @@ from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Reader:
-    """One arm on one model: a model to call, the context to call it in, and its bits."""
-
-    model: Any
-    context: Callable[[], Any]
-    bits: float
 
 
 @dataclass(frozen=True)
@@ -167,45 +156,17 @@ def list_readers(
     loaded: Loaded, arms: list[Arm], cache: Cache, length: int
 ) -> dict[str, Callable[[], Reader]]:
     """Name -> what makes the arm's reader, for the arms of `evaluate` and for all others."""
-    model, geometry = loaded.model, loaded.geometry
-    layers = {layer.index for layer in geometry}
-
-    def simulated(arm: CacheArm, windows: Cache) -> Reader:
-        simulation = Simulation(arm, windows, geometry, layers)
-        bits = arm_bits(geometry, arm, windows, length)
-        return Reader(model, lambda: simulation.running(model), bits)
-
-    def through(name: str) -> Reader:
-        # Every kind of cache keeps as many tokens exact.
-        quantized = replace(CACHES[name], residual=cache.sink + cache.recent)
-        bits = quantized.bits_per_element(length)
-        return Reader(ThroughCache(model, quantized), nullcontext, bits)
-
     rotated = [arm for arm in arms if not isinstance(arm, KiviArm)]
     rotated += list_kivi(rotated)
-    readers: dict[str, Callable[[], Reader]] = {"exact": lambda: Reader(model, nullcontext, 16)}
-    readers |= {arm.name: lambda arm=arm: simulated(arm, cache) for arm in rotated}
-    readers |= {name: lambda name=name: through(name) for name in CACHES}
+    readers: dict[str, Callable[[], Reader]] = {"exact": partial(exact, loaded)}
+    for arm in rotated:
+        readers[arm.name] = partial(simulated, loaded, arm, cache, length)
+    readers |= {name: partial(through, loaded, name, cache, length) for name in CACHES}
     none = Cache(sink=0, recent=0)
     for name, engine_cache in ENGINE_CACHES.items():
         arm = EngineArm(name, engine_cache)
-        readers[name] = lambda arm=arm: simulated(arm, none)
+        readers[name] = partial(simulated, loaded, arm, none, length)
     return readers
-
-
-def list_kivi(arms: list[Arm]) -> list[Arm]:
-    """KIVI with both group sizes, without a rotation and, if there is an artifact, with the first
-    one's."""
-    plain = next(arm for arm in arms if arm.name == "identity")
-    bases = {"": plain}
-    if arms[0] is not plain:
-        bases[f"+{arms[0].name}"] = arms[0]
-    kivi: list[Arm] = []
-    for suffix, arm in bases.items():
-        for size in (32, 64):
-            name = f"kivi-{size}{suffix}"
-            kivi.append(KiviArm(name, arm.rotations, tokens=size, channels=size))
-    return kivi
 
 
 @torch.no_grad()

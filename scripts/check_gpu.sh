@@ -12,6 +12,7 @@ python3 -m pytest -m gpu -v -rs || failed=1
 # The linter and the type checker say the same on every machine, where they are installed.
 python3 -m pytest -n 8 -m "not gpu" --deselect tests/test_style.py || failed=1
 python3 scripts/check_int2.py || failed=1
+python3 scripts/check_feedback.py || failed=1
 for model in demo ${1-}; do
     data="${2-bundled}"
     python3 scripts/check_statistics.py "$model" --data "$data" --dtype float32 || failed=1

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -36,11 +37,33 @@ class _RowByRow(QuantizedLayer):
 
 
 class _HQQLayer(_RowByRow, HQQQuantizedLayer):
-    pass
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> list[Any]:
+        # HQQ gives its memory back to the GPU after each tensor, which takes longer than the rest.
+        with patch("torch.cuda.empty_cache"):
+            return super()._quantize(tensor, axis)
 
 
 class _QuantoLayer(_RowByRow, QuantoQuantizedLayer):
-    pass
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        _unpack_in_torch()
+
+
+def _unpack_in_torch() -> None:
+    """Make quanto unpack its codes with torch alone. Otherwise the first call compiles its
+    extension, which takes minutes."""
+    from optimum.quanto.library.extensions import extension
+
+    for name in ("quanto_cpp", "quanto_cuda"):
+        if name in extension._extensions:
+            extension._extensions[name]._lib = SimpleNamespace(unpack=_unpack)
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes of bytes `[N, ...]` as quanto packs them: the lowest bits of all bytes first, then
+    the next ones, `[N * 8 / bits, ...]`."""
+    shifts = range(0, 8, bits)
+    return torch.cat([packed >> shift & (1 << bits) - 1 for shift in shifts])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from support import process_server
 from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
 from support.published import made, zoo  # noqa: F401
@@ -36,10 +37,21 @@ def tiny(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def program(tmp_path_factory):
+    """The words that start the command line in a process of its own, without the seconds that
+    importing torch takes."""
+    if sys.platform != "linux":  # elsewhere a fork is not safe after such imports
+        yield [sys.executable, "-m", "rotationzoo"]
+        return
+    with process_server.server(tmp_path_factory.mktemp("server")) as words:
+        yield words
+
+
 @pytest.fixture
-def command(tmp_path):
+def command(tmp_path, program):
     """Runs the real command line in a process of its own, in an empty folder, with no hub in
-    reach."""
+    reach. `alone` means in an interpreter of its own, too, which imports everything itself."""
     environment = {
         **os.environ,
         "HF_HOME": str(tmp_path / "hf"),
@@ -51,9 +63,10 @@ def command(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
 
-    def run(*words, env=None, **options) -> subprocess.CompletedProcess:
+    def run(*words, env=None, alone=False, **options) -> subprocess.CompletedProcess:
+        start = [sys.executable, "-m", "rotationzoo"] if alone else program
         return subprocess.run(
-            [sys.executable, "-m", "rotationzoo", *map(str, words)],
+            [*start, *map(str, words)],
             cwd=work,
             env={**environment, **(env or {})},
             capture_output=True,

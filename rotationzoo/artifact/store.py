@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from rotationzoo.storage.files import disk_errors, sha256
 from rotationzoo.storage.folders import temporary_sibling
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
-ADDED = (EVALUATION, "validation.json", "int2.cu", "spectra.png", "error_by_layer.png")
+_KERNELS = "validation.json", "int2.cu", "feedback.cu"
+ADDED = (EVALUATION, *_KERNELS, "spectra.png", "error_by_layer.png")
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, *ADDED}
 
@@ -59,16 +60,8 @@ class Artifact:
         damaged manifest.
         """
         folder = Path(folder)
-        folders.recover(folder)
-        path = folder / MANIFEST
-        if files.size_of(path) is None:
-            raise RotationZooError(
-                f"{folder} is no artifact: it has no {MANIFEST}",
-                hint="make one with: rotationzoo calibrate demo",
-            )
-        # Taken before the manifest is read, so that a later replacement shows.
-        opened = folder.stat()
-        return cls(folder, read_manifest(path), opened, dict(hashes or {}))
+        content, opened = folders.read_settled(folder, lambda: _read_manifest(folder))
+        return cls(folder, content, opened, dict(hashes or {}))
 
     def __repr__(self) -> str:
         return f"Artifact({str(self.folder)!r})"
@@ -158,36 +151,41 @@ class Artifact:
         geometry. Raises `RotationZooError` for a file that is not safetensors.
         """
         if name not in self._examined:
-            path = files.regular_file(self.folder, name)
             imported = self.manifest.imported is not None
             layout = expected_layout(name, self.recipe, self.geometry, imported)
-            examined = read_tensors(path, layout)
-            # The tensors must belong to the manifest that was opened.
-            self._check_same(name)
-            self._examined[name] = examined
+
+            def read() -> tuple[dict[str, torch.Tensor], list[str]]:
+                examined = read_tensors(files.regular_file(self.folder, name), layout)
+                # The tensors must belong to the manifest that was opened.
+                self._check_same(name)
+                return examined
+
+            self._examined[name] = folders.read_settled(self.folder, read)
         return self._examined[name]
 
     def damaged_files(self) -> list[str]:
         """One sentence for each file that is missing, is not a regular file in the folder, or
         differs from the manifest's size or sha256."""
         problems = []
-        for name, expected in self.manifest.files.items():
+        for name in self.manifest.files:
             try:
-                path = files.regular_file(self.folder, name)
-                size = files.size_of(path)
+                folders.read_settled(self.folder, partial(self._check_file, name))
             except RotationZooError as error:
                 problems.append(str(error))
-                continue
-            other = f"{name} is not the file that was written"
-            # Compare sizes first: that is much cheaper than hashing.
-            if size != expected.size:
-                problems.append(f"{other}: it has {size} bytes, not {expected.size}")
-                continue
-            if name not in self.hashes:
-                self.hashes[name] = sha256(path)
-            if self.hashes[name] != expected.sha256:
-                problems.append(f"{other}: its sha256 differs")
         return problems
+
+    def _check_file(self, name: str) -> None:
+        """Raise `RotationZooError` for a file that is not the one in the manifest."""
+        expected = self.manifest.files[name]
+        path = files.regular_file(self.folder, name)
+        size, other = files.size_of(path), f"{name} is not the file that was written"
+        # Compare sizes first: that is much cheaper than hashing.
+        if size != expected.size:
+            raise RotationZooError(f"{other}: it has {size} bytes, not {expected.size}")
+        if name not in self.hashes:
+            self.hashes[name] = sha256(path)
+        if self.hashes[name] != expected.sha256:
+            raise RotationZooError(f"{other}: its sha256 differs")
 
     def _sound_tensors(self, name: str) -> dict[str, torch.Tensor]:
         tensors, problems = self.examine(name)
@@ -207,6 +205,19 @@ class Artifact:
             raise RotationZooError(
                 f"{self.folder} was replaced while it was read", hint="run the command again"
             )
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, Any], os.stat_result]:
+    """The content of the manifest, and the state of the folder that holds it."""
+    path = folder / MANIFEST
+    if files.size_of(path) is None:
+        raise RotationZooError(
+            f"{folder} is no artifact: it has no {MANIFEST}",
+            hint="make one with: rotationzoo calibrate demo",
+        )
+    # Taken before the manifest is read, so that a later replacement shows.
+    opened = folder.stat()
+    return read_manifest(path), opened
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

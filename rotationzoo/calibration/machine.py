@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_STATUS = Path("/proc/self/status")
 
 
 def total_memory(on_cpu: bool, spread: bool) -> int:
@@ -37,6 +38,11 @@ def peak_memory() -> int:
         on_devices = sum(torch.cuda.max_memory_allocated(device) for device in devices)
         if on_devices:
             return on_devices
+    with suppress(OSError):  # only Linux has it
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Where the process that started this one was larger, this is the peak of that one.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux.
     return resident if sys.platform == "darwin" else resident * 1024

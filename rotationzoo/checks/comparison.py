@@ -4,13 +4,13 @@ Codes, scales, offsets and dequantized values must agree bit by bit. Rotations m
 error of float32. Each call compares the rows of one side of one layer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rotationzoo.checks.rows import rows_of_each_type
-from rotationzoo.codec import cuda, int2
+from rotationzoo.codec import cuda, cuda_feedback, feedback, int2
 from rotationzoo.errors import RotationZooError
 
 _HINT = "do not publish; report the GPU, the driver and this line as an issue"
@@ -32,21 +32,32 @@ class KernelComparison:
     """Without a GPU, only the definition itself is checked for consistency."""
     rows: int = 0
     elements: int = 0
+    feedback_rows: int = 0
+    """Rows whose codes were also chosen by error feedback."""
     rotation_error: float = 0.0
     """The largest error of a rotation, as a fraction of the bound for float32."""
-    _name: str = field(default="", init=False)
+    name: str = ""
+    """The layer and side that are being compared, for error messages."""
 
     def compare(
-        self, name: str, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
+        self,
+        name: str,
+        rows: torch.Tensor,
+        rotation: torch.Tensor,
+        clip: torch.Tensor,
+        factor: torch.Tensor | None = None,
     ) -> None:
         """Compare on unrotated rows `[H, N, D]`, with rotations `[H, D, D]` and clip ratios `[H]`.
 
-        `name` is the layer and side, for error messages.
+        `name` is the layer and side, for error messages. With a `factor` `[H, D, D]`, the encoder
+        that chooses codes by error feedback is compared too.
         """
-        self._name = name
+        self.name = name
         self.rows += rows.shape[0] * rows.shape[1]
         if self.on_gpu:
-            self._compare_kernel(rows, rotation, clip)
+            rotated = self._compare_kernel(rows, rotation, clip)
+            if factor is not None:
+                self._compare_feedback(rotated, factor)
         else:
             self._check_definition(rows, rotation, clip)
 
@@ -63,6 +74,7 @@ class KernelComparison:
             "codes_equal": equal,
             "dequantized_equal": equal,
             "max_difference": difference,
+            "feedback_rows": self.feedback_rows,
             "rotation_error": self.rotation_error,
             "formats": list(int2.FORMATS),
             "quantize_bytes_per_second": None,
@@ -72,7 +84,8 @@ class KernelComparison:
 
     def _compare_kernel(
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
-    ) -> None:
+    ) -> torch.Tensor:
+        """Compare the kernels of `int2.cu`. Returns the rows as they rotated them."""
         rotated = torch.empty(rows.shape, device="cuda")
         # Models produce keys and values in bfloat16, so that is what the kernel rotates.
         narrow = rows.bfloat16()
@@ -90,6 +103,22 @@ class KernelComparison:
             for typed in rows_of_each_type(rotated.cpu()):
                 packed = cuda.quantize(typed.cuda(), clip, self.group_size, format)
                 self._check_quantized(packed, typed, clip, format)
+        return rotated.cpu()
+
+    def _compare_feedback(self, rotated: torch.Tensor, factor: torch.Tensor) -> None:
+        """Compare the kernel of `feedback.cu` on rotated rows.
+
+        Its definition runs on the GPU too: it takes D steps for every range, seconds on a CPU.
+        `scripts/check_feedback.py` and the tests compare it with what the CPU computes.
+        """
+        self.feedback_rows += rotated.shape[0] * rotated.shape[1]
+        factor = factor.cuda()
+        for format in int2.FORMATS.values():
+            for typed in rows_of_each_type(rotated):
+                on_gpu = typed.cuda()
+                packed = cuda_feedback.quantize(on_gpu, factor, self.group_size, format)
+                expected = feedback.quantize(on_gpu, factor, self.group_size, format)
+                self.check_stored(packed, expected, format)
 
     def _check_definition(
         self, rows: torch.Tensor, rotation: torch.Tensor, clip: torch.Tensor
@@ -112,6 +141,16 @@ class KernelComparison:
         Returns what the definition stores.
         """
         expected = int2.quantize(rows, clip[:, None], self.group_size, format)
+        self.check_stored(packed, expected, format)
+        return expected
+
+    def check_stored(
+        self, packed: cuda.Packed, expected: int2.Quantized, format: int2.Format
+    ) -> None:
+        """Check that a kernel stored what the definition stores, on whichever device, and that the
+        reader restores it."""
+        tensors = expected.codes, expected.scale, expected.offset
+        expected = int2.Quantized(*(tensor.cpu() for tensor in tensors))
         codes = int2.unpack(packed.codes.cpu(), format.packing)
         self._check_equal("code", codes, expected.codes)
         metadata = torch.stack([expected.scale, expected.offset], dim=-1)
@@ -120,8 +159,7 @@ class KernelComparison:
             values = cuda.dequantize(packed, dtype).cpu()
             defined = int2.dequantize(expected, format).to(dtype)
             self._check_equal("dequantized value", values, defined)
-        self.elements += rows.numel()
-        return expected
+        self.elements += codes.numel()
 
     def _check_equal(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise `RotationZooError` unless the tensors are equal bit by bit."""
@@ -130,7 +168,7 @@ class KernelComparison:
         if len(different):
             where = tuple(different[0].tolist())
             raise RotationZooError(
-                f"{self._name}, head {where[0]}, row {where[1]}: the kernel's {what} is "
+                f"{self.name}, head {where[0]}, row {where[1]}: the kernel's {what} is "
                 f"{actual[where].item()!r} and the definition's is {expected[where].item()!r} "
                 f"({len(different)} differ)",
                 hint=_HINT,
@@ -151,7 +189,7 @@ class KernelComparison:
         if not worst <= 1:  # `worst > 1` would let NaN pass
             head, row, _ = torch.unravel_index(error.argmax(), error.shape)
             raise RotationZooError(
-                f"{self._name}, head {head}, row {row}: the kernel's {what} is off by {worst:.2g} "
+                f"{self.name}, head {head}, row {row}: the kernel's {what} is off by {worst:.2g} "
                 "times what float32 allows",
                 hint=_HINT,
             )

@@ -22,7 +22,7 @@ from rotationzoo.model.geometry import cached_layers
 from rotationzoo.model.source import find
 from rotationzoo.progress import Progress, silent
 
-VALIDATION, SOURCE = "validation.json", "int2.cu"
+VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
 _SUMMARIZED = ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")
 
 
@@ -45,8 +45,9 @@ def validate_kernel(
 ) -> dict[str, Any]:
     """Compare the kernel with the codec's definition on every layer, KV head and side.
 
-    Adds `validation.json` and `int2.cu` to the artifact and returns the report. Raises
-    `RotationZooError` at the first difference, naming its layer, head, row and both values.
+    Where keys have a factor of error feedback, both encoders are compared. Adds `validation.json`
+    and the sources that ran to the artifact and returns the report. Raises `RotationZooError` at
+    the first difference, naming its layer, head, row and both values.
     Without a GPU only the definition is checked: the report says so, and the artifact is not
     changed.
     """
@@ -67,8 +68,12 @@ def validate_kernel(
         dim = cached_layers(artifact.geometry)[0].key_dim
         clip = artifact.clip_ratios["key"]
         report |= throughput.measure(dim, artifact.recipe.group_size, clip)
+        if report["feedback_rows"]:
+            report |= throughput.measure_feedback(dim, artifact.recipe.group_size)
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
+    if report["feedback_rows"]:
+        files[FEEDBACK_SOURCE] = cuda.FEEDBACK_SOURCE.read_bytes()
     summary = {key: report[key] for key in _SUMMARIZED}
     add_files(artifact, files, {"validation": summary})
     return report
@@ -114,6 +119,7 @@ def _compare_layers(
             # A kernel serves the folded weights, and knows nothing of equalizers.
             rows = rotation.fold(rows)
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)
-            comparison.compare(side_name(layer.index, side), rows, matrices, rotation.clip)
+            name = side_name(layer.index, side)
+            comparison.compare(name, rows, matrices, rotation.clip, rotation.feedback)
             progress("validating", done := done + 1, total)
     return comparison

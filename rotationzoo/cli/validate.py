@@ -62,5 +62,8 @@ def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -
         say(f"Device copy {copy / 1e12:.2f} TB/s; of that:")
         for name, rate in report["throughput"].items():
             say(f"  {name:24s} {rate / copy:.1%}")
+        if rows := report["feedback_rows"]:
+            say(f"Codes chosen by error feedback: those of feedback.py for {rows:,} rows of keys,")
+            say(f"{report['feedback_rows_per_second'] / 1e6:.0f} million rows a second")
 
     out.result(report, artifact.identity, human)

@@ -1,8 +1,8 @@
 """The codec on an NVIDIA GPU: `int2.cu` compiled and launched, with the functions of `codec.int2`.
 
-NVIDIA's cuda.core compiles the one source file with NVRTC for the GPU that it finds, keeps the
-result in the user's cache, and launches it on torch's stream. Unlike torch's extension builder, it
-needs no CUDA toolkit, host compiler or build step. `pip install 'rotationzoo[cuda]'` installs it.
+NVIDIA's cuda.core compiles the source with NVRTC for the GPU that it finds, keeps the result in the
+user's cache, and launches it on torch's stream. Unlike torch's extension builder, it needs no CUDA
+toolkit, host compiler or build step. `pip install 'rotationzoo[cuda]'` installs it.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,13 @@ from rotationzoo.codec.int2 import LARGEST, METADATA_TYPES, check_shape
 from rotationzoo.errors import RotationZooError
 
 SOURCE = Path(__file__).with_name("int2.cu")
+FEEDBACK_SOURCE = Path(__file__).with_name("feedback.cu")
+"""The second encoder, which continues the first file: both are compiled as one program."""
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
 _LARGEST_DIM = 512
 _THREADS = 128  # per block: WARPS in `int2.cu`, times 32
+_FEEDBACK_ROWS = 32  # per block, and as many threads: ROWS in `feedback.cu`
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class Variant:
     """Whether any ratio is below 1."""
     rotates: bool = False
     """Whether rows are multiplied by a matrix."""
+    feedback: bool = False
+    """Whether codes are chosen by error feedback, with the kernel of `feedback.cu`."""
 
     def macros(self) -> list[tuple[str, str]]:
-        """The macros that compile `int2.cu` into this variant. Raises `RotationZooError` for shapes
-        and types that the kernels do not support."""
+        """The macros that compile the source into this variant. Raises `RotationZooError` for
+        shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group)
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
@@ -69,16 +74,30 @@ class Variant:
             "GROUP_CLIP": format.clip_scope == "group",
             "INTERPOLATED": format.interpolated,
             "HALF": format.metadata == "float16",
-            "COMPUTED": format.rounded_with == "computed",
+            # Error feedback always makes up for the errors of what a reader gets.
+            "COMPUTED": format.rounded_with == "computed" and not self.feedback,
             "MINIMUM": format.offset == "minimum",
             "STRIDED": format.packing == "strided",
         }
         return [(name, str(int(value))) for name, value in values.items()]
 
     @property
+    def source(self) -> str:
+        """The program that has the variant's kernels."""
+        text = SOURCE.read_text()
+        return text + FEEDBACK_SOURCE.read_text() if self.feedback else text
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _FEEDBACK_ROWS if self.feedback else _THREADS
+
+    @property
     def block_rows(self) -> int:
-        """Rows that one thread block handles, as in `int2.cu`. `lanes` threads share a row, and
-        each holds runs of neighbouring channels from every quarter of it."""
+        """Rows that one thread block handles, as in the source. In `int2.cu`, `lanes` threads share
+        a row, and each holds runs of neighbouring channels from every quarter of it."""
+        if self.feedback:
+            return _FEEDBACK_ROWS
         quarter = self.dim // 4
         wide = self.dtype != torch.float32 and quarter % 8 == 0 and self.group % 8 == 0
         run = 8 if wide and not self.rotates else 4
@@ -111,24 +130,36 @@ def quantize(
     ratios = torch.as_tensor(clip)
     channels = group if format.clip_scope == "group" else dim
     entry, weight = clip_position(ratios.expand(heads), channels, format.interpolated)
-    codes = torch.empty(heads, count, dim // 4, dtype=torch.uint8, device=device)
-    metadata_shape = heads, count, dim // group, 2
-    metadata = torch.empty(metadata_shape, dtype=METADATA_TYPES[format.metadata], device=device)
-    refused = torch.zeros((), dtype=torch.int32, device=device)
     matrix = None if rotation is None else rotation.float().contiguous()
     clips = bool((ratios < 1).any())
     kernel = compiled(
         "quantize", Variant(dim, group, rows.dtype, format, clips, matrix is not None), device
     )
     positions = entry.int().to(device), weight.to(device)
-    kernel(rows.contiguous(), count, matrix, *positions, codes, metadata, rotated, refused)
-    # Reading the flag waits for the kernel, so that this call reports its own rows.
+    packed, refused = empty_packed(rows, group, format)
+    stored = packed.codes, packed.metadata
+    kernel(rows.contiguous(), count, matrix, *positions, *stored, rotated, refused)
+    check_refused(refused)
+    return packed
+
+
+def empty_packed(rows: torch.Tensor, group: int, format: Format) -> tuple[Packed, torch.Tensor]:
+    """Room for what a kernel stores of rows `[H, N, D]`, and its flag for rows that it refuses."""
+    heads, count, dim = rows.shape
+    codes = rows.new_empty(heads, count, dim // 4, dtype=torch.uint8)
+    metadata_type = METADATA_TYPES[format.metadata]
+    metadata = rows.new_empty(heads, count, dim // group, 2, dtype=metadata_type)
+    return Packed(codes, metadata, format), rows.new_zeros((), dtype=torch.int32)
+
+
+def check_refused(refused: torch.Tensor) -> None:
+    """Raise `RotationZooError` if a kernel has refused a row."""
+    # Reading the flag waits for the kernel, so that a call reports its own rows.
     if refused.item():
         raise RotationZooError(
             f"a row to be quantized is not finite or exceeds {LARGEST:.0e}",
             hint="run the model with --dtype float32",
         )
-    return Packed(codes, metadata, format)
 
 
 def dequantize(
@@ -153,10 +184,11 @@ class Kernel:
 
     function: Any
     block_rows: int
+    threads: int
 
     def __call__(self, *arguments: torch.Tensor | int | None) -> None:
-        """Launch with the arguments of the function in `int2.cu`. The first is a tensor `[H, ...]`,
-        the only integer is the number of rows, and None is a null pointer."""
+        """Launch with the arguments of the function in the source. The first is a tensor
+        `[H, ...]`, the only integer is the number of rows, and None is a null pointer."""
         from cuda.core import LaunchConfig, Stream, launch
 
         first = arguments[0]
@@ -169,7 +201,7 @@ class Kernel:
         # `current_stream` refers to the current GPU, which need not be the one that holds the rows.
         with torch.cuda.device(first.device):
             stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-            launch(stream, LaunchConfig(grid=grid, block=_THREADS), self.function, *pointers)
+            launch(stream, LaunchConfig(grid=grid, block=self.threads), self.function, *pointers)
 
 
 def _pointer(argument: torch.Tensor | int | None) -> int:
@@ -178,7 +210,7 @@ def _pointer(argument: torch.Tensor | int | None) -> int:
 
 @cache
 def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
-    """The kernel `quantize` or `dequantize`, compiled for this GPU or taken from the cache.
+    """The variant's kernel of this name, compiled for this GPU or taken from the cache.
 
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the
     kernel does not support.
@@ -198,5 +230,5 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
         gpu.set_current()
         options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=macros)
         with FileStreamProgramCache() as programs:
-            code = Program(SOURCE.read_text(), "c++", options).compile("cubin", cache=programs)
-        return Kernel(code.get_kernel(name), variant.block_rows)
+            code = Program(variant.source, "c++", options).compile("cubin", cache=programs)
+        return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)

@@ -1,10 +1,12 @@
 // The 2-bit codec on CUDA: rows -> (rotate) -> clip, scale, round, pack; and back.
 //
-// The definition is rotationzoo/int2.py; codes, scales and dequantized values are the same bit by bit. Every operation is
+// The definition is rotationzoo/codec/int2.py; codes, scales and dequantized values are the same bit by bit. Every operation is
 // float32 and rounded on its own, which is what the _rn intrinsics say: they are never fused.
 //
 // A row is D channels of one token and KV head, shared by a few lanes. Each lane holds four runs of RUN neighbouring channels,
 // one from each quarter of the row: whichever way codes are packed, the codes of a byte are then in one lane.
+//
+// feedback.cu continues this file, and uses its conversions and its arithmetic.
 //
 // Compile with -D: D (multiple of 16, at most 512), GROUP (divides D), TYPE (of the rows: 0 float32, 1 float16, 2 bfloat16),
 // CLIP (0: off), ROTATE, and the format: GROUP_CLIP, INTERPOLATED, HALF (metadata in float16), COMPUTED (rounded with the
@@ -140,7 +142,7 @@ __device__ float max_nan(float a, float b) {
 
 // Many divisions by one number, each correctly rounded: a first quotient, its exact remainder, and a correction with `high`, the
 // correctly rounded reciprocal, which rounds correctly if the first is off by less than an ulp (Markstein 1990). high + low is
-// 1/s to twice the precision, so that it is. For x of a 16-bit type `high` alone does: tests/test_kernels.py tries every one.
+// 1/s to twice the precision, so that it is. For x of a 16-bit type `high` alone does: tests/codec/test_cuda.py tries every one.
 // Only where a remainder is subnormal may the last bit differ: then the quotient is far too small to change a code.
 template <bool NARROW>
 struct Divisor {
@@ -158,6 +160,39 @@ struct Divisor {
 // ones, as integers: floats that are not negative sort alike.
 __device__ unsigned code_bits(float y, int bottom, int top) {
   return __float_as_uint(__fadd_rd(__int_as_float(max(min(__float_as_int(y), top), bottom)), 8388608.0f));
+}
+
+// How a group of these extremes is rounded: the scale and offset that codes are computed with, and those that are stored.
+struct Range {
+  float scale, offset, kept_scale, kept_offset;
+
+  __device__ Range(float lowest, float highest) {
+    scale = Divisor<false>(3.0f).divide(fmaxf(__fsub_rn(highest, lowest), 1e-8f));
+    if (HALF && !MINIMUM) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
+    kept_scale = stored_scale(scale);
+    if (!COMPUTED) scale = kept_scale;
+    // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
+    offset = MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
+    kept_offset = stored_offset(offset);
+    if (!COMPUTED) offset = kept_offset;
+  }
+};
+
+// y = x in steps of a group, plus a half; its integer part is the code.
+template <bool NARROW>
+struct Steps {
+  Divisor<NARROW> by;
+  float offset;
+
+  __device__ float operator()(float x) const {
+    return __fadd_rn(MINIMUM ? by.divide(__fsub_rn(x, offset)) : __fadd_rn(by.divide(x), offset), 0.5f);
+  }
+};
+
+// What a reader makes of a code, which is given as the bits of 2^23 + the integer.
+__device__ float restore(unsigned code_bits, float scale, float offset) {
+  float code = __uint_as_float(code_bits) - 8388608.0f;
+  return MINIMUM ? __fadd_rn(__fmul_rn(code, scale), offset) : __fmul_rn(__fsub_rn(code, offset), scale);
 }
 
 // Where the code of the i-th channel of the k-th run is among the lane's, two bits each.
@@ -300,16 +335,6 @@ struct Keys {
 
 __device__ float clip(float x, float limit) { return fminf(fmaxf(x, -limit), limit); }
 
-// How a group is rounded: y = x in steps, plus a half; its integer part is the code.
-struct Steps {
-  Divisor<NARROW> by;
-  float offset;
-
-  __device__ float operator()(float x) const {
-    return __fadd_rn(MINIMUM ? by.divide(__fsub_rn(x, offset)) : __fadd_rn(by.divide(x), offset), 0.5f);
-  }
-};
-
 // Clip, scale, round and store one row. Returns whether its values are in the domain.
 __device__ bool quantize_row(
     const float (&x)[4][RUN], Lane lane, bool exists, int rank, float weight, unsigned char* codes, Metadata* metadata) {
@@ -337,16 +362,8 @@ __device__ bool quantize_row(
     limit = keys.threshold(max_nan(-low[g], high[g]), GROUP, rank, weight);
 #endif
     float lowest = CLIP ? clip(low[g], limit) : low[g], highest = CLIP ? clip(high[g], limit) : high[g];
-    float scale = Divisor<false>(3.0f).divide(fmaxf(__fsub_rn(highest, lowest), 1e-8f));
-    if (HALF && !MINIMUM) scale = fmaxf(scale, __fmul_rn(fabsf(lowest), 1.0f / 32768.0f));
-    const float kept_scale = stored_scale(scale);
-    if (!COMPUTED) scale = kept_scale;
-    Divisor<NARROW> by(scale);
-    // 0 - x and x + 0, not -x and x: a minimum of zero then has no sign.
-    float offset = MINIMUM ? __fadd_rn(lowest, 0.0f) : __fsub_rn(0.0f, __fdiv_rn(lowest, scale));
-    const float kept_offset = stored_offset(offset);
-    if (!COMPUTED) offset = kept_offset;
-    Steps steps{by, offset};
+    const Range range(lowest, highest);
+    const Steps<NARROW> steps{Divisor<NARROW>(range.scale), range.offset};
     int bottom = 0, ceiling = 0x40400000;
 #if CLIP  // steps never falls where x rises, so clamping x is clamping y between the steps of the limits: one clamp for both
     bottom = max(min(ceiling, __float_as_int(steps(-limit))), 0);
@@ -358,7 +375,7 @@ __device__ bool quantize_row(
 #pragma unroll
         for (int i = 0; i < RUN; i++)
           words[position(k, i) / 32] += code_bits(steps(x[k][i]), bottom, ceiling) << position(k, i) % 32;
-    if (exists && lane.index == 0) metadata[2 * g] = write(kept_scale), metadata[2 * g + 1] = write(kept_offset);
+    if (exists && lane.index == 0) metadata[2 * g] = write(range.kept_scale), metadata[2 * g + 1] = write(range.kept_offset);
   }
   if (exists && lane.active) {
 #if STRIDED
@@ -462,8 +479,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) dequantize(
 #pragma unroll
       for (int i = 0; i < RUN; i++) {
         unsigned code = words[position(k, i) / 32] >> position(k, i) % 32 & 3;
-        float value = __uint_as_float(0x4b000000 | code) - 8388608.0f;
-        x[r][k][i] = MINIMUM ? __fadd_rn(__fmul_rn(value, scale), offset) : __fmul_rn(__fsub_rn(value, offset), scale);
+        x[r][k][i] = restore(0x4b000000 | code, scale, offset);
       }
     }
   }

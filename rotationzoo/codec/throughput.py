@@ -2,14 +2,14 @@
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rotationzoo.codec.clip import clip_position
-from rotationzoo.codec.cuda import Variant, compiled
+from rotationzoo.codec.cuda import Packed, Variant, compiled, empty_packed
 from rotationzoo.codec.formats import SGLANG, Format
-from rotationzoo.codec.int2 import METADATA_TYPES
 
 _REPEATS = 20
 _WARM_UP = 3  # uncounted launches, which pay for compiling and allocating
@@ -30,16 +30,9 @@ def measure(
     are not counted. Fewer rows are used where 80 % of the free memory cannot hold them.
     """
     group = group_size or dim
-    free, _ = torch.cuda.mem_get_info()
-    # Exact and restored rows; one byte per channel allows for codes and metadata.
-    bytes_of_a_row = dim * (2 * dtype.itemsize + 1)
-    rows = min(rows, int(free * 0.8) // bytes_of_a_row)
-    exact = torch.randn(1, rows, dim, device="cuda", dtype=dtype)
-    restored = torch.empty_like(exact)
-    codes = torch.empty(1, rows, dim // 4, dtype=torch.uint8, device="cuda")
-    metadata_type = METADATA_TYPES[format.metadata]
-    metadata = torch.empty(1, rows, dim // group, 2, dtype=metadata_type, device="cuda")
-    refused = torch.zeros((), dtype=torch.int32, device="cuda")
+    buffers = _allocate(rows, dim, group, format, dtype)
+    exact, restored, rows = buffers.exact, buffers.restored, buffers.rows
+    codes, metadata, refused = buffers.packed.codes, buffers.packed.metadata, buffers.refused
     rotation = torch.linalg.qr(torch.randn(1, dim, dim))[0].cuda().contiguous()
     channels = group if format.clip_scope == "group" else dim
     entry, weight = clip_position(torch.tensor([clip]), channels, format.interpolated)
@@ -55,7 +48,6 @@ def measure(
         kernel = compiled("dequantize", variant, exact.device)
         return lambda: kernel(codes, metadata, rows, rotation, restored)
 
-    moved = sum(tensor.numel() * tensor.itemsize for tensor in (exact, codes, metadata))
     launches = {
         "quantize": quantize(False, False),
         "quantize, clip": quantize(True, False),
@@ -63,9 +55,8 @@ def measure(
         "rotate, clip, quantize": quantize(True, True),
         "dequantize, rotate back": dequantize(True),
     }
-    copied = 2 * exact.numel() * exact.itemsize
-    copy_rate = copied / _seconds(lambda: restored.copy_(exact))
-    rates = {name: moved / _seconds(launch) for name, launch in launches.items()}
+    copy_rate = buffers.copy_rate()
+    rates = {name: buffers.bytes / _seconds(launch) for name, launch in launches.items()}
     return {
         "quantize_bytes_per_second": rates["quantize, clip"],
         "dequantize_bytes_per_second": rates["dequantize"],
@@ -79,6 +70,70 @@ def measure(
             "dtype": str(dtype).removeprefix("torch."),
         },
     }
+
+
+def measure_feedback(
+    dim: int,
+    group_size: int | None = None,
+    format: Format = SGLANG,
+    dtype: torch.dtype = torch.bfloat16,
+    rows: int = 4 << 20,
+) -> dict[str, float]:
+    """The rows and bytes that error feedback encodes per second, next to nearest codes without a
+    clip and a copy in the same run. Rows, bytes and figures are those of `measure`."""
+    group = group_size or dim
+    buffers = _allocate(rows, dim, group, format, dtype)
+    exact, packed, count = buffers.exact, buffers.packed, buffers.rows
+    stored = packed.codes, packed.metadata, buffers.refused
+    factor = torch.eye(dim, device="cuda")[None] + torch.rand(1, dim, dim, device="cuda").triu(1)
+    nearest = compiled("quantize", Variant(dim, group, dtype, format), exact.device)
+    variant = Variant(dim, group, dtype, format, feedback=True)
+    kernel = compiled("quantize_with_feedback", variant, exact.device)
+    *to, refused = stored
+    seconds = _seconds(lambda: kernel(exact, count, factor, *stored))
+    of_nearest = _seconds(lambda: nearest(exact, count, None, None, None, *to, None, refused))
+    return {
+        "feedback_rows_per_second": count / seconds,
+        "feedback_bytes_per_second": buffers.bytes / seconds,
+        "nearest_bytes_per_second": buffers.bytes / of_nearest,
+        "feedback_copy_bytes_per_second": buffers.copy_rate(),
+    }
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Memory of the GPU for one head's rows `[1, N, D]`."""
+
+    exact: torch.Tensor
+    restored: torch.Tensor
+    packed: Packed
+    refused: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.exact.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """What a kernel reads and writes."""
+        tensors = self.exact, self.packed.codes, self.packed.metadata
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+    def copy_rate(self) -> float:
+        """Bytes that a copy of the rows reads and writes per second."""
+        copied = 2 * self.exact.numel() * self.exact.itemsize
+        return copied / _seconds(lambda: self.restored.copy_(self.exact))
+
+
+def _allocate(rows: int, dim: int, group: int, format: Format, dtype: torch.dtype) -> _Buffers:
+    """Buffers for `rows` normal rows, or for fewer where 80 % of the free memory cannot hold
+    them."""
+    free, _ = torch.cuda.mem_get_info()
+    # Exact and restored rows; one byte per channel allows for codes and metadata.
+    bytes_of_a_row = dim * (2 * dtype.itemsize + 1)
+    rows = min(rows, int(free * 0.8) // bytes_of_a_row)
+    exact = torch.randn(1, rows, dim, device="cuda", dtype=dtype)
+    return _Buffers(exact, torch.empty_like(exact), *empty_packed(exact, group, format))
 
 
 def _seconds(launch: Callable[[], object]) -> float:

@@ -11,7 +11,7 @@ from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.key_classes import with_key_classes
 from rotationzoo.model.key_scales import KeyScales
-from rotationzoo.model.label_run import trace_labels
+from rotationzoo.model.scale_trace import trace_labels
 from rotationzoo.model.value_projections import find_projections
 
 

@@ -2,13 +2,13 @@
 
 import torch
 
-from rotationzoo.model.label_run import LabelRun
+from rotationzoo.model.scale_trace import ScaleTrace
 
 
 class FusedValues:
     """The rows of values in projections that are fused with those of queries and keys."""
 
-    def __init__(self, run: LabelRun) -> None:
+    def __init__(self, run: ScaleTrace) -> None:
         self._run = run
         labels = run.layers.values()
         # Every label of a layer's values must be met once here, and nowhere else.

@@ -11,8 +11,8 @@ import torch
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.model.label_run import LabelRun
 from rotationzoo.model.scale_labels import Weight, components, distinct_pairs
+from rotationzoo.model.scale_trace import ScaleTrace
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class KeyScales:
     equal are joined, and all joined nodes have the same class.
     """
 
-    def __init__(self, run: LabelRun, geometry: Geometry) -> None:
+    def __init__(self, run: ScaleTrace, geometry: Geometry) -> None:
         self._weights, self._offsets = run.weights, run.constraints.offsets
         values = torch.cat([labels.value.flatten() for labels in run.layers.values()]).unique()
         # Label 0 stands for everything that is not the label of a weight.

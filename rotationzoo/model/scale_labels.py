@@ -59,6 +59,18 @@ def label_weights(model: torch.nn.Module) -> list[Weight]:
     return list(weights.values())
 
 
+@dataclass(frozen=True)
+class AttentionLabels:
+    """The labels of what one layer's attention reads."""
+
+    query: torch.Tensor
+    """`[H_q, T, D]`."""
+    key: torch.Tensor
+    """`[H_kv, T, D]`."""
+    value: torch.Tensor
+    """`[H_kv, T, D_v]`."""
+
+
 @dataclass
 class Constraints:
     """What a traced run demands of the factors."""

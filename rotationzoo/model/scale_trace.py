@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
-from rotationzoo.model.scale_labels import Constraints, Weight
+from rotationzoo.model.meta_run import LinearCall, Operation, Rows, address, run_on_meta
+from rotationzoo.model.scale_labels import AttentionLabels, Constraints, Weight, label_weights
 
 _COPIES = ("clone", "_to_copy", "_unsafe_view")
 _MOVES = ("cat", "stack", "repeat", "flip", "roll")
@@ -34,19 +35,23 @@ class _Shadow:
     offset: float = 0.0
 
 
-class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Follows labels through every operation inside its `with` block."""
+def trace_labels(model: PreTrainedModel, name: str) -> "ScaleTrace":
+    """Run a model on `meta`. Raises `ModelUnavailable` if it fails."""
+    trace = ScaleTrace(label_weights(model))
+    run_on_meta(model, name, trace)
+    return trace
+
+
+class ScaleTrace:
+    """Follows labels through every operation of a run: a `meta_run.Trace`."""
 
     def __init__(self, weights: list[Weight]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.weights = weights
         self.constraints = Constraints()
-        self.inside = ""
-        """The path of the module that is running."""
-        self.paused = False
-        """While this is set, results get no labels and nothing is pinned."""
-        self._weights = {_address(weight.parameter): weight for weight in weights}
+        self.layers: dict[int, AttentionLabels] = {}
+        self._weights = {address(weight.parameter): weight for weight in weights}
+        self._module = ""  # the path of the one that is running
         self._shadows: dict[tuple[int, bool], _Shadow] = {}
-        self._alive: list[Any] = []  # a freed tensor's address could be reused for another one
         self._rules: dict[str, Callable[..., bool]] = {
             **dict.fromkeys(_COPIES, self._copy),
             **dict.fromkeys(_MOVES, self._move),
@@ -63,36 +68,34 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
             return torch.zeros((), dtype=torch.long).expand(tensor.shape)
         return shadow.labels.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def project(self, module: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
-        """The output of a linear module, labelled with the module's rows."""
-        self.pin([states], "a projection")
-        self.paused = True
-        output = torch.nn.functional.linear(states, module.weight, module.bias)
-        self.paused = False
-        self._write(output, self._weights[_address(module.weight)].labels)
-        return output
+    def attended(self, layer: int, rows: Rows, output: torch.Tensor) -> None:
+        """Keep the labels of what attention read. Its output has none."""
+        self.layers[layer] = AttentionLabels(*(self.labels(each)[0] for each in rows))
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-        self._alive += outputs
-        if self.paused:
-            return result
-        for weight in (self._weights.get(_address(tensor)) for tensor in inputs):
+    def projected(self, path: str, call: LinearCall) -> None:
+        """Label the output of a linear module with the module's rows."""
+        self._module = path
+        self.pin([call.states], "a projection")
+        self._write(call.output, self._weights[address(call.module.weight)].labels)
+
+    def operated(self, operation: Operation) -> None:
+        """Label what an operation outside attention and linear modules returned."""
+        function, inputs, outputs = operation.function, operation.inputs, operation.outputs
+        if operation.inside is not None:
+            return
+        self._module = operation.module
+        for weight in (self._weights.get(address(tensor)) for tensor in inputs):
             if weight is not None and weight.is_projection:  # used outside its module
                 self._constrain(weight.labels, f"{function} of its weight")
         if not any(map(self._shadow, inputs)):
-            return result
-        is_view = set(map(_address, inputs)) & set(map(_address, outputs))
+            return
+        is_view = set(map(address, inputs)) & set(map(address, outputs))
         if not is_view or function._schema.is_mutable:
-            self._follow(function, args, inputs, outputs)
+            self._follow(function, operation.args, inputs, outputs)
         elif outputs[0].is_complex() != inputs[0].is_complex():
             self._view_complex(inputs[0], outputs[0])
         elif outputs[0].dtype != inputs[0].dtype:  # the same bits as other numbers
             self.pin(inputs, str(function))
-        return result
 
     def _follow(
         self, function: Any, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
@@ -197,7 +200,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
             labels = pairs[:, 0].contiguous()
         else:
             labels = shadow.labels.repeat_interleave(2)
-        self._shadows[_address(view), view.is_complex()] = _Shadow(labels)
+        self._shadows[address(view), view.is_complex()] = _Shadow(labels)
 
     def _use(self, factor: torch.Tensor, operation: str) -> None:
         """Note that the model multiplies by a weight."""
@@ -212,7 +215,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         return None if shadow is None else shadow.weight
 
     def _shadow(self, tensor: torch.Tensor) -> _Shadow | None:
-        key = _address(tensor), tensor.is_complex()
+        key = address(tensor), tensor.is_complex()
         weight = self._weights.get(key[0])
         if key not in self._shadows and weight is not None and not weight.is_projection:
             self._shadows[key] = _Shadow(weight.labels, weight)
@@ -222,7 +225,7 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         self, tensor: torch.Tensor, labels: torch.Tensor, like: _Shadow | None = None
     ) -> None:
         """Label a tensor's elements. `like` says what its storage holds if it is new."""
-        key = _address(tensor), tensor.is_complex()
+        key = address(tensor), tensor.is_complex()
         if key not in self._shadows:
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
             weight, offset = (like.weight, like.offset) if like else (None, 0.0)
@@ -236,13 +239,4 @@ class ScaleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
                 self._constrain(self.labels(tensor), operation)
 
     def _constrain(self, labels: torch.Tensor, operation: str) -> None:
-        self.constraints.pin(labels, f"{operation} in {self.inside}")
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+        self.constraints.pin(labels, f"{operation} in {self._module}")

@@ -6,26 +6,22 @@ undo. That holds only if nothing else reads the values or the output. The model 
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rotationzoo.errors import UnsupportedModel, as_unavailable
-from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.fused_values import FusedValues
 from rotationzoo.model.geometry import Geometry, Layer
-from rotationzoo.model.label_run import trace_labels
+from rotationzoo.model.meta_run import LinearCall, Operation, Rows, address, run_on_meta
+from rotationzoo.model.scale_trace import trace_labels
 
 SERVE_UNABSORBED = (
     "serve the model as it is and rotate its values on the way to the cache, with the artifact"
 )
 _SHARED = "a value or output projection that it shares with another module"
-_TOKENS = 8  # in the traced run: any number works
 
 
 class Projections(NamedTuple):
@@ -37,24 +33,25 @@ class Projections(NamedTuple):
     """Where the rows of the values begin in `value`, which may compute queries and keys as well."""
 
 
-@torch.no_grad()
 def find_projections(model: PreTrainedModel, geometry: Geometry, name: str) -> list[Projections]:
     """Each layer's value and output projection, in a model on `meta`.
 
     Raises `UnsupportedModel` for a layer with anything but attention between the two.
     """
-    run = _traced_run(model, name)
+    trace = _ReaderTrace()
+    run_on_meta(model, name, trace)
+    modules = {path for path, _ in model.named_modules()}
     fused: FusedValues | None = None
     # Tied parameters are listed once per name, so that sharing shows as a count above 1.
     parameters = model.named_parameters(remove_duplicate=False)
     uses = Counter(id(parameter) for _, parameter in parameters)
     projections: dict[str, Projections] = {}
     for layer in geometry:
-        values = run.path_of(layer.index)
+        values = trace.path_of(layer.index)
         if _is_fused(model, layer, values):
             fused = fused or FusedValues(trace_labels(model, name))
             values = replace(values, fused_row=fused.first_row(layer.index, str(values.maker)))
-        problem = _problem(model, layer, values, run.modules, uses)
+        problem = _problem(model, layer, values, modules, uses)
         if problem is None and values.maker in projections:
             problem = _SHARED
         if problem is not None:
@@ -137,99 +134,48 @@ def _weight(model: PreTrainedModel, module: str) -> torch.nn.Parameter:
     return model.get_parameter(f"{module}.weight")
 
 
-class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Records what reads each tensor: the module in `inside`, or else the operation's name.
+class _ReaderTrace:
+    """Records what reads each tensor of a run: a `meta_run.Trace`. A reader is a linear module, a
+    layer's attention, or else an operation, by its name.
 
     Views of a tensor, and its products with a number, count as the tensor itself.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.inside: str | None = None
-        self.readers: dict[int, set[str]] = defaultdict(set)
+        self._readers: dict[int, set[str]] = defaultdict(set)
         self._multiple_of: dict[int, int] = {}
-        self._alive: list[Any] = []  # a freed tensor's address could be reused for another one
+        self._calls: dict[int, tuple[torch.Tensor, ...]] = {}  # query, key, value and output
+        self._makers: dict[int, str] = {}  # identity of a tensor -> the linear module behind it
 
-    def identity(self, tensor: torch.Tensor) -> int:
-        address: int = tensor.untyped_storage()._cdata
-        return self._multiple_of.get(address, address)
+    def attended(self, layer: int, rows: Rows, output: torch.Tensor) -> None:
+        self._calls[layer] = (*rows, output)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-        self._alive += outputs
+    def projected(self, path: str, call: LinearCall) -> None:
+        self._makers[self._identity(call.output)] = path
+
+    def operated(self, operation: Operation) -> None:
+        function, args, outputs = operation.function, operation.args, operation.outputs
         if function is torch.ops.aten.mul.Tensor and not isinstance(args[1], torch.Tensor):
             # Scaling by a number commutes with a rotation.
-            self._multiple_of[outputs[0].untyped_storage()._cdata] = self.identity(args[0])
+            self._multiple_of[address(outputs[0])] = self._identity(args[0])
         # Making a view does not count as reading; changing a tensor in place does.
-        views = set() if function._schema.is_mutable else set(map(self.identity, outputs))
-        for identity in set(map(self.identity, inputs)) - views:
-            self.readers[identity].add(self.inside or str(function))
-        return result
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-@dataclass
-class _Run:
-    """One traced forward pass."""
-
-    modules: set[str]
-    """The paths of all modules."""
-    trace: _Trace = field(default_factory=_Trace)
-    calls: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Layer -> query, key, value and output of its attention."""
-    makers: dict[int, str] = field(default_factory=dict)
-    """Identity of a tensor -> the path of the linear module that computed it."""
+        mutable = function._schema.is_mutable
+        views = set() if mutable else set(map(self._identity, outputs))
+        for identity in set(map(self._identity, operation.inputs)) - views:
+            self._readers[identity].add(operation.inside or str(function))
 
     def path_of(self, layer: int) -> _ValuePath:
-        query, key, value, output = self.calls[layer]
-        identity = self.trace.identity
-        maker = self.makers.get(identity(value))
+        """Where the values of a layer came from and went, after the run."""
+        query, key, value, output = map(self._identity, self._calls[layer])
+        maker = self._makers.get(value)
         expected = {f"the attention of layer {layer}", maker}
         return _ValuePath(
-            values=value,
+            values=self._calls[layer][2],
             maker=maker,
-            other_readers=sorted(self.trace.readers[identity(value)] - expected),
-            output_readers=sorted(self.trace.readers[identity(output)]),
-            are_queries_or_keys=identity(value) in (identity(query), identity(key)),
+            other_readers=sorted(self._readers[value] - expected),
+            output_readers=sorted(self._readers[output]),
+            are_queries_or_keys=value in (query, key),
         )
 
-
-def _traced_run(model: PreTrainedModel, name: str) -> _Run:
-    paths = {id(module): path for path, module in model.named_modules()}
-    run = _Run(set(paths.values()))
-    trace = run.trace
-
-    def attention(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        trace.inside = f"the attention of layer {layer}"
-        output = attend(query, key, value).contiguous()
-        trace.inside, run.calls[layer] = None, (query, key, value, output)
-        return output
-
-    def linear(module: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
-        trace.inside = paths[id(module)]
-        output = torch.nn.functional.linear(states, module.weight, module.bias)
-        trace.inside, run.makers[trace.identity(output)] = None, paths[id(module)]
-        return output
-
-    # A cache returns copies of what it stores. This patch returns the tensors themselves, so that
-    # they can still be identified by address.
-    uncopied = patch.object(Cache, "update", lambda self, key, value, *args, **kwargs: (key, value))
-    named_linear = patch.object(torch.nn.Linear, "forward", linear)
-    tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    with (
-        as_unavailable(f"{name} fails when it runs"),
-        uncopied,
-        named_linear,
-        intercept(model, attention),
-        trace,
-    ):
-        decoder(model)(input_ids=tokens, use_cache=True)
-    return run
+    def _identity(self, tensor: torch.Tensor) -> int:
+        return self._multiple_of.get(address(tensor), address(tensor))

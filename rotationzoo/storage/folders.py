@@ -8,13 +8,17 @@ A process must hold the lock `.NAME.lock` to replace NAME. It builds the new fol
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage.files import disk_errors, remove
 from rotationzoo.storage.locks import locked
+
+Result = TypeVar("Result")
+_ATTEMPTS = 100  # at reading a folder that others replace all the time
 
 
 @contextmanager
@@ -93,6 +97,35 @@ def check_name(folder: Path) -> None:
             f"{folder} holds the current folder, and is replaced whole",
             hint="go to another folder first: cd ..",
         )
+
+
+def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
+    """What `read` returns of a folder. Where it fails because the folder was just being replaced,
+    it is called again: between the two renames nothing has the folder's name.
+
+    Raises what `read` raises, and as `recover`.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        recover(folder)
+        before = _state(folder)
+        try:
+            return read()
+        except (RotationZooError, FileNotFoundError):
+            after = _state(folder)
+            gone = after is None and not _beside(folder, "old").is_dir()
+            if before == after and (after is not None or (gone and _state(folder) is None)):
+                raise
+    return read()
+
+
+def _state(folder: Path) -> tuple[int, int, int] | None:
+    """What differs between a folder and the one that replaces it; None where there is none. A new
+    folder may get the number of one that was removed, but not its times."""
+    try:
+        status = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def recover(folder: Path) -> None:

@@ -257,6 +257,29 @@ def test_readers_find_the_artifact_while_it_is_replaced(folder):
     assert problems == []
 
 
+@pytest.mark.hostile("crash")
+@pytest.mark.parametrize("name", ["manifest.json", "rotations.safetensors"])
+def test_a_reader_that_meets_a_replacement_reads_again(folder, monkeypatch, name):
+    """Between the two renames no file has its name."""
+    real, met = files.size_of, []
+    monkeypatch.setattr(files, "size_of", lambda path: meet(path) if not met else real(path))
+
+    def meet(path: Path) -> int | None:
+        if path.name != name:
+            return real(path)
+        met.append(path)
+        work, old = (folder.with_name(f".out.{what}") for what in ("partial", "old"))
+        shutil.copytree(folder, work)
+        folder.rename(old)
+        size = real(path)
+        work.rename(folder)
+        shutil.rmtree(old)
+        return size
+
+    assert Artifact.open(folder).rotation_tensors()
+    assert met
+
+
 # ---- locks
 
 

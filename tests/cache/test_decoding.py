@@ -1,8 +1,8 @@
 """Decoding through a simulated cache token by token gives what reading whole rows gives."""
 
-import pytest
 import torch
 from support import architectures
+from support.architectures import families
 
 from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.cache.simulated import Simulation
@@ -16,10 +16,8 @@ from rotationzoo.recipe import Recipe
 FAMILIES = "llama", "gemma3", "gemma4", "qwen3_5", "minimax"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families(FAMILIES)
 def test_decoding_reads_what_whole_rows_read(name):
-    if not architectures.available(name):
-        pytest.skip(f"the installed transformers has no {name}")
     model = architectures.build(name)
     geometry = geometry_of(model)
     (arm,) = (arm for arm in build_baselines(Recipe(), geometry) if arm.name == "random")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from support import architectures
-from support.architectures import EXPECTED, NAMES
+from support.architectures import CALIBRATED, families
 
 from rotationzoo.cache import masks
 from rotationzoo.cache.arm import Arm
@@ -24,16 +24,6 @@ SHIFTED = (
     "gpt_oss",  # learned sinks in all layers
     "mimo_v2_flash",  # learned sinks in layers with a window
 )
-calibrated = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not architectures.available(name), reason="not in this transformers"
-        ),
-    )
-    for name in NAMES
-    if not EXPECTED[name].refusal
-]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +72,7 @@ def relative_change(simulated: torch.Tensor, plain: torch.Tensor) -> float:
     return ((simulated - plain).abs().max() / plain.abs().max()).item()
 
 
-@pytest.mark.parametrize("name", calibrated)
+@families(CALIBRATED)
 def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     """Windows, soft caps and sinks stay the model's although every position is there twice."""
     model = architectures.build(name)
@@ -103,7 +93,7 @@ def with_key_means(rotations: Rotations, means: dict[int, torch.Tensor]) -> Rota
     )
 
 
-@pytest.mark.parametrize("name", calibrated)
+@families(CALIBRATED)
 def test_what_centring_moves_is_seen(name):
     """A server never adds the mean of keys back, so nor does the simulation: where attention does
     not ignore it, evaluation shows what that costs, and the look at the model says so before."""
@@ -125,7 +115,7 @@ def test_what_centring_moves_is_seen(name):
         assert (name in SHIFTED, moved < 1e-4, kl < 1e-6) == (False, True, True), (moved, kl)
 
 
-@pytest.mark.parametrize("name", calibrated)
+@families(CALIBRATED)
 def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
     model = architectures.build(name)
     plain = logits(model)
@@ -189,9 +179,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize(
-    "name", [n for n in ("llama", "qwen3", "mistral", "gemma2", "gpt_oss") if n in NAMES]
-)
+@families(["llama", "qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_the_simulation_is_what_a_server_computes(name, cache):
     model = architectures.build(name)
     arm = random_arm(model)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import architectures
-from support.equalizers import traced_geometry
+from support.architectures import EQUALIZED, families
+from support.equalizers import statistics_of, traced_geometry
 from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 from support.models import save_family, save_tiny
 
@@ -14,8 +15,7 @@ from rotationzoo.artifact.layout import rotation_tensors
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration import plan as plans
 from rotationzoo.calibration.claim import Claim
-from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.equalizing import add_projections, equalize, stored_equalizers
+from rotationzoo.calibration.equalizing import equalize, stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import plan
@@ -32,20 +32,12 @@ from rotationzoo.recipe import PRESETS, Recipe, Search, equalized
 
 RECIPE = equalized(Recipe(data=SMALL, center_keys=True))
 IDS = torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed(0))
-NAMES = [
-    name
-    for name in architectures.NAMES
-    if architectures.available(name) and not architectures.EXPECTED[name].refusal
-    if name != "llama4"  # no weights can scale its keys
-]
 
 
-def statistics_of(model, batches, recipe):
-    """Of a model in memory: the geometry and the statistics that a job would collect."""
+def measure(model, batches, recipe):
+    """The geometry of a model in memory, and the statistics that a job would collect."""
     geometry = traced_geometry(model.config)
-    statistics = collect(model, geometry, batches, recipe)
-    add_projections(statistics, model, geometry)
-    return geometry, statistics
+    return geometry, statistics_of(model, geometry, batches, recipe)
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +57,14 @@ def made(wide, tmp_path_factory) -> Artifact:
     return calibrate(job(wide, tmp_path_factory.mktemp("equalized"), RECIPE))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@families(EQUALIZED)
 @torch.no_grad()
 def test_equalized_attention_is_the_models_own_in_float64(name):
     """Its own function, with windows, soft caps and sinks, of scaled keys, divided queries and
     transformed values; outputs are transformed back."""
     model = architectures.build(name)
     recipe = RECIPE.model_copy(update={"sink": 4, "center_keys": False})
-    geometry, statistics = statistics_of(model, [IDS], recipe)
+    geometry, statistics = measure(model, [IDS], recipe)
     for moments in statistics.values():
         wide = torch.linspace(-4, 4, moments["key"].first.shape[1]).exp()
         moments["key"] = moments["key"].transformed(torch.diag(wide))
@@ -105,7 +97,7 @@ def test_both_sides_have_the_same_energy_in_the_folded_frame():
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[[3, 11]] *= 30.0
     recipe = RECIPE.model_copy(update={"sink": 4})
-    geometry, statistics = statistics_of(model, [IDS], recipe)
+    geometry, statistics = measure(model, [IDS], recipe)
     equalizers = equalize(statistics, recipe, geometry)[0]
     assert equalizers.key[0, 3] == equalizers.key[0, 11]
     assert equalizers.key[0, 3] < equalizers.key[0].median() / 2
@@ -168,8 +160,8 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(made, wide, tmp_path):
 
 def test_statistics_of_two_shards_merge():
     model, recipe = architectures.build("qwen3"), RECIPE.model_copy(update={"sink": 4})
-    geometry, whole = statistics_of(model, [IDS], recipe)
-    shards = [statistics_of(model, [part], recipe)[1] for part in (IDS[:1], IDS[1:])]
+    geometry, whole = measure(model, [IDS], recipe)
+    shards = [measure(model, [part], recipe)[1] for part in (IDS[:1], IDS[1:])]
     merged = {
         layer: {kind: moments[kind] + shards[1][layer][kind] for kind in moments}
         for layer, moments in shards[0].items()
@@ -183,7 +175,7 @@ def test_statistics_of_two_shards_merge():
 def test_readers_of_a_shared_cache_add_their_projections():
     """Gemma 4: layers 2 and 3 read the caches of 0 and 1."""
     model, recipe = architectures.build("gemma4"), RECIPE.model_copy(update={"sink": 4})
-    _, statistics = statistics_of(model, [IDS], recipe)
+    _, statistics = measure(model, [IDS], recipe)
     assert statistics[0]["projection"].weight.tolist() == [2 * 2 * 64] * 2
     weights = [model.model.layers[index].self_attn.o_proj.weight for index in (0, 2)]
     blocks = [weight.double().view(64, 2, 2, 16) for weight in weights]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from support import architectures
+from support.architectures import CALIBRATED, families
 from support.models import DATA, save_tiny
 
 from rotationzoo.calibration import generate
@@ -22,7 +23,6 @@ from rotationzoo.model.source import find
 GREEDY = {"temperature": 1e-4, "top_k": 0, "top_p": 1.0}
 BARE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15])]
-FAMILIES = [name for name in architectures.NAMES if architectures.EXPECTED[name].refusal is None]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def write(model, prompts, tokens=1000, **changes):
     return write_texts(model, prompts, WritingSettings(tokens=tokens, **options))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families(CALIBRATED)
 def test_every_token_is_the_models_own_choice(name):
     """Of prompts of unequal lengths, continued together: what a pass over the whole text would
     choose next."""

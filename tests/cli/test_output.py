@@ -107,7 +107,7 @@ def test_json_has_no_raw_characters_and_no_nan(capsys):
 def test_what_stdout_cannot_encode_is_escaped(command):
     """`±` of a table where the locale is ASCII."""
     words = ["calibrate", "demo", "--tokens", "2048", "--output", "ä", "--quiet"]
-    done = command(*words, env={"PYTHONIOENCODING": "ascii"})
+    done = command(*words, env={"PYTHONIOENCODING": "ascii"}, alone=True)
     assert (done.returncode, done.stdout) == (0, "\\xe4\n"), done.stderr
 
 

@@ -3,11 +3,11 @@ definition where a GPU is."""
 
 import math
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
+from support.nvcc import spilled_registers
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.kernel import Validation, validate_kernel
@@ -37,14 +37,7 @@ COMPILED = [
 @pytest.mark.parametrize(("dim", "group", "dtype", "format", "rotates"), COMPILED)
 def test_no_register_is_spilled(dim, group, dtype, format, rotates, tmp_path):
     variant = cuda.Variant(dim, group, dtype, FORMATS[format], clips=True, rotates=rotates)
-    macros = [f"-D{name}={value}" for name, value in variant.macros()]
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90, 100)]
-    files = ["-o", str(tmp_path / "out"), str(cuda.SOURCE)]
-    command = ["nvcc", "-fatbin", "-Xptxas=-v", *targets, *macros, *files]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "warning" not in done.stderr
-    spills = [line.strip() for line in done.stderr.splitlines() if "spill stores" in line]
+    spills = spilled_registers(variant, tmp_path)
     assert len(spills) == 2 * 3, "two kernels for three targets"
     assert all(", 0 bytes spill stores, 0 bytes spill loads" in line for line in spills), spills
 

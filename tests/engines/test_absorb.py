@@ -11,7 +11,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import architectures
-from support.architectures import BASE, EXPECTED, NAMES
+from support.architectures import BASE, CALIBRATED, families
 from support.models import save_tiny
 
 from rotationzoo.artifact.manifest import ROTATIONS
@@ -46,18 +46,6 @@ REFUSED = {
     "doge": r"layer 0 of \S+ has another use of its values than its attention, in "
     "model.layers.0.self_attn.dt_proj",
 }
-
-
-calibrated = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not architectures.available(name), reason="not in this transformers"
-        ),
-    )
-    for name in NAMES
-    if not EXPECTED[name].refusal
-]
 
 
 def rotate(folder: Path, preset: str = "random", **changes) -> Artifact:
@@ -105,7 +93,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", calibrated)
+@families(CALIBRATED)
 def test_every_family_absorbs_or_says_why_not(name, tmp_path):
     model = architectures.build(name)
     model.save_pretrained(tmp_path / name)

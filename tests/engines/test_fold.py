@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support import architectures
-from support.architectures import BASE, EXPECTED, NAMES
-from support.equalizers import equalized, random_equalizers
+from support.architectures import BASE, CALIBRATED, families
+from support.equalizers import calibrated_equalizers, equalized, random_equalizers
 from support.models import save_tiny
 from support.places import ROOT
 
@@ -48,22 +48,18 @@ REFUSED = {
     name: f"{layer} of the model {reason}"
     for name, layer, reason in TABLE.findall((ROOT / "docs" / "engines.md").read_text())
 }
-calibrated = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not architectures.available(name), reason="not in this transformers"
-        ),
-    )
-    for name in NAMES
-    if not EXPECTED[name].refusal
-]
 assert len(REFUSED) == 6, "the rows of the table were found"
+# How far logits may move, relative to the largest: with calibrated equalizers (1.0e-6 was measured
+# in 24 seeds), and with random ones of condition numbers up to 30 (2.0e-6 in 16 seeds).
+TOLERANCES = (2e-6, 3e-6)
+# 2.4e-6 and 5.8e-6; its float32 arithmetic is wrong by 2e-5.
+OF_GPT_OSS = (4e-6, 8e-6)
+SEEDS = range(3)
 
 
-def widen(model: torch.nn.Module) -> None:
+def widen(model: torch.nn.Module, seed: int) -> None:
     """Give norms and biases weights that initialisation does not give them."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(2 + seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -81,15 +77,13 @@ def look(model) -> tuple[torch.Tensor, dict[tuple[int, str], torch.Tensor]]:
         return model(input_ids=IDS, use_cache=False).logits, rows
 
 
-def check_same(plain, folded, equalizers) -> None:
+def check_same(plain, folded, equalizers, tolerance: float) -> None:
     """The same logits of two models in float64, from equalized keys and values.
 
-    Float32 arithmetic is wrong by up to 3e-6 of the logits of these models anyway, so what the
-    float32 weights do is looked at in float64.
+    Float32 arithmetic is wrong by more than what the float32 weights do is allowed to be.
     """
     (logits, rows), (folded_logits, folded_rows) = look(plain), look(folded)
-    # 1.1e-6 was measured with these equalizers, and 2.8e-6 with the worst of three seeds.
-    assert (folded_logits - logits).abs().max() <= 2e-6 * logits.abs().max()
+    assert (folded_logits - logits).abs().max() <= tolerance * logits.abs().max()
     for (layer, side), equalizer in equalizers.items():
         matrix = torch.diag_embed(equalizer) if side == "key" else equalizer
         expected = rows[layer, side] @ matrix.double()
@@ -99,11 +93,27 @@ def check_same(plain, folded, equalizers) -> None:
             assert (folded_rows[layer, side] - rows[layer, side]).abs().max() > 0.1 * size
 
 
-@pytest.mark.parametrize("name", calibrated)
+def fold_in_memory(model, on_meta, geometry, equalizers):
+    """A copy of a model with equalizers in its weights."""
+    rotations = {
+        layer: {side: SimpleNamespace(equalizer=equalizers[layer, side]) for side in SIDES}
+        for layer, _ in equalizers
+    }
+    artifact = SimpleNamespace(geometry=geometry, rotations=rotations)
+    folded = copy.deepcopy(model)
+    names = dict(folded.named_parameters())
+    with torch.no_grad():
+        for name, change in weight_changes.equalizer_changes(artifact, on_meta, "this").items():
+            if name not in names:  # a vision model, of which the text alone is traced
+                name = name.replace("model", "model.language_model", 1)
+            parameter = folded.get_parameter(name)
+            parameter.copy_(change.transform(parameter.double()))
+    return folded
+
+
+@families(CALIBRATED)
 def test_every_family_folds_or_says_why_not(name, monkeypatch):
-    model = architectures.build(name)
-    widen(model)
-    on_meta = loading.on_meta(model.config, "this")
+    on_meta = loading.on_meta(architectures.config(name), "this")
     geometry = geometry_on_meta(on_meta)
     refusal = REFUSED.get(name)
     if refusal is not None and "has keys" in refusal:
@@ -116,27 +126,18 @@ def test_every_family_folds_or_says_why_not(name, monkeypatch):
     assert {layer.fixed_values for layer in geometry} == {refusal is not None}
     scales = find_key_scales(on_meta, geometry, "this")
     monkeypatch.setattr(weight_changes, "find_key_scales", lambda *_: scales)  # found already
+    tolerances = OF_GPT_OSS if name == "gpt_oss" else TOLERANCES
+    for seed in SEEDS:
+        model = architectures.build(name, seed=seed)
+        if getattr(decoder(model).config, "_experts_implementation", None):
+            model.set_experts_implementation("eager")  # the others have no float64
+        widen(model, seed)
+        equalizers = calibrated_equalizers(model, geometry, seed)
+        folded = fold_in_memory(model, on_meta, geometry, equalizers)
+        check_same(model.double(), folded.double(), equalizers, tolerances[0])
     equalizers = random_equalizers(geometry)
-    for (_, side), equalizer in equalizers.items():
-        if side == "value" and refusal is not None:  # keys alone are folded
-            equalizer.copy_(torch.eye(equalizer.shape[-1]))
-    rotations = {
-        layer: {side: SimpleNamespace(equalizer=equalizers[layer, side]) for side in SIDES}
-        for layer, _ in equalizers
-    }
-    artifact = SimpleNamespace(geometry=geometry, rotations=rotations)
-    changes = weight_changes.equalizer_changes(artifact, on_meta, "this")
-    if getattr(decoder(model).config, "_experts_implementation", None):
-        model.set_experts_implementation("eager")  # the others have no float64
-    folded = copy.deepcopy(model)
-    names = dict(folded.named_parameters())
-    with torch.no_grad():
-        for parameter_name, change in changes.items():
-            if parameter_name not in names:  # a vision model, of which the text alone is traced
-                parameter_name = parameter_name.replace("model", "model.language_model", 1)
-            parameter = folded.get_parameter(parameter_name)
-            parameter.copy_(change.transform(parameter.double()))
-    check_same(model.double(), folded.double(), equalizers)
+    folded = fold_in_memory(model.float(), on_meta, geometry, equalizers)
+    check_same(model.double(), folded.double(), equalizers, tolerances[1])
 
 
 def save(folder: Path, kind: str, dtype=torch.float32, shards: str = "5GB", **changes) -> Path:
@@ -167,7 +168,7 @@ def test_a_sharded_model_with_tied_embeddings_and_biases(tmp_path):
     assert len(list(folder.glob("*.safetensors"))) > 3
     artifact = equalized(folder)
     output = fold(artifact, str(folder), tmp_path / "folded")
-    check_same(load(folder), load(output), equalizers_of(artifact))
+    check_same(load(folder), load(output), equalizers_of(artifact), TOLERANCES[1])
     before, after = load(folder).state_dict(), load(output).state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     parts = {name.split(".", 3)[3] for name in changed}

@@ -2,7 +2,7 @@ import pytest
 import torch
 import transformers
 from support import architectures
-from support.architectures import EXPECTED, NAMES
+from support.architectures import CALIBRATED, EXPECTED, NAMES, families
 from support.places import ROOT
 
 from rotationzoo.artifact.layout import statistics_tensors
@@ -16,15 +16,6 @@ from rotationzoo.recipe import Recipe
 
 TABLE = ROOT / "docs" / "architectures.md"
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
-present = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not architectures.available(name), reason="not in this transformers"
-        ),
-    )
-    for name in NAMES
-]
 
 
 def logits(model, ids=IDS):
@@ -32,7 +23,7 @@ def logits(model, ids=IDS):
         return model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", present)
+@families()
 def test_looking_on_meta_agrees_with_the_real_model(name):
     meta = loading.on_meta(architectures.config(name), name)
     if refusal := EXPECTED[name].refusal:
@@ -46,7 +37,7 @@ def test_looking_on_meta_agrees_with_the_real_model(name):
     assert tuple(layer.index for layer in cached_layers(geometry)) == EXPECTED[name].layers
 
 
-@pytest.mark.parametrize("name", present)
+@families()
 def test_capture_changes_nothing(name):
     """Also of the families that are refused: those without the attention interface are left as they
     are."""
@@ -54,7 +45,7 @@ def test_capture_changes_nothing(name):
         check_transparent(architectures.build(name), IDS)
 
 
-@pytest.mark.parametrize("name", [p for p in present if not EXPECTED[p.values[0]].refusal])
+@families(CALIBRATED)
 def test_capture_sees_every_layer_and_is_undone(name):
     model = architectures.build(name)
     plain = logits(model)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import architectures
+from support.architectures import families
 from support.models import save_family
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
@@ -35,16 +36,7 @@ from rotationzoo.zoo import due
 from rotationzoo.zoo.index import Entry
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
-NAMES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not architectures.available(name), reason="not in this transformers"
-        ),
-    )
-    for name in (*MOVED, "qwen3")
-]
-moved = pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] in MOVED])
+LOOKED_AT = [*MOVED, "qwen3"]
 WINDOWS = {"sink": 2, "recent": 4}
 BEST = PRESETS["best"].model_copy(
     update={"data": Data(tokens=192, length=32), "search": Search(steps=0, queries=4), **WINDOWS}
@@ -70,7 +62,7 @@ def centered(folders, tmp_path_factory) -> Artifact:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@families(LOOKED_AT)
 def test_a_look_without_weights_says_what_the_loaded_model_does(name):
     """Also on weights of another type, and in every layer apart: only those with a window have
     sinks in MiMo."""
@@ -108,7 +100,7 @@ def _attend(query, key, value, mask):
     return out.transpose(1, 2), None
 
 
-@moved
+@families(MOVED)
 def test_a_recipe_that_centres_is_refused_before_a_weight_is_fetched(name, tmp_path):
     folder = save_family(name, tmp_path / name, weights=False)
     with pytest.raises(
@@ -122,7 +114,7 @@ def test_a_recipe_that_centres_is_refused_before_a_weight_is_fetched(name, tmp_p
     assert plan(Job(str(folder), PRESETS["oscar"], tmp_path / "out")).notes == ()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@families(LOOKED_AT)
 def test_a_search_leaves_the_mean_where_it_must(name, folders, tmp_path):
     job = Job(str(folders(name)), BEST, tmp_path / "best", budget=0.0)
     made = calibrate(job)
@@ -178,9 +170,7 @@ def test_only_loaded_weights_may_show_it(folders, tmp_path, monkeypatch):
         calibrate(Job(str(folders("gpt_oss")), CENTERED, tmp_path / "centered"))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name.values[0] in ("gemma2", "gpt_oss")]
-)
+@families(["gemma2", "gpt_oss"])
 def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp_path):
     """Heads and dimensions fit, and so does everything but the attention."""
     files = export(centered, Request("sglang", tmp_path / "files"))

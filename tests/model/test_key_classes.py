@@ -5,21 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
+from support.architectures import EQUALIZED, families
 from support.equalizers import traced_geometry
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Layer
 from rotationzoo.model.key_classes import key_classes, with_key_classes
 
-# `llama4` is missing because no weights can scale its keys.
-NAMES = [
-    name
-    for name in architectures.NAMES
-    if architectures.available(name) and not architectures.EXPECTED[name].refusal
-    if name != "llama4"
-]
 # Family -> pairs, their distance, and whether heads share a norm. Others are like `llama`.
-EXPECTED = {name: {(8, 8, False)} for name in NAMES}
+EXPECTED = {name: {(8, 8, False)} for name in EQUALIZED}
 for sharing in ("qwen3", "gemma3", "gemma3-vlm", "lfm2", "doge", "qwen3_vl"):
     EXPECTED[sharing] = {(8, 8, True)}
 for partial in ("qwen3_next", "qwen3_5", "qwen3_5-vlm"):
@@ -31,7 +25,7 @@ EXPECTED |= {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@families(EQUALIZED)
 def test_pairs_and_shared_norms_are_traced(name):
     geometry = traced_geometry(architectures.config(name))
     traced = {(layer.rope_pairs, layer.rope_distance, layer.shared_norm) for layer in geometry}

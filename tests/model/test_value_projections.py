@@ -65,7 +65,7 @@ def values_of_another_layer():
 def mixed_heads():
     model = on_meta("Llama")
     model.model.layers[1].self_attn.v_proj.register_forward_hook(
-        lambda module, args, output: output.view(1, 8, 16, 2).mT
+        lambda module, args, output: output.unflatten(-1, (16, 2)).mT
     )
     return model
 
@@ -82,7 +82,7 @@ class EachHead(torch.nn.Linear):
     """One output projection for every head."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return super().forward(states.view(1, 8, 4, 16)).sum(2)
+        return super().forward(states.unflatten(-1, (4, 16))).sum(2)
 
 
 def one_projection_for_every_head():

@@ -4,9 +4,11 @@ against.
 Dimensions are as small as each family allows. `EXPECTED` says what calibration makes of each.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -122,6 +124,8 @@ EXPECTED |= dict.fromkeys(
     ["deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "kimi_linear"], _LATENT_CACHE
 )
 EXPECTED |= {"deepseek_v4": _LATENT_CACHE, "falcon": _OWN_CODE, "gptj": _OWN_CODE}
+CALIBRATED = [name for name in NAMES if not EXPECTED[name].refusal]
+EQUALIZED = [name for name in CALIBRATED if name != "llama4"]  # no weights can scale its keys
 
 
 def config(name: str, **changes: Any) -> transformers.PretrainedConfig:
@@ -139,11 +143,20 @@ def available(name: str) -> bool:
     return hasattr(transformers, model)
 
 
-def build(name: str, **changes: Any) -> transformers.PreTrainedModel:
+def families(names: Iterable[str] = NAMES) -> pytest.MarkDecorator:
+    """Parametrizes a test with the `name` of each family, and skips those that the installed
+    transformers lacks."""
+    missing = {name for name in names if not available(name)}
+    skipped = pytest.mark.skip(reason="not in this transformers")
+    each = [pytest.param(name, marks=[skipped] * (name in missing)) for name in names]
+    return pytest.mark.parametrize("name", each)
+
+
+def build(name: str, *, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A random model of one family, float32. Weights are wide enough that attention is far from
     uniform."""
     model_class = f"{_CAUSAL[name][0]}ForCausalLM" if name in _CAUSAL else _WHOLE[name][0]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config(name, **changes)).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -9,14 +9,18 @@ from transformers import PretrainedConfig
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.equalizing import add_projections, equalize
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json, geometry_on_meta
 from rotationzoo.model.key_classes import key_classes
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, digest
+from rotationzoo.recipe import PRESETS, Recipe, digest
+from rotationzoo.rotations import SIDES
 from rotationzoo.storage.files import sha256
 
 CONDITION = 30.0
@@ -32,7 +36,7 @@ def random_equalizers(geometry: Geometry, seed: int = 1) -> dict[tuple[int, str]
     """(Layer, side) -> equalizer.
 
     Those of keys are powers of two from 1/8 to 8, the same for channels of the same class. Those of
-    values have condition numbers from 1 to 30.
+    values have condition numbers from 1 to 30, or are identities where no weights can carry them.
     """
     generator = torch.Generator().manual_seed(seed)
     equalizers = {}
@@ -45,8 +49,29 @@ def random_equalizers(geometry: Geometry, seed: int = 1) -> dict[tuple[int, str]
         left, right = torch.linalg.qr(both)[0]
         condition = CONDITION ** torch.rand(heads, 1, 1, generator=generator, dtype=torch.float64)
         scales = condition ** torch.linspace(-0.5, 0.5, dim, dtype=torch.float64)
-        equalizers[layer.index, "value"] = (left * scales @ right).float()
+        matrix = (
+            torch.eye(dim).expand(heads, -1, -1) if layer.fixed_values else left * scales @ right
+        )
+        equalizers[layer.index, "value"] = matrix.float()
     return equalizers
+
+
+def statistics_of(model, geometry: Geometry, batches, recipe: Recipe) -> Statistics:
+    """Those that a job would collect of a model in memory."""
+    statistics = collect(model, geometry, batches, recipe)
+    add_projections(statistics, model, geometry)
+    return statistics
+
+
+def calibrated_equalizers(
+    model, geometry: Geometry, seed: int
+) -> dict[tuple[int, str], torch.Tensor]:
+    """(Layer, side) -> the equalizer that calibration makes of a model in memory, on random
+    tokens."""
+    ids = torch.randint(3, 59, (8, 64), generator=torch.Generator().manual_seed(seed))
+    recipe = Recipe(equalize=True, sink=4)
+    made = equalize(statistics_of(model, geometry, [ids], recipe), recipe, geometry)
+    return {(layer, side): of_layer[side] for layer, of_layer in made.items() for side in SIDES}
 
 
 def equalized(folder: Path) -> Artifact:

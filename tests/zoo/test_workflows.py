@@ -3,6 +3,7 @@ what they should."""
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_the_lock_holds_what_the_package_needs():
 
 
 @pytest.fixture
-def runner(command, tmp_path):
+def runner(command, program, tmp_path):
     """The checkout of a workflow: the shell runs its lines with `rotationzoo` on the path, against
     loopback hubs."""
     with huggingface.serve() as hf, modelscope.serve() as ms:
@@ -149,7 +150,7 @@ def runner(command, tmp_path):
         wheel = "mkdir -p wheel && echo wheel > wheel/rotationzoo.whl"
         python = f"exec {sys.executable}"
         commands = {
-            "rotationzoo": f'{python} -m rotationzoo "$@"',
+            "rotationzoo": f'exec {shlex.join(program)} "$@"',
             "python": f'{python} "$@"',
             "pip": wheel,
         }

@@ -1,0 +1,166 @@
+// Codes chosen by error feedback: rows -> four candidate ranges -> scale, offset and codes of the best, packed.
+//
+// The definition is rotationzoo/codec/feedback.py; codes, scales and offsets are the same bit by bit. This file continues
+// int2.cu: both are compiled as one program with the same macros, CLIP, ROTATE and COMPUTED being 0.
+//
+// A channel waits for the errors of all that come before it, so that a row is one chain of D steps. Its D^2 / 2 multiplications
+// and subtractions a range are what takes time. A thread therefore has a row to itself, in all ranges at once: a weight that it
+// reads serves four sums, nothing is exchanged between threads, and the four chains hide each other's latency. The sums of WIDTH
+// channels are in registers. The errors before them are computed again from their codes, which takes less than keeping them.
+
+constexpr int RANGES = 4, WIDTH = 16, ROWS = 32;  // rows of a block: one warp, so that few rows still reach all multiprocessors
+constexpr int RESIDENT = 8;  // that a multiprocessor should hold: registers for that many, without spilling any
+// Rows that are too long for shared memory, beside the codes, are read where they are.
+constexpr bool TILED = ROWS * D * (sizeof(Element) + 1) <= 48 << 10;
+constexpr int STRIDE = TILED ? ROWS : 1;  // from one channel of a thread's row to the next
+
+__device__ float widen(Element x) {
+#if TYPE == 0
+  return x;
+#elif TYPE == 1
+  return from_half(x);
+#else
+  return __uint_as_float((unsigned)x << 16);
+#endif
+}
+
+// What the errors of one channel do to the channels of a block, from the `first` on. `weights` are its row of the factor there.
+__device__ void feed_back(float (&moved)[RANGES][WIDTH], const float (&error)[RANGES], const float* weights, int first) {
+  alignas(16) float weight[WIDTH];
+#pragma unroll
+  for (int k = 0; k < WIDTH; k += 4) copy<16>(weight + k, weights + k);
+#pragma unroll
+  for (int k = 0; k < WIDTH; k++)
+    if (k >= first)
+#pragma unroll
+      for (int r = 0; r < RANGES; r++) moved[r][k] = __fsub_rn(moved[r][k], __fmul_rn(error[r], weight[k]));
+}
+
+// Codes 4j to 4j + 3, two bits each, to bits 0, 8, 16 and 24.
+__device__ unsigned spread(unsigned codes) {
+  codes = (codes | codes << 12) & 0x000f000f;
+  return (codes | codes << 6) & 0x03030303;
+}
+
+// Rows `[heads, count, D]` and factors `[heads, D, D]`, float32: U, and on its diagonal d -> codes `[heads, count, D/4]` and
+// metadata `[heads, count, D/GROUP, 2]`. Launch with a grid of (count / ROWS rounded up, heads) and ROWS threads. Sets `refused`
+// if a row is not finite or exceeds 1e18.
+extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedback(
+    const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
+    int* refused) {
+  // A column of each is one thread's. Byte r of an entry of `chosen` has the codes of four channels in range r.
+  __shared__ unsigned chosen[D / 4][ROWS];
+  __shared__ Element tile[TILED ? D : 1][ROWS];
+  const int thread = threadIdx.x;
+  const long long number = blockIdx.x * (long long)ROWS + thread;
+  const long long row = blockIdx.y * count + min(number, count - 1);
+  const float* factor = factors + blockIdx.y * (long long)D * D;
+  const Element* x = rows + row * D;
+  if (TILED) {
+    constexpr int RUN = 16 / sizeof(Element);
+#pragma unroll 1
+    for (int j = 0; j < D; j += RUN) {
+      alignas(16) Element run[RUN];
+      copy<16>(run, x + j);
+      for (int i = 0; i < RUN; i++) tile[j + i][thread] = run[i];
+    }
+    x = &tile[0][thread];
+  }
+
+  // The candidate ranges of each group.
+  const float cuts[RANGES] = {0.0f, 0.05f, 0.1f, 0.15f};  // of either end: RANGES of the definition
+  float scale[GROUPS][RANGES], offset[GROUPS][RANGES], total[RANGES] = {}, top = 0.0f;
+#pragma unroll 1
+  for (int g = 0; g < GROUPS; g++) {
+    float low = INFINITE, high = -INFINITE;
+#pragma unroll 4
+    for (int i = 0; i < GROUP; i++) {
+      float exact = widen(x[STRIDE * (g * GROUP + i)]);
+      low = min_nan(low, exact), high = max_nan(high, exact);
+    }
+    top = max_nan(top, max_nan(-low, high));
+#pragma unroll
+    for (int r = 0; r < RANGES; r++) {
+      float cut = __fmul_rn(__fsub_rn(high, low), cuts[r]);
+      const Range range(__fadd_rn(low, cut), __fsub_rn(high, cut));
+      scale[g][r] = range.scale, offset[g][r] = range.offset;
+    }
+  }
+
+#pragma unroll 1  // what is inside fills the instruction cache once
+  for (int block = 0; block < D; block += WIDTH) {
+    float moved[RANGES][WIDTH];
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++)
+#pragma unroll
+      for (int r = 0; r < RANGES; r++) moved[r][k] = widen(x[STRIDE * (block + k)]);
+
+#pragma unroll 1
+    for (int j = 0; j < block; j += 4) {
+      const int group = j / GROUP;
+      const unsigned four = chosen[j / 4][thread];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float error[RANGES], exact = widen(x[STRIDE * (j + i)]);
+#pragma unroll
+        for (int r = 0; r < RANGES; r++) {
+          unsigned code = four >> (8 * r + 2 * i) & 3;
+          error[r] = __fsub_rn(restore(0x4b000000 | code, scale[group][r], offset[group][r]), exact);
+        }
+        feed_back(moved, error, factor + (j + i) * D + block, 0);
+      }
+    }
+
+    // Now the block's own channels, one after another.
+#pragma unroll
+    for (int j = 0; j < WIDTH; j += 4) {
+      const int group = (block + j) / GROUP;
+      unsigned four = 0x19000000;  // makes up for the 0x4b000000 in sixteen shifted code_bits
+#pragma unroll
+      for (int i = j; i < j + 4; i++) {
+        const float* weights = factor + (block + i) * D + block;
+        float error[RANGES], exact = widen(x[STRIDE * (block + i)]);
+#pragma unroll
+        for (int r = 0; r < RANGES; r++) {
+          const Steps<false> steps{Divisor<false>(scale[group][r]), offset[group][r]};
+          unsigned bits = code_bits(steps(moved[r][i]), 0, 0x40400000);
+          float restored = restore(bits, scale[group][r], offset[group][r]);
+          float residual = __fsub_rn(restored, moved[r][i]);
+          total[r] = __fadd_rn(total[r], __fmul_rn(weights[i], __fmul_rn(residual, residual)));
+          error[r] = __fsub_rn(restored, exact);
+          four += bits << (8 * r + 2 * (i - j));
+        }
+        feed_back(moved, error, weights, i + 1);
+      }
+      chosen[(block + j) / 4][thread] = four;
+    }
+  }
+
+  int best = 0;
+#pragma unroll
+  for (int r = 1; r < RANGES; r++) {
+    if (total[r] < total[0]) best = r;
+    total[0] = min_nan(total[0], total[r]);
+  }
+  if (number < count) {
+#pragma unroll 1
+    for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+      for (int r = 0; r < RANGES; r++)
+        if (r == best) {
+          Metadata* pair = metadata + (row * GROUPS + g) * 2;
+          pair[0] = write(scale[g][r]), pair[1] = write(offset[g][r]);
+        }
+#pragma unroll 1
+    for (int j = 0; j < D / 4; j += 4) {
+      unsigned bytes = 0;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        unsigned four = chosen[STRIDED ? (k * QUARTER + j) / 4 : j + k][thread] >> 8 * best & 0xff;
+        bytes |= STRIDED ? spread(four) << 2 * k : four << 8 * k;
+      }
+      copy<4>(codes + row * (D / 4) + j, &bytes);
+    }
+  }
+  if (!(top <= LARGEST)) *refused = 1;
+}

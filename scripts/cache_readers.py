@@ -1,0 +1,64 @@
+"""What the answer benchmarks share: models that read their tokens through some cache."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loading import Loaded
+from transformers_caches import CACHES, ThroughCache
+
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.kivi import KiviArm
+from rotationzoo.cache.protocol import CacheArm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.size import arm_bits
+from rotationzoo.cache.windows import Cache
+
+KIVI_GROUPS = (32, 64)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One arm on one model: a model to call, the context to call it in, and its bits per element
+    with exact tokens counted."""
+
+    model: Any
+    context: Callable[[], Any]
+    bits: float
+
+
+def exact(loaded: Loaded) -> Reader:
+    """The model itself."""
+    return Reader(loaded.model, nullcontext, 16)
+
+
+def simulated(loaded: Loaded, arm: CacheArm, cache: Cache, length: int) -> Reader:
+    """The model, reading what an arm stores; `length` tokens are those of which bits are told."""
+    layers = {layer.index for layer in loaded.geometry}
+    simulation = Simulation(arm, cache, loaded.geometry, layers)
+    bits = arm_bits(loaded.geometry, arm, cache, length)
+    return Reader(loaded.model, lambda: simulation.running(loaded.model), bits)
+
+
+def through(loaded: Loaded, name: str, cache: Cache, length: int) -> Reader:
+    """The model, reading one of transformers' own `CACHES`. It keeps as many tokens exact as
+    `cache`, all of them at the end."""
+    quantized = replace(CACHES[name], residual=cache.sink + cache.recent)
+    bits = quantized.bits_per_element(length)
+    return Reader(ThroughCache(loaded.model, quantized), nullcontext, bits)
+
+
+def list_kivi(arms: list[Arm]) -> list[Arm]:
+    """KIVI with both group sizes, without a rotation and, if there is an artifact, with the first
+    one's."""
+    plain = next(arm for arm in arms if arm.name == "identity")
+    bases = {"": plain}
+    if arms[0] is not plain:
+        bases[f"+{arms[0].name}"] = arms[0]
+    kivi: list[Arm] = []
+    for suffix, arm in bases.items():
+        for size in KIVI_GROUPS:
+            name = f"kivi-{size}{suffix}"
+            kivi.append(KiviArm(name, arm.rotations, tokens=size, channels=size))
+    return kivi

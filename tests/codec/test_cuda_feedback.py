@@ -1,0 +1,153 @@
+"""The CUDA kernel of error feedback: equal to its definition on a CPU, which runs the same source,
+and on a GPU; tests/codec/test_cuda.py has the other kernels."""
+
+import platform
+import shutil
+
+import pytest
+import torch
+from check_feedback import hostile_rows, metrics
+from support import cuda_on_cpu
+from support.nvcc import spilled_registers
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.kernel import Validation, validate_kernel
+from rotationzoo.checks.rows import rows_of_each_type
+from rotationzoo.codec import cuda, cuda_feedback, feedback, int2
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.recipe import PRESETS, Data
+
+FORMATS = int2.FORMATS
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+on_cpu = pytest.mark.skipif(
+    platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
+    reason="needs GNU's compiler, and PTX for it to skip, on x86",
+)
+# Every type and format; groups that are the row, that hold blocks of 16 channels, and that split
+# them; rows too long for shared memory.
+COMPILED = [
+    (128, 128, torch.bfloat16, "sglang"), (64, 4, torch.float16, "sglang"),
+    (80, 20, torch.float32, "vllm"), (96, 32, torch.bfloat16, "mlx"),
+    (320, 64, torch.float32, "mlx"),
+]  # fmt: skip
+
+
+def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Hostile rows of this type behind edge rows."""
+    every = {rows.dtype: rows for rows in rows_of_each_type(hostile_rows(dim))}
+    return every[dtype]
+
+
+def assert_equal(packed: cuda.Packed, expected: int2.Quantized, format: int2.Format) -> None:
+    codes, scale, offset = (
+        tensor.cpu() for tensor in (expected.codes, expected.scale, expected.offset)
+    )
+    assert torch.equal(packed.codes.cpu(), int2.pack(codes, format.packing))
+    metadata = torch.stack([scale, offset], dim=-1)
+    assert torch.equal(packed.metadata.cpu().view(torch.uint8), metadata.view(torch.uint8))
+
+
+@on_cpu
+@pytest.mark.parametrize(("dim", "group", "dtype", "format"), COMPILED)
+def test_the_source_run_on_a_cpu_is_the_definition(dim, group, dtype, format, tmp_path):
+    """No thread needs another, so C++ can run them in turn."""
+    rows, factor = sample(dim, dtype)[:, ::4], factorize(metrics(dim))
+    packed, refused = cuda_on_cpu.quantize(tmp_path, rows, factor, group, FORMATS[format])
+    assert not refused
+    assert_equal(packed, feedback.quantize(rows, factor, group, FORMATS[format]), FORMATS[format])
+
+
+@on_cpu
+@pytest.mark.parametrize("number", [float("nan"), -2e18])
+def test_the_source_run_on_a_cpu_refuses_what_the_definition_does(number, tmp_path):
+    rows = torch.ones(1, 3, 16)
+    rows[0, 1, 15] = number
+    factor = factorize(torch.zeros(1, 16, 16))
+    _, refused = cuda_on_cpu.quantize(tmp_path, rows, factor, 16, int2.SGLANG)
+    assert refused
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_no_register_is_spilled(tmp_path):
+    dim, group, dtype, format = COMPILED[1]
+    variant = cuda.Variant(dim, group, dtype, FORMATS[format], feedback=True)
+    spills = spilled_registers(variant, tmp_path)
+    assert len(spills) == 3 * 3, "three kernels for three targets"
+    assert all(", 0 bytes spill stores, 0 bytes spill loads" in line for line in spills), spills
+
+
+@pytest.mark.parametrize(
+    ("factor", "problem"),
+    [
+        (torch.eye(64)[None], r"is \[1, 64, 64\] and not \[2, 64, 64\]"),
+        (torch.full((2, 64, 64), float("inf")), "is not finite"),
+    ],
+)
+def test_factors_that_do_not_belong_to_the_rows_are_refused(factor, problem):
+    with pytest.raises(RotationZooError, match=problem):
+        cuda_feedback.quantize(torch.ones(2, 3, 64), factor)
+
+
+def test_shapes_that_the_kernel_does_not_take_are_refused():
+    with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of 72"):
+        cuda_feedback.quantize(torch.ones(1, 3, 72), torch.eye(72)[None])
+
+
+@on_gpu
+@pytest.mark.parametrize(("dim", "group", "dtype", "format"), COMPILED)
+def test_codes_are_those_of_the_definition(device, dim, group, dtype, format):
+    rows, factor = sample(dim, dtype), factorize(metrics(dim))
+    packed = cuda_feedback.quantize(rows.to(device), factor, group, FORMATS[format])
+    expected = feedback.quantize(rows, factor, group, FORMATS[format])
+    assert_equal(packed, expected, FORMATS[format])
+    definition = int2.dequantize(expected, FORMATS[format])
+    assert torch.equal(cuda.dequantize(packed).cpu(), definition)
+    moved = feedback.quantize(rows.to(device), factor.to(device), group, FORMATS[format])
+    assert_equal(packed, moved, FORMATS[format])
+
+
+@on_gpu
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -2e18])
+def test_rows_outside_the_domain_are_refused(device, number):
+    rows = torch.ones(1, 300, 64, device=device)
+    rows[0, 217, 50] = number
+    with pytest.raises(RotationZooError, match="not finite or exceeds"):
+        cuda_feedback.quantize(rows, factorize(metrics(64)[:1]))
+
+
+def with_factors(folder):
+    recipe = PRESETS["feedback"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    return calibrate(Job("demo", recipe, folder, device="cpu"))
+
+
+@on_gpu
+def test_validation_compares_both_encoders(device, tmp_path):
+    artifact = with_factors(tmp_path / "artifact")
+    report = validate_kernel(artifact, Validation(rows=64, speed=False))
+    layers, heads = 4, 2
+    assert report["feedback_rows"] == layers * heads * 64
+    source = (artifact.folder / "feedback.cu").read_bytes()
+    assert source == cuda.FEEDBACK_SOURCE.read_bytes()
+
+
+@on_gpu
+def test_a_kernel_that_differs_is_found(device, tmp_path, monkeypatch):
+    wrong = tmp_path / "wrong.cu"
+    text = cuda.FEEDBACK_SOURCE.read_text()
+    wrong.write_text(text.replace("total[r] < total[0]", "total[r] <= 0.9f * total[0]"))
+    monkeypatch.setattr(cuda, "FEEDBACK_SOURCE", wrong)
+    cuda.compiled.cache_clear()
+    artifact = with_factors(tmp_path / "artifact")
+    try:
+        with pytest.raises(
+            RotationZooError, match=r"layers\.\d\.key, head \d, row \d+: the kernel's"
+        ):
+            validate_kernel(artifact, Validation(rows=256, speed=False))
+    finally:
+        cuda.compiled.cache_clear()
