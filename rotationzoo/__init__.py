@@ -1,6 +1,6 @@
 """Orthogonal rotations for 2-bit key/value caches, calibrated on any causal language model.
 
->>> from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
+>>> from rotationzoo import Artifact, RotatedCache, Rotations, calibrate, evaluate, pull
 
 Importing this package is cheap: torch and transformers load when one of these names is first used.
 """
@@ -9,16 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["Artifact", "Rotations", "__version__", "calibrate", "evaluate", "pull"]
+__all__ = [
+    "Artifact",
+    "RotatedCache",
+    "Rotations",
+    "__version__",
+    "calibrate",
+    "evaluate",
+    "pull",
+]
 
 # Type checkers read these imports; at run time `__getattr__` makes them.
 if TYPE_CHECKING:
     from rotationzoo.api import calibrate, evaluate, pull
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.rotated_cache import RotatedCache
     from rotationzoo.rotations import Rotations
 
 _MODULES = {
     "Artifact": "rotationzoo.artifact.store",
+    "RotatedCache": "rotationzoo.rotated_cache",
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",
     "evaluate": "rotationzoo.api",

@@ -92,6 +92,8 @@ class EvaluationOptions(Text, Run, total=False):
     """The sides to quantize. `("key",)` or `("value",)` leaves the other side exact."""
     prefill_chunk: int
     prefill_layout: Literal["server", "window"]
+    real_cache: bool
+    """Read tasks through a cache that stores 2 bits, and not a simulation of it."""
     queries: int
     """Queries sampled per text for the attention KL; 0 skips it."""
     harness: HarnessSettings

@@ -35,6 +35,7 @@ ORDER = [
     "engines",
     "zoo",
     "api",
+    "rotated_cache",
     "cli",
     "__main__",
 ]

@@ -1,20 +1,23 @@
 """One arm of a comparison: rotations under test, and what a 2-bit cache that uses them returns."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import torch
 
 from rotationzoo.codec import feedback, int2
 from rotationzoo.errors import RotationZooError
-from rotationzoo.rotations import Rotations
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
 
 @dataclass(frozen=True)
 class Arm:
     """Rotations under test, with a name and a group size (None: the whole head).
 
-    Raises `RotationZooError` for `feedback` with rotations that lack its factors.
+    A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
+    steps one by one: `rotate` and `quantize` when a token leaves the exact window, `dequantize` and
+    `restore` when it is read. Raises `RotationZooError` for `feedback` with rotations that lack its
+    factors.
     """
 
     name: str
@@ -61,30 +64,68 @@ class Arm:
         Centred keys come back without their mean. Centred values come back with it, because a
         server adds it to the attention output.
         """
-        rotation = self.rotations[layer][side]
-        mean = self._mean(rows, layer, side)
-        centered = rows.float() if mean is None else rows.float() - mean
-        transform, inverse = (
-            matrix.to(rows.device) for matrix in (rotation.transform, rotation.inverse)
-        )
-        restored = self.store(centered @ transform, layer, side, format) @ inverse
-        if mean is not None and side == "value":
-            restored = restored + mean
-        return restored.to(rows.dtype)
+        stored = self.store(self.rotate(rows, layer, side), layer, side, format)
+        return self.restore(stored, layer, side).to(rows.dtype)
 
     def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` as a reader gets them back, still rotated."""
+        return self.dequantize(self.quantize(rows, layer, side, format), side, format)
+
+    def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Rows `[B, H, T, D]` of the model as they are quantized: float32, without their mean, and
+        rotated."""
+        mean = self._mean(rows, layer, side)
+        centered = rows.float() if mean is None else rows.float() - mean
+        return centered @ self.rotations[layer][side].transform.to(rows.device)
+
+    def quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> int2.Quantized:
+        """Choose the codes of rotated float32 rows `[B, H, T, D]`, where T is a multiple of
+        `token_group`.
+
+        Codes are `[B, H, T, D]`; scales and offsets are `[B, H, T', G]`, where each of the T' is
+        for `T / T'` successive tokens. Codes are chosen nowhere else, neither in a simulation nor
+        in a cache: an arm that chooses them in another way overrides this method.
+        """
         rotation = self.rotations[layer][side]
         if self.rounding == "feedback" and rotation.feedback is not None:
             factor = rotation.feedback.to(rows.device)
-            return feedback.round_trip(rows, factor, self.group_size, format)
-        return int2.round_trip(rows, rotation.clip[..., None], self.group_size, format)
+            return feedback.quantize(rows, factor, self.group_size, format)
+        return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
+
+    def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
+        """The inverse of `quantize`: rotated rows `[B, H, T, D]`, float32."""
+        return int2.dequantize(quantized, format)
+
+    def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Rotated rows `[B, H, T, D]` in the model's frame, float32: keys without their mean,
+        values with it."""
+        restored = rows @ self.rotations[layer][side].inverse.to(rows.device)
+        mean = self._mean(rows, layer, side)
+        return restored if mean is None or side == "key" else restored + mean
+
+    def for_layer(self, layer: int, device: torch.device) -> Self:
+        """The same arm with the rotations of one layer alone, on a device."""
+        sides = self.rotations[layer]
+        moved = LayerRotations(_on(sides.key, device), _on(sides.value, device))
+        return replace(self, rotations=Rotations({layer: moved}))
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
         centred."""
         mean = self.rotations[layer][side].mean
         return None if mean is None else mean.to(rows.device)[:, None]
+
+
+def _on(rotation: Rotation, device: torch.device) -> Rotation:
+    """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
+    up their positions on the CPU."""
+    names = ("matrix", "mean", "equalizer", "feedback")
+    tensors = [(name, getattr(rotation, name)) for name in names]
+    return replace(
+        rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}
+    )
 
 
 def fake_quantize(

@@ -53,12 +53,28 @@ class KiviArm(Arm):
         if not complete:
             return rows
         stored, rest = rows[:, :, :complete], rows[:, :, complete:]
-        if side == "key":
-            # One row per channel, cut into groups of tokens.
-            restored = int2.round_trip(stored.mT, 1.0, self.tokens, FORMAT).mT
-        else:
-            restored = int2.round_trip(stored, 1.0, self._value_group(rows.shape[-1]), FORMAT)
-        return torch.cat([restored, rest], dim=2)
+        return torch.cat([super().store(stored, layer, side, format), rest], dim=2)
+
+    def quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> int2.Quantized:
+        """Choose the codes of complete groups. A key channel has a scale per group of tokens: those
+        of keys are `[B, H, T / tokens, D]`."""
+        if side == "value":
+            return int2.quantize(rows, 1.0, self._value_group(rows.shape[-1]), FORMAT)
+        # One row per channel, cut into groups of tokens.
+        return _swap(int2.quantize(rows.mT, 1.0, self.tokens, FORMAT))
+
+    def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
+        """The inverse of `quantize`."""
+        if side == "value":
+            return int2.dequantize(quantized, FORMAT)
+        return int2.dequantize(_swap(quantized), FORMAT).mT
 
     def _value_group(self, dim: int) -> int:
         return math.gcd(self.channels, dim)
+
+
+def _swap(quantized: int2.Quantized) -> int2.Quantized:
+    """Swap tokens and channels."""
+    return int2.Quantized(quantized.codes.mT, quantized.scale.mT, quantized.offset.mT)

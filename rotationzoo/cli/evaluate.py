@@ -80,6 +80,14 @@ def evaluate_command(
             "recent window too."
         ),
     ] = None,
+    real_cache: Annotated[
+        bool,
+        typer.Option(
+            "--real-cache",
+            help="Answer through a cache that stores 2 bits, not a simulation of it. Slow without "
+            "--prefill-chunk.",
+        ),
+    ] = False,
     queries: Annotated[
         int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
     ] = 32,
@@ -144,6 +152,7 @@ def evaluate_command(
         sides=sides,
         prefill_chunk=prefill_chunk,
         prefill_layout=prefill_layout,
+        real_cache=real_cache,
         queries=queries,
         harness=parse_harness(harness, harness_limit, harness_path, harness_chat, harness_answers),
         revision=revision,

@@ -38,6 +38,8 @@ class Trial:
     """How many queries per row have their attention compared; 0 for none."""
     start: int
     """The first measured position."""
+    real_cache: bool = False
+    """Whether tasks are read through a real cache, and not in a simulation."""
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ class Evaluation:
     """Tokens per prefill chunk. None simulates decoding at every position."""
     prefill_layout: Literal["server", "window"] | None = None
     """What earlier chunks keep exact, as in `Cache`. None means `server`."""
+    real_cache: bool = False
+    """Whether recall tasks and the harness are read through a real cache, not a simulation."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
     harness: HarnessSettings | None = None
@@ -116,7 +118,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             _check_model(job, artifacts, geometry)
         arms = build_arms(artifacts, geometry, source, job.sides)
         layers = _layers_in_2_bits(job, geometry)
-        trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start)
+        trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, job.real_cache)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
@@ -144,6 +146,11 @@ def _check_settings(job: Evaluation) -> None:
     if job.prefill_layout and job.prefill_chunk is None:
         raise UsageError(
             "--prefill-layout is for a prefill in chunks", hint="add: --prefill-chunk 2048"
+        )
+    if job.real_cache and (job.layers is not None or len(job.sides) < 2):
+        raise UsageError(
+            "a real cache stores keys and values of all layers",
+            hint="leave out --real-cache, or --layers, --keys-only and --values-only",
         )
     job.tasks.check()
     memory_limits(job.device_map, job.max_memory)
@@ -211,6 +218,7 @@ def _assemble_report(
         "layers": trial.layers,
         "prefill_chunk": job.prefill_chunk,
         "prefill_layout": layout,
+        "real_cache": job.real_cache,
         "notes": notes,
         "tasks": results.answers.plan.describe(),
         "exact": exact,

@@ -1,7 +1,8 @@
 """How well a model answers the questions of prompts: exact matches, and log probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,8 +22,14 @@ class Answers:
 
 
 @torch.no_grad()
-def read_answers(model: PreTrainedModel, prompts: Sequence[Prompt], batch: int = 1) -> Answers:
-    """The model's answers to the questions of prompts of one length.
+def read_answers(
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    batch: int = 1,
+    reader: Callable[..., Any] | None = None,
+) -> Answers:
+    """The model's answers to the questions of prompts of one length. `reader` is called instead of
+    the model, if it is given.
 
     One forward pass is enough. Every token of the right answer is the most probable one after those
     before it if and only if greedy decoding writes exactly this answer. A later question follows
@@ -35,7 +42,7 @@ def read_answers(model: PreTrainedModel, prompts: Sequence[Prompt], batch: int =
         ids = torch.stack([prompt.ids for prompt in rows]).to(input_device(model))
         first = min(prompt.questions[0].answer.start for prompt in rows) - 1
         kept = ids.shape[1] - first
-        output = model(input_ids=ids, use_cache=False, logits_to_keep=kept)
+        output = (reader or model)(input_ids=ids, use_cache=False, logits_to_keep=kept)
         # Sliced again, for models that return all logits whatever `logits_to_keep` says.
         for prompt, logits in zip(rows, output.logits[:, -kept:], strict=True):
             for question in prompt.questions:

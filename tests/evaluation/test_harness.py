@@ -103,7 +103,7 @@ def asked(tiny):
     return model, loading.load_tokenizer(source)
 
 
-def run(asked, folder, windows, names=TASKS, **settings):
+def run(asked, folder, windows, names=TASKS, real_cache=False, **settings):
     """The measures of the exact model and, as a dictionary, of the baselines."""
     model, tokenizer = asked
     settings = HarnessSettings(names, folder=folder, **settings)
@@ -113,9 +113,8 @@ def run(asked, folder, windows, names=TASKS, **settings):
     geometry = geometry_of(model)
     cache = Cache(sink=windows[0], recent=windows[1])
     layers = [layer.index for layer in geometry]
-    trial = Trial(
-        geometry, build_baselines(Recipe(), geometry)[:2], [cache], layers, ("key", "value"), 0, 0
-    )
+    arms = build_baselines(Recipe(), geometry)[:2]
+    trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, real_cache)
     stages = []
     measured = run_harness(
         model, tokenizer, tasks, settings, trial, lambda *stage: stages.append(stage)
@@ -185,6 +184,20 @@ def test_answers_read_the_2_bit_cache(asked):
     assert answers != exact == [greedy(model, tokenizer, prompt, 8) for prompt in prompts]
     lengths = [len(tokenizer(prompt).input_ids) + 7 for prompt in prompts]
     assert harness.rows == [Row("task", length, 8, truncated=True) for length in lengths * 2]
+
+
+def test_a_real_cache_answers_as_the_simulation_does(asked, folder):
+    names = ("local_generate", "local_last")
+    reports = []
+    for real_cache in (False, True):
+        exact, arms, _ = run(asked, folder, (4, 60), names, real_cache, limit=1)
+        reports.append(arms)
+        assert arms["identity"]["local_last"]["perplexity"] != exact["local_last"]["perplexity"]
+    simulated, real = reports
+    for name, arm in real.items():
+        for metric, task in (("exact_match", "local_generate"), ("perplexity", "local_last")):
+            # Measured: at most 2e-6 apart.
+            assert arm[task][metric] == pytest.approx(simulated[name][task][metric], rel=1e-4)
 
 
 def greedy(model, tokenizer, prompt, tokens):

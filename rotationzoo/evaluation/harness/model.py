@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM, stop_sequences_criteria
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.cache.decoding import cache_of_all_positions
+from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress
 
@@ -36,6 +37,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
     * Requests run one at a time, without padding, because a simulated cache counts positions from
       the start of the row.
+    * While `through` is set, it reads everything in place of a simulation.
     * While `reads_simulation` is set, answers are generated with a KV cache that keeps all
       positions, which the simulation reads through the codec at each step. Models that need a cache
       class of their own read the whole row again for each token.
@@ -52,6 +54,8 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         # Where progress is shown while the model works; the harness' own output goes nowhere.
         self._stderr = sys.stderr
         self.reads_simulation = False
+        self.through: ThroughCache | None = None
+        """The real cache that is read in place of a simulation, if any."""
         self.reader = ""
         """The arm that answers, by whose name progress is told."""
         self.rows: list[Row] = []
@@ -80,7 +84,12 @@ class HarnessModel(HFLM):  # type: ignore[misc]
             options.setdefault("do_sample", False)
         options["use_cache"] = True
         if self.reads_simulation:
-            cache = cache_of_all_positions(self.model)
+            cache: DynamicCache | None
+            if self.through:
+                # The last token of the prompt is left for `generate`.
+                cache, _ = self.through.read(context[:, :-1])
+            else:
+                cache = cache_of_all_positions(self.model)
             options |= {"past_key_values": cache, "cache_implementation": None}
             options["use_cache"] = cache is not None
         rows: torch.Tensor = self.model.generate(
@@ -125,7 +134,8 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=inps, use_cache=False).logits
+        reader = self.through or self.model
+        logits: torch.Tensor = reader(input_ids=inps, use_cache=False).logits
         self._tell_progress()
         return logits
 

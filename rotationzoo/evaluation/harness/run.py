@@ -1,6 +1,7 @@
 """Runs the harness' tasks through the exact model and through every combination of arm and
 cache."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from rotationzoo.evaluation.harness.answers import keep_answers
 from rotationzoo.evaluation.harness.isolation import SEED, isolated
 from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
 from rotationzoo.evaluation.harness.tasks import HarnessSettings
+from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.progress import Progress
 from rotationzoo.words import counted
 
@@ -136,8 +138,11 @@ def run_harness(
     arms: dict[tuple[Cache, str], dict[str, TaskMeasures]] = {}
     for cache, arm in product(trial.caches, trial.arms):
         asked.reader = arm.name
+        if trial.real_cache:
+            asked.through = ThroughCache(model, real_arm(arm), cache)
         simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
-        with simulation.running(model):
+        running = nullcontext() if trial.real_cache else simulation.running(model)
+        with running:
             results, measures = run.answer(cache)
         pair_with_exact(measures, results, exact_results)
         arms[cache, arm.name] = measures

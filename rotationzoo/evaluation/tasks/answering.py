@@ -12,6 +12,7 @@ from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
+from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress
 from rotationzoo.recall.answers import Answers, read_answers
@@ -85,16 +86,20 @@ class Asking:
         self.total += sum(len(prompts) for prompts in series)
 
     def ask(
-        self, prompts: list[Prompt], running: AbstractContextManager[None] | None = None
+        self,
+        prompts: list[Prompt],
+        running: AbstractContextManager[None] | None = None,
+        reader: ThroughCache | None = None,
     ) -> Answers:
-        """The answers to prompts of one length, read inside the context `running`."""
+        """The answers to prompts of one length, read inside the context `running`, or by
+        `reader`."""
         length = len(prompts[0].ids)
         batch = max(1, self.tokens // length)
         parts = []
         with forward_errors(self.name, batch, length), running or nullcontext():
             for start in range(0, len(prompts), batch):
                 rows = prompts[start : start + batch]
-                parts.append(read_answers(self.model, rows, batch))
+                parts.append(read_answers(self.model, rows, batch, reader))
                 self.done += len(rows)
                 self.progress("answering", self.done, self.total)
         correct = torch.cat([part.correct for part in parts])
@@ -117,6 +122,10 @@ def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
     pairs = list(product(trial.caches, trial.arms))
     asking.expect(prompts for _ in pairs for prompts in asked)
     for cache, arm in pairs:
+        if trial.real_cache:
+            reader = ThroughCache(asking.model, real_arm(arm), cache)
+            arms[cache, arm.name] = [asking.ask(prompts, reader=reader) for prompts in asked]
+            continue
         simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
         # One simulation for each series, because it keeps the masks of every length.
         arms[cache, arm.name] = [

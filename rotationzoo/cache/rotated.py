@@ -1,0 +1,227 @@
+"""A cache for transformers' `generate` that really stores keys and values in 2 bits."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+
+from rotationzoo.cache import prefix
+from rotationzoo.cache.fingerprint import describe
+from rotationzoo.cache.hybrid_layer import RotatedHybridLayer
+from rotationzoo.cache.padding import Padding, watch_padding
+from rotationzoo.cache.rotated_layer import RotatedLayer
+from rotationzoo.cache.settings import Storage
+from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
+from rotationzoo.cache.states import layer_devices, layer_states, restore_state
+from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.model import centering
+from rotationzoo.model.geometry import geometry_of, shifted_layers
+from rotationzoo.model.loading import input_device
+
+
+class RotatedCache(DynamicCache):
+    """A cache that holds one arm's codes: `model.generate(..., past_key_values=cache)`.
+
+    Layers with attention store packed codes between two exact windows, as `RotatedLayer` says.
+    Layers without keys and values, such as those with linear attention, stay as transformers makes
+    them, and so do layers that read another layer's cache.
+
+    `update` returns keys and values in the model's own frame, for one layer at a time. So every
+    model and every attention function can read it, and the memory needed is that of the codes and
+    of one layer's keys and values.
+    """
+
+    storage: Storage
+
+    def __new__(cls, *args: Any, **options: Any) -> "RotatedCache":
+        """A cache of the class that the model asks for: a few accept only one of their own."""
+        models = [each for each in (*args, *options.values()) if isinstance(each, PreTrainedModel)]
+        # Without a model this is a copy, whose class is right already.
+        kind = _own_class(models[0]) if models else None
+        if kind is None:
+            return super().__new__(cls)
+        return super().__new__(type(cls.__name__, (cls, kind), {}))
+
+    def __init__(self, storage: Storage, model: PreTrainedModel):
+        """An empty cache for this model.
+
+        Raises `RotationZooError` where the rotations are for other layers, or subtract the mean of
+        keys although the model's attention does not ignore it, `UnsupportedModel` for kinds of
+        layers that this cache does not know, and `UsageError` for what is no transformers model.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise UsageError(
+                f"a {type(model).__name__} is no model of transformers",
+                hint="give the model inside it, such as model.get_base_model() of PEFT",
+            )
+        super().__init__()
+        self.storage = storage
+        self._model = weakref.ref(model)
+        self.padding = Padding()
+        self._planned = self._build_layers(model)
+        # A cache class of a model's own takes the number of layers for that of its states, so its
+        # layers are added one by one, when they are first updated.
+        one_by_one = len(type(self).__bases__) > 1
+        self.layers = [] if one_by_one else self._planned
+        next_layer: Any = self._next_layer if one_by_one else None
+        self.layer_class_to_replicate = next_layer
+        _check_means(storage, model)
+        watch_padding(model)
+
+    @property
+    def rotated_layers(self) -> list[RotatedLayer]:
+        """The layers that store codes."""
+        return [layer for layer in self.layers if isinstance(layer, RotatedLayer)]
+
+    @property
+    def bytes_held(self) -> int:
+        """The bytes of every tensor that the cache holds: codes, scales and offsets with the unused
+        part of the last blocks, exact windows, and the states of layers without attention. The
+        rotations, which all caches of a model share, are not counted."""
+        storages = {}
+        for tensor in self.tensors().values():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    @property
+    def bytes_in_bf16(self) -> int:
+        """The bytes that transformers' own cache takes for the same tokens in bfloat16."""
+        total = sum(layer.bf16_bytes for layer in self.rotated_layers)
+        for name, tensor in self.tensors().items():
+            if ".state." in name:
+                total += tensor.nbytes
+        return total
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the cache holds, by its name in a file."""
+        tensors = {}
+        for index, layer in enumerate(self.layers):
+            parts = layer.tensors() if isinstance(layer, RotatedLayer) else layer_states(layer)
+            for name, tensor in parts:
+                tensors[f"layers.{index}.{name}"] = tensor
+        return tensors
+
+    def save(self, path: str | Path) -> None:
+        """Write what the cache holds to a safetensors file, for `load`. Raises `RotationZooError`
+        where the disk refuses."""
+        model = self._model()
+        if model is None or self._planned is not self.layers:
+            raise RotationZooError(
+                "a cache without its model, or of a class of the model's own, is not saved"
+            )
+        layers = {layer.index: layer for layer in self.rotated_layers}
+        prefix.write(Path(path), self.tensors(), layers, describe(self.storage, model))
+
+    @classmethod
+    def load(cls, path: str | Path, *args: Any, **options: Any) -> "RotatedCache":
+        """A cache that holds what `save` wrote. The further arguments are those of the class.
+
+        Raises `RotationZooError` for a file that is damaged, or that was made with other rotations,
+        another model or other settings.
+        """
+        cache = cls(*args, **options)
+        cache._read(Path(path))
+        return cache
+
+    def _read(self, path: Path) -> None:
+        model = self._model()
+        assert model is not None
+        layers = {layer.index: layer for layer in self.rotated_layers}
+        devices = layer_devices(model)
+
+        def place(index: int) -> tuple[torch.device, torch.dtype]:
+            return devices.get(index, input_device(model)), model.dtype
+
+        made_with = describe(self.storage, model)
+        states = prefix.read(path, layers, made_with, place)
+        for name, state in states.items():
+            _, index, _, kind, number = name.split(".")
+            restore_state(
+                self.layers[int(index)], kind, int(number), state.to(place(int(index))[0])
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a negative number. Raises `RotationZooError` where a
+        layer cannot, before any layer changes."""
+        for layer in self.rotated_layers:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if not self.get_seq_length():
+            self.padding.forget()
+
+    def reset(self) -> None:
+        """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
+        cache class of its own: what that keeps is not known."""
+        if self.layers is not self._planned:
+            raise RotationZooError(
+                f"a {type(self).__mro__[2].__name__} cannot be emptied", hint="make a new cache"
+            )
+        for layer in self.layers:
+            layer.reset()
+        self.padding.forget()
+
+    def _next_layer(self) -> Any:
+        return self._planned[len(self.layers)]
+
+    def _build_layers(self, model: PreTrainedModel) -> list[Any]:
+        config = model.config.get_text_config(decoder=True)
+        layers: list[Any] = [*DynamicCache(config=config).layers]
+        rotations = self.storage.arm.rotations
+        if unknown := [index for index in rotations if index >= len(layers)]:
+            raise RotationZooError(
+                f"the rotations are for layer {unknown[0]}, and {type(model).__name__} caches "
+                f"{len(layers)} layers",
+                hint="give the rotations of this model",
+            )
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                window = layer.sliding_window
+                layers[index] = RotatedSlidingLayer(self.storage, index, self.padding, window)
+            elif type(layer) is DynamicLayer:
+                layers[index] = RotatedLayer(self.storage, index, self.padding)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                states = layer.number_of_states
+                layers[index] = RotatedHybridLayer(self.storage, index, self.padding, states)
+            elif hasattr(layer, "get_seq_length"):
+                raise UnsupportedModel(
+                    f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, "
+                    "which this cache cannot store in 2 bits",
+                    hint="evaluate it in a simulation: rotationzoo evaluate",
+                )
+            elif index in rotations:
+                raise RotationZooError(
+                    f"layer {index} of {type(model).__name__} stores no keys and values, and there "
+                    "are rotations for it",
+                    hint="give the rotations of this model",
+                )
+        return layers
+
+
+def _own_class(model: PreTrainedModel) -> type | None:
+    """The cache class that a model insists on; None where it takes any."""
+    untyped: Any = model
+    if untyped._supports_default_dynamic_cache():
+        return None
+    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
+    with torch.no_grad():
+        return type(untyped(input_ids=ids, use_cache=True).past_key_values)
+
+
+def _check_means(storage: Storage, model: PreTrainedModel) -> None:
+    """Raise `RotationZooError` where keys may not lose their mean, as calibration does."""
+    rotations = storage.arm.rotations
+    if all(sides.key.mean is None for sides in rotations.values()):
+        return
+    if layers := shifted_layers(geometry_of(model)):
+        raise RotationZooError(
+            f"keys of this model cannot be centred: {centering.reason(layers)}",
+            hint="give rotations of a recipe without center_keys",
+        )

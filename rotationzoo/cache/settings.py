@@ -1,0 +1,60 @@
+"""How a cache stores its tokens: what is the same for all layers, and what one layer needs."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.windows import Cache
+from rotationzoo.codec import int2
+from rotationzoo.errors import RotationZooError
+
+_HINT = "give the rotations of this model"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the layers of a cache store their tokens."""
+
+    arm: Arm
+    windows: Cache = field(default_factory=Cache)
+    """The sizes of the exact windows, the 2-bit format, and what a chunk reads of earlier ones."""
+    slack: int = 64
+    """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
+    block: int = 256
+    """Tokens per block, at least."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block: a multiple of the tokens that are quantized together."""
+        group = self.arm.token_group
+        return -(-self.block // group) * group
+
+    def quantize(self, rows: torch.Tensor, layer: int, side: str) -> int2.Quantized:
+        """The codes of rows `[B, H, T, D]` of the model."""
+        rotated = self.arm.rotate(rows, layer, side)
+        return self.arm.quantize(rotated, layer, side, self.windows.format)
+
+    def restore(self, quantized: int2.Quantized, layer: int, side: str) -> torch.Tensor:
+        """Quantized rows in the model's frame, float32."""
+        rotated = self.arm.dequantize(quantized, side, self.windows.format)
+        return self.arm.restore(rotated, layer, side)
+
+    def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "Storage":
+        """The same with the rotations of one layer alone, on the device of its keys and values
+        `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
+        if index not in self.arm.rotations:
+            raise RotationZooError(f"there is no rotation for layer {index}", hint=_HINT)
+        for side, rows in (("key", key), ("value", value)):
+            rotation = self.arm.rotations[index][side]
+            heads, dim = rows.shape[1], rows.shape[3]
+            if (len(rotation.clip), rotation.dim) != (heads, dim):
+                raise RotationZooError(
+                    f"layer {index} has {heads} KV heads of {dim} channels, and its rotations are "
+                    f"for {len(rotation.clip)} of {rotation.dim}",
+                    hint=_HINT,
+                )
+        return replace(self, arm=self.arm.for_layer(index, key.device))
+
+    def __deepcopy__(self, memo: object) -> "Storage":
+        return self  # copies of a cache share its rotations

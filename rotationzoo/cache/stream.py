@@ -1,0 +1,172 @@
+"""The stored keys and values of one layer, for rows of a batch that begin at the same token."""
+
+import copy
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from rotationzoo.cache.blocks import Blocks
+from rotationzoo.cache.settings import Storage
+from rotationzoo.rotations import SIDES
+
+
+class Stream:
+    """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
+    computed them, and those between quantized.
+
+    Tokens are counted from the first one of the rows, without padding. Until a token is quantized
+    for the first time, all of them are in the tail, and `head` is empty.
+    """
+
+    def __init__(self, storage: Storage, layer: int, key: torch.Tensor, value: torch.Tensor):
+        """An empty stream for keys and values like these, which may hold any number of tokens."""
+        self.storage, self.layer = storage, layer
+        step, packing = storage.block_tokens, storage.windows.format.packing
+        self.blocks = {side: Blocks(step, packing) for side in SIDES}
+        self.tail = {"key": key[:, :, :0], "value": value[:, :, :0]}
+        self.head: dict[str, torch.Tensor] = {}
+        self.tail_start = 0
+        """The first token of the tail; all after it are exact."""
+        self.first = 0
+        """The first token that can still be read. Layers with a sliding window forget earlier
+        ones."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens the rows have, including those that were forgotten."""
+        return self.tail_start + self.exact_tokens
+
+    @property
+    def batch(self) -> int:
+        """How many rows there are."""
+        return self.tail["key"].shape[0]
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add the exact keys and values of new tokens."""
+        for side, rows in zip(SIDES, (key, value), strict=True):
+            tail = self.tail[side]
+            # The first tokens are not copied: a prompt may be long.
+            self.tail[side] = torch.cat([tail, rows], dim=2) if tail.shape[2] else rows
+
+    @torch.no_grad()
+    def quantize_before(self, token: int) -> None:
+        """Quantize the exact tokens between the sink and this one, in complete groups. Those that
+        nobody will read are forgotten instead."""
+        sink, step = self.storage.windows.sink, self.storage.block_tokens
+        start = max(self.tail_start, sink)
+        end = self._whole_groups(token)
+        if end <= start:
+            return
+        if not self.head:
+            self.head = {side: rows[:, :, :sink].clone() for side, rows in self.tail.items()}
+        forgotten = min(max(self._whole_groups(self.first), start), end)
+        for side in SIDES:
+            leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
+            self.blocks[side].skip(forgotten - start)
+            # A block at a time, because the codec takes float32 copies of what it quantizes.
+            for begin in range(forgotten - start, end - start, step):
+                rows = leaving[:, :, begin : begin + step]
+                self.blocks[side].append(self.storage.quantize(rows, self.layer, side))
+            # A copy, so that a long prompt is freed when nobody reads it any more.
+            self.tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
+        self.tail_start = end
+
+    def forget_before(self, token: int) -> None:
+        """Free what is stored of tokens before this one, which nobody will read again."""
+        self.first = max(self.first, token)
+        for blocks in self.blocks.values():
+            blocks.free_before(self.first - self.storage.windows.sink)
+
+    def read(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
+        and type. Keys are without their mean where they are centred."""
+        return self._read_side("key", start), self._read_side("value", start)
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many tokens at the end are exact."""
+        return self.tail["key"].shape[2]
+
+    def crop(self, count: int) -> None:
+        """Take back the last tokens, at most `exact_tokens`."""
+        for side, rows in self.tail.items():
+            self.tail[side] = rows[:, :, : rows.shape[2] - count]
+
+    def copy(self) -> "Stream":
+        """A stream with the same content that grows by itself."""
+        return copy.deepcopy(self)  # blocks are written in place
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows `[B']` of the batch, in this order."""
+        for exact in (self.head, self.tail):
+            for side, tensor in exact.items():
+                exact[side] = tensor.index_select(0, rows)
+        for blocks in self.blocks.values():
+            blocks.select(rows)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every stored tensor, with its name in a file."""
+        for side in SIDES:
+            for name, exact in (("head", self.head), ("tail", self.tail)):
+                if side in exact:
+                    yield f"{side}.{name}", exact[side]
+            for number, block in self.blocks[side].table.items():
+                for part, tensor in block.tensors():
+                    yield f"{side}.{part}.{number}", tensor
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """Take over what `tensors` gave, with the counts that belong to it. Raises `KeyError` for a
+        tensor that is missing, and `ValueError` for one that does not fit."""
+        self.tail_start, self.first = counts["tail_start"], counts["first"]
+        sink = self.storage.windows.sink
+        for side in SIDES:
+            rotation = self.storage.arm.rotations[self.layer][side]
+            shape = self.batch, len(rotation.clip), sink, rotation.dim
+            tail = self.tail[side] = tensors[f"{side}.tail"]
+            if tail.shape[:2] + tail.shape[3:] != (*shape[:2], shape[3]):
+                raise ValueError(f"the {side}s have another shape")
+            if not self.tail_start:
+                continue
+            self.head[side] = tensors[f"{side}.head"]
+            if self.head[side].shape != shape:
+                raise ValueError(f"the first {side}s have another shape")
+            # Any rows tell the shapes of the codes.
+            group = tail.new_zeros(*shape[:2], self.storage.arm.token_group, rotation.dim)
+            prefix = f"{side}."
+            stored = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+            self.blocks[side].restore(
+                stored,
+                self.storage.quantize(group, self.layer, side),
+                range(max(0, self.first - sink), self.tail_start - sink),
+            )
+
+    def _whole_groups(self, token: int) -> int:
+        """The end of the last group of tokens that ends at this token or earlier."""
+        sink, group = self.storage.windows.sink, self.storage.arm.token_group
+        return sink + max(0, token - sink) // group * group
+
+    def _read_side(self, side: str, start: int) -> torch.Tensor:
+        exact = self.storage.arm.keep_exact(self.tail[side], self.layer, side)
+        if not self.head:
+            return exact[:, :, start:]
+        batch, heads, _, dim = exact.shape
+        read = exact.new_empty(batch, heads, self.length - start, dim)
+        for first, rows in self._parts(side, start):
+            skipped = max(0, start - first)
+            begin = first + skipped - start
+            kept = rows[:, :, skipped:]
+            read[:, :, begin : begin + kept.shape[2]] = kept
+        tail_start = max(0, self.tail_start - start)
+        read[:, :, tail_start:] = exact[:, :, max(0, start - self.tail_start) :]
+        return read
+
+    def _parts(self, side: str, start: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first token and the rows of the sink and of every block, one at a time."""
+        sink = self.storage.windows.sink
+        yield 0, self.storage.arm.keep_exact(self.head[side], self.layer, side)
+        for first, quantized in self.blocks[side].read(start - sink):
+            yield sink + first, self.storage.restore(quantized, self.layer, side)
