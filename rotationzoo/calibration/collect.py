@@ -63,7 +63,7 @@ def collect(
             observer = KeyEnergyObserver(geometry, statistics, skip)
         ids = batches[step % len(batches)].to(input_device(model))
         sampling = recipe.feedback and step < len(batches)
-        peaked = PeakedQueryObserver(geometry, statistics)
+        peaked = PeakedQueryObserver(geometry, statistics, (recipe.sink, recipe.recent))
         with capture(model, observer), intercept(model, peaked) if sampling else nullcontext():
             tower(input_ids=ids, use_cache=False)
         try:

@@ -17,6 +17,7 @@ from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.key_feedback import add_factors
+from rotationzoo.calibration.peaked_queries import EVERY_QUERY
 from rotationzoo.calibration.plan import plan
 from rotationzoo.calibration.soundness import check
 from rotationzoo.checks.verify import verify
@@ -30,7 +31,8 @@ from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.text.rows import read_corpus
 
-RECIPE = PRESETS["feedback"].model_copy(update={"data": SMALL})
+WINDOWS = {"sink": 4, "recent": 6}
+RECIPE = PRESETS["feedback"].model_copy(update={"data": SMALL, **WINDOWS})
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,10 @@ def captured(folder):
         keys.setdefault(layer, []).append(key.transpose(0, 1).flatten(1, 2))
         scores = query.double() @ key.double().repeat_interleave(2, 1).mT / 16**0.5
         later = torch.ones_like(scores).triu(1).bool()
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1).square().sum(-1).square()
+        softmax = scores.masked_fill(later, -torch.inf).softmax(-1)
+        # Only keys that are quantized count: behind the sink and before the recent tokens.
+        read = softmax.tril(-WINDOWS["recent"])[..., WINDOWS["sink"] :]
+        weights = read.square().sum(-1).square() + EVERY_QUERY
         peaked.setdefault(layer, []).append(weights.transpose(0, 1).flatten(1))
 
     with torch.no_grad(), capture(model, observe):

@@ -21,7 +21,7 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 
 BATCHES = list(torch.randint(3, 59, (2, 3, 32), generator=torch.Generator().manual_seed(2)))
-RECIPE = Recipe(sink=4, feedback=True)
+RECIPE = Recipe(sink=4, recent=6, feedback=True)
 CLOSE = 1e-5  # of the largest entry; measured 1e-6, since weights are float32
 
 
@@ -51,7 +51,9 @@ def naive_sums(name, positions):
             for row, head, position in torch.cartesian_prod(
                 torch.arange(3), torch.arange(softmax.shape[1]), positions
             ).tolist():
-                weight = softmax[row, head, position].double().square().sum() ** 2
+                # The keys that are quantized for this query.
+                read = softmax[row, head, position, 4 : max(4, position - 5)].double()
+                weight = read.square().sum() ** 2 + peaked_queries.EVERY_QUERY
                 query = queries[layer][row, head, position].double()
                 kv_head = head * heads // softmax.shape[1]
                 total[kv_head] += weight * query.outer(query)
@@ -114,9 +116,18 @@ def test_sums_do_not_depend_on_the_batch():
 
 def test_a_second_pass_does_not_count_queries_again():
     model = architectures.build("qwen3")
-    both = PRESETS["oscar-v1"].model_copy(update={"sink": 4, "feedback": True})
+    both = PRESETS["oscar-v1"].model_copy(update={"sink": 4, "recent": 6, "feedback": True})
     for layer, moment in moments_of(model, recipe=both).items():
         assert torch.equal(moment.weight, moments_of(model)[layer].weight)
+
+
+def test_where_no_key_is_quantized_all_queries_count_alike():
+    """Rows of 32 tokens with 256 recent ones."""
+    model = architectures.build("qwen3")
+    statistics = collect(model, geometry_of(model), BATCHES, Recipe(sink=4, feedback=True))
+    for kinds in statistics.values():
+        peaked, alike = kinds["peaked_query"].second_moment, kinds["query"].second_moment
+        assert torch.allclose(peaked, alike, rtol=1e-5, atol=1e-6)
 
 
 def test_a_recipe_without_feedback_does_not_weight_queries():
