@@ -25,6 +25,7 @@ from rotationzoo.rotations import Rotations
 
 KIVI = "kivi"
 """The format with scales of key channels over groups of tokens; see `cache.kivi`."""
+Rounding = Literal["nearest", "feedback"]
 Given = str | Path | Artifact | Rotations | None
 
 
@@ -38,9 +39,9 @@ class CacheOptions(TypedDict, total=False):
     """How many first and last tokens stay exact. They default to the recipe's."""
     group_size: int
     """Channels that share a scale; by default the recipe's, or the whole head. Not for `kivi`."""
-    rounding: Literal["nearest", "feedback"]
-    """How keys get their codes, `nearest` by default. `feedback` needs an artifact that was
-    calibrated with `--feedback`. Not for `kivi`."""
+    rounding: Rounding
+    """How keys get their codes: by error `feedback` where the artifact was calibrated for it, which
+    loses fewer answers, and else the `nearest`, as engines write them. Not for `kivi`."""
     prefill_layout: Literal["server", "window"]
     """What a chunk of a prompt reads exact of earlier tokens: with `server`, the default, the sink
     alone; with `window` the `recent` tokens before it as well."""
@@ -87,7 +88,8 @@ def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOption
     _check(settings)
     group_size = settings.get("group_size", recipe.group_size)
     name = "this cache"
-    arm = Arm(name, rotations, group_size, settings.get("rounding", "nearest"))
+    default: Rounding = "feedback" if rotations.has_feedback else "nearest"
+    arm = Arm(name, rotations, group_size, settings.get("rounding", default))
     if settings["format"] == KIVI:
         arm = KiviArm(name, rotations)
     windows = Cache(

@@ -1,5 +1,7 @@
 """The public cache: from an artifact, a folder, a name in the zoo, rotations, or nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.equalizers import equalized
@@ -51,6 +53,17 @@ def test_settings_come_from_the_recipe_and_the_options(demo, made):
     storage = RotatedCache(made, demo, **options).storage
     assert (storage.windows.format, storage.arm.group_size, storage.slack) == (MLX, 32, 7)
     assert storage.windows.prefill_layout == "window"
+
+
+def test_keys_get_codes_by_error_feedback_where_an_artifact_has_its_factors(demo, made):
+    rotations = Artifact.open(made).rotations
+    assert RotatedCache(rotations, demo).storage.arm.rounding == "nearest"
+    factors = torch.eye(64).repeat(2, 1, 1)
+    able = rotations.replace(
+        lambda _, side, rotation: replace(rotation, feedback=factors if side == "key" else None)
+    )
+    assert RotatedCache(able, demo).storage.arm.rounding == "feedback"
+    assert RotatedCache(able, demo, rounding="nearest").storage.arm.rounding == "nearest"
 
 
 def test_without_a_rotation_and_with_scales_per_channel(demo, made):
