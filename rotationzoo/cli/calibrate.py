@@ -86,7 +86,9 @@ def calibrate_command(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Artifact folder (rotations/MODEL-RECIPE)."),
+        typer.Option(
+            "--output", "-o", help="Artifact folder, by default MODEL-RECIPE in rotations."
+        ),
     ] = None,
     revision: Revision = None,
     device: Device = "auto",

@@ -40,7 +40,7 @@ def regenerate_command(
     configs: Annotated[Path, typer.Option(help="Folder of recipe files.")] = Path("configs"),
     revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Artifact folder (rotations/MODEL-RECIPE).")
+        Path | None, typer.Option(help="Artifact folder, by default MODEL-RECIPE in rotations.")
     ] = None,
     data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,

@@ -96,6 +96,9 @@ FOREIGN = {
     "engines/weight_edits.py",
     "engines/formats/onnx.py",
     "engines/formats/gguf_comparison.py",
+    # A prefix on disk is no artifact; its tensors are codes.
+    "cache/prefix.py",
+    "cache/rotated.py",
 }
 
 

@@ -144,7 +144,8 @@ def test_choosing_clip_ratios_takes_what_is_planned(medium):
 
 def test_weighting_queries_takes_what_is_planned(medium):
     layer, options = medium.geometry[0], medium.recipe
-    observer = PeakedQueryObserver(medium.geometry, zero_statistics(medium.geometry, options))
+    sums = zero_statistics(medium.geometry, options)
+    observer = PeakedQueryObserver(medium.geometry, sums, (options.sink, options.recent))
     most = []
 
     def measure(index, query, key, value, attend):
