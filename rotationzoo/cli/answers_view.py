@@ -40,8 +40,8 @@ def explain_answers(report: dict[str, Any]) -> None:
     say(
         f"recall: {counted(summary['questions'], 'question')} about statements hidden in {lengths} "
         f"tokens, which every arm reads quantized from {cache}; answered: share that is exactly "
-        "right ± standard error over prompts; log probability: of the right answer, in nats, also beside the "
-        "shares; distance: tokens from statement to answer"
+        "right ± standard error over prompts; log probability: of the right answer, in nats, also "
+        "beside the shares; distance: tokens from statement to answer"
     )
 
 
