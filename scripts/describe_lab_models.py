@@ -13,8 +13,9 @@ can be given several times. Every number is the median over the layers, with the
   square: 1 if all are equal, D if one has it all; the largest of the layer's heads;
 * mean / deviation: the largest of any key channel of the layer;
 * for `C_Q` and `C_S`, averaged over a layer's heads: the effective rank (exponential of the
-  eigenvalues' entropy, Roy and Vetterli 2007) over D, and the shares of the strongest and of the
-  eight strongest directions.
+  eigenvalues' entropy, Roy and Vetterli 2007) over D, the shares of the strongest and of the eight
+  strongest directions, and the geometric mean of the eigenvalues, damped as for error feedback,
+  beside the arithmetic one: for fine steps, what error feedback leaves of squared score errors.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from loading import load
 
 from rotationzoo.calibration.collect import collect
 from rotationzoo.engines.import_ import Import, import_
+from rotationzoo.linalg.error_feedback import DAMPING
 from rotationzoo.linalg.moments import Averages, average
 from rotationzoo.recipe import PRESETS, Data
 
@@ -54,10 +56,13 @@ def describe_spectrum(name: str, second: torch.Tensor) -> dict[str, float]:
     """How concentrated a second moment `[H, D, D]` is, averaged over its heads."""
     eigenvalues = torch.linalg.eigvalsh(second.double().mean(0)).clamp(min=0)
     shares = (eigenvalues / eigenvalues.sum()).flip(0)
+    damped = shares + DAMPING / len(shares)
+    geometric = damped.log().mean().exp()
     return {
         f"{name}: effective rank / D": torch.special.entr(shares).sum().exp().item() / len(shares),
         f"{name}: strongest": shares[0].item(),
         f"{name}: {STRONGEST} strongest": shares[:STRONGEST].sum().item(),
+        f"{name}: geometric / arithmetic mean": (geometric / damped.mean()).item(),
     }
 
 
