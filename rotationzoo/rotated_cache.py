@@ -2,7 +2,7 @@
 zoo."""
 
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from transformers import PreTrainedModel
 
@@ -22,10 +22,12 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
+from rotationzoo.words import nearest
 
 KIVI = "kivi"
 """The format with scales of key channels over groups of tokens; see `cache.kivi`."""
 Rounding = Literal["nearest", "feedback"]
+Layout = Literal["server", "window"]
 Given = str | Path | Artifact | Rotations | None
 
 
@@ -42,7 +44,7 @@ class CacheOptions(TypedDict, total=False):
     rounding: Rounding
     """How keys get their codes: by error `feedback` where the artifact was calibrated for it, which
     loses fewer answers, and else the `nearest`, as engines write them. Not for `kivi`."""
-    prefill_layout: Literal["server", "window"]
+    prefill_layout: Layout
     """What a chunk of a prompt reads exact of earlier tokens: with `server`, the default, the sink
     alone; with `window` the `recent` tokens before it as well."""
     slack: int
@@ -65,29 +67,35 @@ class RotatedCache(rotated.RotatedCache):
     def __init__(
         self, rotations: Given, model: PreTrainedModel, **options: Unpack[CacheOptions]
     ) -> None:
+        rotated.check_model(model)
         super().__init__(build_storage(rotations, model, options), model)
 
 
 def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOptions) -> Storage:
     """What a cache of this model stores. Arguments and errors are those of `RotatedCache`."""
+    _check({**options})
     recipe = Recipe()
+    name = "this cache"
     if isinstance(rotations, str | Path):
-        is_folder = Path(rotations).expanduser().is_dir()
-        rotations = Artifact.open(rotations) if is_folder else pull(str(rotations))
+        folder = Path(rotations).expanduser()
+        rotations = Artifact.open(folder) if _is_path(rotations) else pull(str(rotations))
     if isinstance(rotations, Artifact):
-        recipe = rotations.recipe
+        recipe, name = rotations.recipe, str(rotations.folder)
         rotations = _fitting(rotations, model)
     elif rotations is None:
         rotations = fit(None, PRESETS["identity"], geometry_of(model))
+    elif not isinstance(rotations, Rotations):
+        raise UsageError(
+            f"an object of type {type(rotations).__name__} holds no rotations",
+            hint="give an artifact or its folder, a name in the zoo, or None",
+        )
     settings: CacheOptions = {
         "sink": recipe.sink,
         "recent": recipe.recent,
         "format": "sglang",
         **options,
     }
-    _check(settings)
     group_size = settings.get("group_size", recipe.group_size)
-    name = "this cache"
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
     arm = Arm(name, rotations, group_size, settings.get("rounding", default))
     if settings["format"] == KIVI:
@@ -113,15 +121,50 @@ def _fitting(artifact: Artifact, model: PreTrainedModel) -> Rotations:
     return artifact.rotations
 
 
-def _check(settings: CacheOptions) -> None:
-    """Raise `UsageError` for settings that no cache can have."""
-    formats = [*SIMULATED, KIVI]
-    if settings["format"] not in formats:
+def _is_path(given: str | Path) -> bool:
+    """Whether this names a folder of this machine, even one that is missing, and not an entry of
+    the zoo: whoever mistypes a folder should not be told about a hub."""
+    path = Path(given).expanduser()
+    if path.exists() or path.is_absolute() or isinstance(given, Path) or given.startswith("."):
+        return True
+    # Where `calibrate` has put other artifacts.
+    return len(path.parts) > 1 and any(path.parent.glob("*/manifest.json"))
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raise `UsageError` for options that no cache can have."""
+    known = CacheOptions.__annotations__
+    if unknown := options.keys() - known:
+        name = min(unknown)
         raise UsageError(
-            f"there is no format {settings['format']!r}", hint=f"give one of {', '.join(formats)}"
+            f"a cache has no option {name!r}{nearest(name, known)}",
+            hint=f"give some of {', '.join(known)}",
         )
-    numbers = {"sink": settings["sink"], "recent": settings["recent"]}
-    numbers["slack"] = settings.get("slack", 0)
-    for name, number in numbers.items():
-        if number < 0:
-            raise UsageError(f"{name} must be at least 0", hint=f"{name}=64")
+    choices = {"format": (*SIMULATED, KIVI), "rounding": get_args(Rounding)}
+    choices["prefill_layout"] = get_args(Layout)
+    for name, words in choices.items():
+        if name in options and options[name] not in words:
+            raise UsageError(
+                f"there is no {name} {options[name]!r}{nearest(str(options[name]), words)}",
+                hint=f"give one of {', '.join(words)}",
+            )
+    for name in ("sink", "recent", "slack"):
+        number = options.get(name, 0)
+        if not isinstance(number, int) or number < 0:
+            raise UsageError(
+                f"{name} must be a whole number of at least 0, not {number!r}", hint=f"{name}=64"
+            )
+    if options.get("format") == KIVI:
+        _check_kivi(options)
+
+
+def _check_kivi(options: dict[str, Any]) -> None:
+    """Raise `UsageError` for what the format `kivi` would have to ignore."""
+    ignored = "group_size" if options.get("group_size") is not None else None
+    if options.get("rounding") == "feedback":
+        ignored = "rounding"
+    if ignored:
+        raise UsageError(
+            f"the format {KIVI} takes no {ignored} = {options[ignored]!r}",
+            hint="leave it out, or give another format",
+        )

@@ -79,13 +79,44 @@ def test_without_a_rotation_and_with_scales_per_channel(demo, made):
     ("options", "message"),
     [
         ({"format": "gguf"}, "there is no format 'gguf'"),
-        ({"sink": -1}, "sink must be at least 0"),
-        ({"slack": -1}, "slack must be at least 0"),
+        ({"format": "sgland"}, "did you mean 'sglang'"),
+        ({"rounding": "feedbak"}, "no rounding 'feedbak' .did you mean 'feedback'"),
+        ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
+        ({"sinks": 4}, "no option 'sinks' .did you mean 'sink'"),
+        ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),
+        ({"format": "kivi", "rounding": "feedback"}, "kivi takes no rounding = 'feedback'"),
+        ({"format": "kivi", "group_size": 8}, "kivi takes no group_size = 8"),
+        ({"sink": -1}, "sink must be a whole number of at least 0, not -1"),
+        ({"slack": -1}, "slack must be a whole number of at least 0, not -1"),
     ],
 )
 def test_what_no_cache_can_have_is_refused(demo, options, message):
     with pytest.raises(UsageError, match=message):
         RotatedCache(None, demo, **options)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(demo, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(rotated_cache, "pull", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.chdir(made.parent)
+    # Beside an artifact that is there, as in the folder of `calibrate`.
+    beside = f"../{made.parent.name}/mistyped"
+    monkeypatch.chdir(made.parent.parent)
+    (tmp_path / "a file").write_text("text")
+    for folder in (beside, f"{made.parent.name}/mistyped", made / "mistyped", tmp_path / "a file"):
+        with pytest.raises(RotationZooError, match=r"is no artifact|there is no"):
+            RotatedCache(folder, demo)
+
+
+def test_what_is_no_model_and_no_rotations_is_refused(demo, made):
+    with pytest.raises(UsageError, match="a str is no model of transformers"):
+        RotatedCache(made, "demo")
+    with pytest.raises(UsageError, match="an object of type int holds no rotations"):
+        RotatedCache(3, demo)
+
+
+def test_rotations_without_factors_are_named(demo, made):
+    with pytest.raises(RotationZooError, match=f"{made.name} has no factors"):
+        RotatedCache(made, demo, rounding="feedback")
 
 
 def test_an_artifact_of_another_model_is_refused(made):

@@ -31,7 +31,8 @@ ABOUT_KIVI = (
 )
 ABOUT_FEEDBACK = (
     "+feedback: the same rotations and the same bytes, but whoever writes the cache chooses the "
-    "codes of a key together, by the artifact's factors; engines write the nearest codes today"
+    "codes of a key together, by the artifact's factors: RotatedCache does, while engines write "
+    "the nearest codes today"
 )
 
 

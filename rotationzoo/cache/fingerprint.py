@@ -25,7 +25,8 @@ def describe(storage: Storage, model: PreTrainedModel) -> dict[str, Any]:
     described = {
         "model": model_fingerprint(model),
         "rotations": rotations_fingerprint(arm.rotations),
-        "codec": {"kind": type(arm).__name__, **options, **asdict(windows.format)},
+        "codec": {"kind": type(arm).__name__, **asdict(windows.format)},
+        **options,
         "sink": windows.sink,
         "recent": windows.recent,
         "block": storage.block_tokens,

@@ -130,10 +130,12 @@ def _check_made_with(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -
             f"{path} holds a prefix of other {'weights' if name == 'model' else name} than these",
             hint=_HINT,
         )
+    difference = f"with {name} = {theirs.get(name)}, and this cache has {ours[name]}"
+    # A format is a dozen settings, and has no name here.
+    if name == "codec":
+        difference = "in another 2-bit format than that of this cache"
     raise RotationZooError(
-        f"{path} holds a prefix stored with {name} = {theirs.get(name)}, and this cache has "
-        f"{ours[name]}",
-        hint="make the cache with the same settings",
+        f"{path} holds a prefix stored {difference}", hint="make the cache with the same settings"
     )
 
 

@@ -56,11 +56,7 @@ class RotatedCache(DynamicCache):
         keys although the model's attention does not ignore it, `UnsupportedModel` for kinds of
         layers that this cache does not know, and `UsageError` for what is no transformers model.
         """
-        if not isinstance(model, PreTrainedModel):
-            raise UsageError(
-                f"a {type(model).__name__} is no model of transformers",
-                hint="give the model inside it, such as model.get_base_model() of PEFT",
-            )
+        check_model(model)
         super().__init__()
         self.storage = storage
         self._model = weakref.ref(model)
@@ -203,6 +199,15 @@ class RotatedCache(DynamicCache):
                     hint="give the rotations of this model",
                 )
         return layers
+
+
+def check_model(model: object) -> None:
+    """Raise `UsageError` for what is no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"a {type(model).__name__} is no model of transformers",
+            hint="give what from_pretrained returns; of a PEFT model, model.get_base_model()",
+        )
 
 
 def _own_class(model: PreTrainedModel) -> type | None:

@@ -10,6 +10,7 @@ from rotationzoo.cache.padding import Padding
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.stream import Stream
 from rotationzoo.errors import RotationZooError
+from rotationzoo.words import counted
 
 
 class RotatedLayer(CacheLayerMixin):
@@ -79,6 +80,12 @@ class RotatedLayer(CacheLayerMixin):
         # Until a token is read that is no padding, it is not known where each row begins.
         if not any(stream.length for stream in self.streams):
             self.lazy_initialization(key_states, value_states)
+        held, brought = sum(stream.batch for stream in self.streams), key_states.shape[0]
+        if brought != held:
+            raise RotationZooError(
+                f"this cache holds {counted(held, 'row')} of a batch, and a call brings {brought}",
+                hint="repeat them with cache.batch_repeat_interleave, or empty it: cache.reset()",
+            )
         self._follow_padding()
         before, new = self.columns, key_states.shape[2]
         first_column = self._needed(before)

@@ -36,11 +36,12 @@ def explain_answers(report: dict[str, Any]) -> None:
     if summary is None:
         return
     lengths = " and ".join(f"{length:,}" for length in report["tasks"]["lengths"])
+    cache = "a cache that stores 2 bits" if report["real_cache"] else "a simulated 2-bit cache"
     say(
         f"recall: {counted(summary['questions'], 'question')} about statements hidden in {lengths} "
-        "tokens, which every arm reads quantized; answered: share that is exactly right ± standard "
-        "error over prompts; log probability: of the right answer, in nats, also beside the "
-        "shares; distance: tokens from statement to answer"
+        f"tokens, which every arm reads quantized from {cache}; answered: share that is exactly "
+        "right ± standard error over prompts; log probability: of the right answer, in nats, also "
+        "beside the shares; distance: tokens from statement to answer"
     )
 
 

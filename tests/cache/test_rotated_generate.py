@@ -249,6 +249,8 @@ def test_a_saved_prefix_serves_a_batch(tmp_path):
     cache = prefix_of(model)
     cache.save(tmp_path / "prefix")
     loaded = RotatedCache.load(tmp_path / "prefix", cache.storage, model)
+    with pytest.raises(RotationZooError, match="holds 1 row of a batch, and a call brings 2"):
+        generate(model, loaded, PROMPT.repeat(2, 1))
     loaded.batch_repeat_interleave(2)
     text = generate(model, cache)
     assert torch.equal(generate(model, loaded, PROMPT.repeat(2, 1)), text.repeat(2, 1))
@@ -276,7 +278,9 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
         RotatedCache.load(path, Storage(other, WINDOWS, block=8), model)
     with pytest.raises(RotationZooError, match=r"stored with recent = 5, and this cache has 6"):
         RotatedCache.load(path, Storage(arm, replace(WINDOWS, recent=6), block=8), model)
-    with pytest.raises(RotationZooError, match="stored with codec"):
+    with pytest.raises(RotationZooError, match=r"stored with group_size = None, and .* has 8"):
+        RotatedCache.load(path, Storage(replace(arm, group_size=8), WINDOWS, block=8), model)
+    with pytest.raises(RotationZooError, match="stored in another 2-bit format than that of this"):
         RotatedCache.load(path, Storage(arm, replace(WINDOWS, format=VLLM), block=8), model)
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1

@@ -9,6 +9,7 @@ from support.induction import save_induction
 
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
+from rotationzoo.cli.answers_view import explain_answers
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.job import Evaluation, evaluate
@@ -58,10 +59,13 @@ def job(tmp_path_factory):
     )
 
 
-def test_recall_tasks_agree_with_the_simulation(job):
+def test_recall_tasks_agree_with_the_simulation(job, capsys):
     chunked = replace(job, prefill_chunk=128)
     simulated, real = (evaluate(replace(chunked, real_cache=real)) for real in (False, True))
     assert (simulated["real_cache"], real["real_cache"]) == (False, True)
+    for report, cache in ((simulated, "a simulated 2-bit cache"), (real, "a cache that stores 2")):
+        explain_answers(report)
+        assert f"reads quantized from {cache}" in capsys.readouterr().out
     assert list(real["arms"]) == ["identity", "hadamard", "random", "kivi"]
     for name, arm in real["arms"].items():
         score, expected = arm["tasks"]["quote"], simulated["arms"][name]["tasks"]["quote"]
