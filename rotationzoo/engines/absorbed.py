@@ -29,18 +29,6 @@ def check_carries(artifact: Artifact, folder: Path, absorbed: str) -> str:
     return str(folder.absolute())
 
 
-def check_served_whole(artifact: Artifact) -> None:
-    """Raise `RotationZooError` for an equalized artifact: no engine serves it with the weights as
-    they were published."""
-    if artifact.recipe.equalize:
-        raise RotationZooError(
-            f"{artifact.folder} is equalized, and engines apply no equalizer: the model that they "
-            "serve must carry it in its weights",
-            hint=f"write that model with: {write_command(artifact, EQUALIZER)} -o FOLDER, then add "
-            "--folded FOLDER",
-        )
-
-
 def write_command(artifact: Artifact, absorbed: str) -> str:
     """The command that writes such a copy of the artifact's model."""
     folder = shlex.quote(str(artifact.folder))

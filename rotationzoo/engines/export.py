@@ -9,7 +9,7 @@ from typing import Any
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.absorbed import check_carries, check_served_whole
+from rotationzoo.engines.absorbed import check_carries
 from rotationzoo.engines.base import Launch, Options, Payload
 from rotationzoo.engines.export_folder import RECORD, check_target, install_export
 from rotationzoo.engines.payload import PLACEHOLDER, Request, assemble_payload, requested_clips
@@ -85,7 +85,6 @@ def _changed_model(artifact: Artifact, request: Request) -> str | None:
         return check_carries(artifact, request.values_absorbed, VALUE_ROTATION)
     if request.folded is not None:
         return check_carries(artifact, request.folded, EQUALIZER)
-    check_served_whole(artifact)
     return None
 
 
