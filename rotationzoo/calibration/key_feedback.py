@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 
 from rotationzoo.artifact.tensor_check import sentences
-from rotationzoo.calibration.peaked_queries import PEAKED
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.linalg.moments import Average, Moment
+from rotationzoo.linalg.moments import PEAKED, Average, Moment
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
 

@@ -3,9 +3,8 @@ sums."""
 
 import torch
 
-from rotationzoo.calibration.peaked_queries import PEAKED
 from rotationzoo.errors import UnsupportedModel
-from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.linalg.moments import PEAKED, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
 
@@ -31,6 +30,25 @@ def zero_statistics(geometry: Geometry, recipe: Recipe) -> Statistics:
     return statistics
 
 
+def add_rows(
+    statistics: Statistics,
+    layer: Layer,
+    kind: str,
+    tensor: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to the sums of the owner of the cache
+    that a layer reads; H is a multiple of the KV heads."""
+    moments = statistics[layer.owner]
+    # Sums stay on the device of the layer that owns them; weights may be spread over several.
+    if layer.owner == layer.index:
+        moments[kind] = moments[kind].to(tensor.device)
+    for number, row in enumerate(tensor):  # one at a time limits the size of the float64 copies
+        by_kv_head = torch.unflatten(row, 0, (layer.kv_heads, -1)).flatten(1, 2)
+        weight = None if weights is None else weights[number].reshape(layer.kv_heads, -1)
+        moments[kind].add(by_kv_head, weight)
+
+
 class MomentObserver:
     """Sums second moments of queries, outputs, keys and values, for the layer that owns their
     cache.
@@ -54,23 +72,13 @@ class MomentObserver:
         output: torch.Tensor,
     ) -> None:
         layer = self._layer(index)
-        self._add(layer, "query", query)
-        self._add(layer, "output", output)
+        add_rows(self.statistics, layer, "query", query)
+        add_rows(self.statistics, layer, "output", output)
         # A layer that reads another layer's cache receives the owner's keys and values. They count
         # only once, at their owner.
         if layer.owner == layer.index:
-            self._add(layer, "key", key[:, :, self.skip :])
-            self._add(layer, "value", value[:, :, self.skip :])
-
-    def _add(self, layer: Layer, kind: str, tensor: torch.Tensor) -> None:
-        """Add `[B, H, T, D]` to the sums of the cache's owner; H is a multiple of the KV heads."""
-        moments = self.statistics[layer.owner]
-        # Sums stay on the device of the layer that owns them; weights may be spread over several.
-        if layer.owner == layer.index:
-            moments[kind] = moments[kind].to(tensor.device)
-        for row in tensor:  # one row at a time limits the size of the float64 copies
-            by_kv_head = torch.unflatten(row, 0, (layer.kv_heads, -1))
-            moments[kind].add(by_kv_head.flatten(1, 2))
+            add_rows(self.statistics, layer, "key", key[:, :, self.skip :])
+            add_rows(self.statistics, layer, "value", value[:, :, self.skip :])
 
     def _layer(self, index: int) -> Layer:
         if index not in self.layers:

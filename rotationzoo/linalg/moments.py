@@ -14,7 +14,8 @@ Statistics = dict[int, dict[str, "Moment"]]
 recipes, `key_energy`; for recipes with error feedback, `peaked_query`; and for recipes that
 equalize, `projection`: the columns of the output projection's weight, once for each query head."""
 
-WEIGHTED = frozenset({"key_energy", "peaked_query"})
+PEAKED = "peaked_query"
+WEIGHTED = frozenset({"key_energy", PEAKED})
 """The kinds whose weight is not a row count, and differs from head to head."""
 
 
