@@ -132,8 +132,9 @@ def _is_path(given: str | Path) -> bool:
     path = Path(given).expanduser()
     if path.exists() or path.is_absolute() or isinstance(given, Path) or given.startswith("."):
         return True
-    # Where `calibrate` has put other artifacts.
-    return len(path.parts) > 1 and any(path.parent.glob("*/manifest.json"))
+    # Where `calibrate` puts artifacts, or has put others.
+    in_rotations = path.parts[:1] == ("rotations",)
+    return len(path.parts) > 1 and (in_rotations or any(path.parent.glob("*/manifest.json")))
 
 
 def check_options(options: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def generate_command(
         raise UsageError(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
-    text = read_prompt(prompt, file)
+    text = read_prompt(prompt, file, out.note)
     from rotationzoo.cli.generate_view import show_generation
     from rotationzoo.generation.job import generate
     from rotationzoo.generation.settings import Generation, Sampling

@@ -50,18 +50,17 @@ def _quote(text: str, start: int) -> str:
     """The text from a place on, or its end in words."""
     if start == len(text):
         return "the text ends"
-    more = "..." if start + _SHOWN < len(text) else ""
-    return json.dumps(text[start : start + _SHOWN], ensure_ascii=False) + more
+    return json.dumps(text[start : start + _SHOWN], ensure_ascii=False)
 
 
 def _summary(report: dict[str, Any]) -> str:
     """Speed and bytes in one line."""
     words = counted(report["tokens"], "token")
     if report["tokens_per_second"] is not None:
-        words += f", {report['tokens_per_second']:,.1f} a second"
+        words += f" at {report['tokens_per_second']:,.1f} a second"
     words += f"; prompt of {report['prompt_tokens']:,}"
     if report["prompt_tokens_per_second"] is not None:
-        words += f", {report['prompt_tokens_per_second']:,.0f} a second"
+        words += f" at {report['prompt_tokens_per_second']:,.0f} a second"
     held, exact = report["cache_bytes"], report["bf16_cache_bytes"]
     words += f"; cache {_size(held)}, and {_size(exact)} in bf16"
     if held and exact > held:

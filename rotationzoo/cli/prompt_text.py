@@ -1,22 +1,26 @@
 """The prompt of `generate`: given as a text or a file, or piped into the command."""
 
 import os
+import select
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rotationzoo.errors import UsageError
 
 _LONGEST = 64 << 20  # bytes, which is more text than any model has positions for
+_PATIENCE = 2.0  # seconds
 _HINT = 'give one with --prompt "TEXT" or --file FILE'
 
 
-def read_prompt(text: str | None, file: Path | None) -> str | None:
+def read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]) -> str | None:
     """The prompt of these options or, without them, what is piped into the command. None if there
     is neither.
 
     Of a file and of standard input, the last line end is left out: editors and `echo` write it, and
-    a model would go on in a new line. Raises `UsageError` for more than one prompt, and for what is
+    a model would go on in a new line. `note` tells whoever waits without having piped anything.
+    Raises `UsageError` for more than one prompt, and for what is
     no text.
     """
     if text is not None and file is not None:
@@ -28,7 +32,11 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
         return _without_line_end(_checked(_read_file(file), str(file)))
     if file is None and not _is_piped():
         return None
-    content = sys.stdin.buffer.read(_LONGEST + 1) if sys.stdin else b""
+    content = b""
+    if sys.stdin is not None:
+        if not select.select([sys.stdin], [], [], _PATIENCE)[0]:
+            note("Waiting for a prompt on standard input")
+        content = sys.stdin.buffer.read(_LONGEST + 1)
     return _without_line_end(_checked(content, "standard input"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_weights,
@@ -114,7 +114,13 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
         artifact = job.rotations
     else:
         progress("opening the rotations", 0, 0)
-        artifact = open_artifact(job.rotations)
+        try:
+            artifact = open_artifact(job.rotations)
+        except HubError as error:
+            folder = f"{job.rotations} is no folder, and pulling it from the zoo fails"
+            raise HubError(
+                f"{folder}: {error}", hint="check the spelling and the network, or give a folder"
+            ) from error
     feedback = job.cache.get("rounding") == "feedback"
     if feedback and (artifact is None or not artifact.rotations.has_feedback):
         name = artifact.folder if artifact else "a cache without rotations"
