@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -162,27 +161,31 @@ def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):
 # ---- how it ends
 
 
-def test_ctrl_c_keeps_the_text_and_tells_what_it_took(command, made):
-    words = ["generate", "demo", "--rotations", str(made), "--prompt", PROMPT, *SMALL[:4]]
-    words += ["--max-new-tokens", "8000"]
-    running = subprocess.Popen(
-        [sys.executable, "-m", "rotationzoo", *words],
-        cwd=command.folder,
-        env=command.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A suite that runs in the background of a shell ignores Ctrl-C, and so would this.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    begun = running.stdout.read(40)
-    running.send_signal(signal.SIGINT)
-    text, errors = running.communicate(timeout=60)
-    assert running.returncode == 130, errors
-    text = (begun + text).decode()
-    assert len(text) > 40
-    assert text.endswith("\n")
-    summary, error, hint = without_stages(errors.decode())
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """Ctrl-C after ten pieces of text."""
+    pieces = []
+
+    def press(text: str) -> None:
+        write_text(text)
+        pieces.append(text)
+        if len(pieces) == 10:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("rotationzoo.cli.text_screen.write_text", press)
+    # A suite that runs in the background of a shell ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield pieces
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_keeps_the_text_and_tells_what_it_took(inside, made, expected, ctrl_c):
+    shown = inside("generate", "demo", "--rotations", made, "--prompt", PROMPT, *SMALL)
+    assert shown.returncode == 130, shown.stderr
+    text = "".join(ctrl_c[:10])
+    assert expected.startswith(text)
+    assert shown.stdout == text + "\n"
+    summary, error, hint = without_stages(shown.stderr)
     assert SUMMARY.fullmatch(summary)
     tokens = summary.split(" ", 1)[0]
     assert error == f"Error: interrupted after {tokens} tokens"
