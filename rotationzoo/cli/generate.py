@@ -14,6 +14,7 @@ from rotationzoo.cli.options import (
     Dtype,
     Json,
     MaxMemory,
+    PrefillLayout,
     Revision,
 )
 from rotationzoo.cli.output import Mode, Output
@@ -69,6 +70,7 @@ def generate_command(
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Read the prompt in chunks of so many tokens.")
     ] = 2048,
+    prefill_layout: PrefillLayout = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show what the exact model writes.")
     ] = False,
@@ -103,6 +105,7 @@ def generate_command(
     hush_libraries()
     _check_order(model, rotations)
     options = {"format": format, "rounding": rounding, "sink": sink, "recent": recent}
+    options["prefill_layout"] = prefill_layout
     cache: Any = {name: value for name, value in options.items() if value is not None}
     job = Generation(
         model=model,

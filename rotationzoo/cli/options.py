@@ -54,6 +54,14 @@ Windows = Annotated[
     str | None, typer.Option("--windows", help="Sink and recent tokens kept exact, as 64/256.")
 ]
 
+PrefillLayout = Annotated[
+    Literal["server", "window"] | None,
+    typer.Option(
+        help="Exact between chunks: the sink alone, as OSCAR's server has it (server), or the "
+        "recent window too."
+    ),
+]
+
 Tasks = Annotated[
     str,
     typer.Option(help="Recall tasks: needles, key-value, quote, copy, assignments; all or none."),

@@ -51,18 +51,19 @@ def continue_prompt(
     """
     end_tokens = find_end_tokens(model, stream.tokenizer)
     ids = prompt.ids[None].to(input_device(model))
+    untyped: Any = model
     stop = LENGTH
     stream.start()
     try:
         with _errors(job), _prompt_progress(model, len(prompt.ids), progress), _seeded(job):
-            model.generate(  # type: ignore[operator]
+            untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
                 streamer=stream,
                 max_new_tokens=prompt.max_new_tokens,
                 eos_token_id=end_tokens or None,
                 pad_token_id=0,  # nothing is padded, but without one the library warns
-                **_options(job, len(prompt.ids), cache),
+                **_options(untyped, job, len(prompt.ids), cache),
             )
     except KeyboardInterrupt:
         stop = INTERRUPTED
@@ -74,18 +75,22 @@ def continue_prompt(
     )
 
 
-def _options(job: Generation, length: int, cache: DynamicCache | None) -> dict[str, Any]:
-    """The options of `generate` that depend on the settings. What these leave open, such as a
-    repetition penalty, is as the model's makers recommend."""
+def _options(
+    model: Any, job: Generation, length: int, cache: DynamicCache | None
+) -> dict[str, Any]:
+    """The options of `generate` that depend on the settings, for a prompt of `length` tokens. What
+    these leave open, such as a repetition penalty, is as the model's makers recommend."""
     sampling = job.sampling
     options: dict[str, Any] = {**PLAIN, "cache_implementation": None, "do_sample": sampling.samples}
     if sampling.samples:
         # The library's own default would leave out all but 50 tokens.
         options |= {"temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p or 1.0}
-    if length > job.prefill_chunk:
-        options["prefill_chunk_size"] = job.prefill_chunk
     if cache is not None:
         options["past_key_values"] = cache
+    # A cache class of the model's own is made too late for the library to read in chunks.
+    has_cache = cache is not None or model._supports_default_dynamic_cache()
+    if has_cache and length > job.prefill_chunk:
+        options["prefill_chunk_size"] = job.prefill_chunk
     return options
 
 
