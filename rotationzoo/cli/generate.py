@@ -38,9 +38,11 @@ def generate_command(
             "model in rotations."
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to go on.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text to continue.")
+    ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="A file with the text, or - for a pipe.")
+        Path | None, typer.Option("--file", "-f", help="A file with that text, or - for a pipe.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The text is a user's message to a chat model.")

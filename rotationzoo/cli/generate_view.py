@@ -3,7 +3,6 @@ object."""
 
 import json
 import shlex
-import sys
 from typing import Any
 
 from rotationzoo.cli.output import Mode, Output, say, write_text
@@ -29,8 +28,7 @@ def _say_generation(out: Output, report: dict[str, Any], model: str) -> None:
     if "exact_text" in report:
         _say_exact(report)
     out.note(_summary(report))
-    if sys.stderr.isatty():
-        out.note(_next_command(report, model))
+    out.suggest(_next_command(report, model))
 
 
 def _say_exact(report: dict[str, Any]) -> None:

@@ -68,6 +68,11 @@ class Output:
         """Print a remark for people, on stderr in every mode."""
         _print((text,), sys.stderr)
 
+    def suggest(self, text: str) -> None:
+        """Print what to do next, on stderr, for a person at a terminal alone."""
+        if self.mode is Mode.HUMAN and sys.stderr.isatty():
+            self.note(text)
+
     def notes(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.note(f"Note: {text}")

@@ -14,10 +14,10 @@ from rotationzoo.evaluation.compatibility import (
     check_weights,
     other_weights_note,
 )
-from rotationzoo.generation.comparison import find_parting
 from rotationzoo.generation.decoding import INTERRUPTED, Continuation, continue_prompt
 from rotationzoo.generation.example import write_example
 from rotationzoo.generation.prompt import Prompt, encode_prompt
+from rotationzoo.generation.report import compare_texts, describe_text
 from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
 from rotationzoo.generation.stream import TextStream, Write
 from rotationzoo.model import loading
@@ -41,6 +41,7 @@ def generate(
     weights are fetched.
     """
     job.check()
+    device = loading.torch_device(job.device)
     artifact = _open(job, progress)
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
@@ -60,20 +61,28 @@ def generate(
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
-        device = loading.torch_device(job.device)
         model = loading.load(source, config, device, dtype, placement)
         writer = _Writer(job, model, tokenizer, prompt, progress)
         cache = RotatedCache(artifact, model, **job.cache)
         shown = _after(prompt.question, write) if write else writer.counting("writing")
         written = writer.write(shown, cache)
+        sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
+        del cache  # the exact model's own needs more room
         exact = None
         if job.compare and written.stop != INTERRUPTED:
             exact = writer.write(writer.counting("writing with the exact model"))
-    report = _report(job, source, artifact, prompt, written)
-    if prompt.question:
-        report |= {"question": prompt.question, "answer": prompt.answer}
-    report |= {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16} | windows
-    return report | (_comparison(written, exact) if exact else {})
+    report = {
+        "model": source.label,
+        "revision": source.revision,
+        **_rotations(artifact, source),
+        "format": job.cache.get("format", "sglang"),
+        **windows,
+        **sizes,
+        **describe_text(prompt, written),
+    }
+    if exact is not None:
+        report |= compare_texts(written, exact)
+    return report
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,14 @@ class _Writer:
             self.progress(stage, pieces, self.prompt.max_new_tokens)
 
         return count
+
+
+def _rotations(artifact: Artifact | None, source: Source) -> dict[str, Any]:
+    """What the report says of the rotations."""
+    if artifact is None:
+        return {"rotations": None, "notes": []}
+    note = other_weights_note(artifact, source)
+    return {"rotations": str(artifact.folder), "notes": [note] if note else []}
 
 
 def _after(question: str, write: Write) -> Write:
@@ -150,39 +167,3 @@ def _encode(
             hint='give one with --prompt "TEXT" or --file FILE, or pipe it into the command',
         )
     return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)
-
-
-def _report(
-    job: Generation, source: Source, artifact: Artifact | None, prompt: Prompt, text: Continuation
-) -> dict[str, Any]:
-    length, seconds = len(prompt.ids), text.prompt_seconds
-    note = other_weights_note(artifact, source) if artifact else None
-    return {
-        "model": source.label,
-        "revision": source.revision,
-        "rotations": str(artifact.folder) if artifact else None,
-        "format": job.cache.get("format", "sglang"),
-        "text": text.text,
-        "stop": text.stop,
-        "tokens": len(text.ids),
-        "tokens_per_second": text.tokens_per_second,
-        "prompt_tokens": length,
-        "prompt_seconds": seconds,
-        "prompt_tokens_per_second": length / seconds if seconds else None,
-        "notes": [note] if note else [],
-    }
-
-
-def _comparison(written: Continuation, exact: Continuation) -> dict[str, Any]:
-    """The exact model's text, and the number of equal characters and tokens before the two part."""
-    parting = find_parting(written, exact)
-    parted_at = None
-    if parting is not None:
-        parted_at = {"character": parting.character, "token": parting.token}
-    return {
-        "exact_text": exact.text,
-        "exact_tokens": len(exact.ids),
-        "exact_tokens_per_second": exact.tokens_per_second,
-        "exact_stop": exact.stop,
-        "parted_at": parted_at,
-    }

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from support.command_line import only_error, without_stages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import RotatedCache
-from rotationzoo.cli import generate_view
-from rotationzoo.cli.output import write_text
+from rotationzoo.cli import generate_view, text_screen
+from rotationzoo.cli.output import Output, write_text
 from rotationzoo.model.source import DEMO
 
 PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self):"
@@ -95,6 +96,30 @@ def test_a_terminal_gets_the_next_command_and_no_control_characters(terminal, mo
     assert shown.endswith(": rotationzoo evaluate demo 'rotations/demo oscar'")
     report = {"rotations": None}
     assert generate_view._next_command(report, "demo").endswith(": rotationzoo calibrate demo")
+    errors = type(screen)()
+    monkeypatch.setattr(sys, "stderr", errors)
+    for out in (Output(), Output(json=True), Output(quiet=True)):
+        out.suggest("Next")
+    assert errors.getvalue() == "Next\n"
+
+
+def test_a_bar_and_the_text_are_never_on_the_screen_together(monkeypatch):
+    events = []
+
+    @contextmanager
+    def show(out):
+        yield lambda stage, *_: events.append(stage)
+        events.append("closed")
+
+    monkeypatch.setattr(text_screen, "show_progress", show)
+    monkeypatch.setattr(text_screen, "write_text", events.append)
+    with text_screen.TextScreen(Output()) as screen:
+        screen.progress("loading", 0, 0)
+        screen.progress("reading", 0, 1)
+        screen.write("a b\n")
+        screen.write("c")
+        screen.progress("comparing", 0, 1)
+    assert events == "loading|reading|closed|a b\n|c|\n|comparing|closed".split("|")
 
 
 # ---- which rotations, without --rotations
