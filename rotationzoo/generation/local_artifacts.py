@@ -19,7 +19,9 @@ def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
         hint = f"make one with: rotationzoo calibrate {words}"
         if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
             hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
-        raise UsageError(f"{folder} holds no rotations of {source.name}", hint=hint)
+        raise UsageError(
+            f"there are no rotations of {source.name} in the folder {folder}", hint=hint
+        )
     # The rotations, and not the manifest, which `evaluate --save` writes again.
     newest = max(fitting, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
     return newest, len(fitting)
