@@ -1,6 +1,7 @@
 """`rotationzoo generate`: write text with a model whose cache stores 2 bits."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -112,7 +113,7 @@ def generate_command(
     job = Generation(
         model=model,
         prompt=text,
-        rotations=_choose_rotations(out, model, rotations, revision),
+        rotations=None,
         chat=chat,
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature, top_p, seed),
@@ -125,6 +126,8 @@ def generate_command(
         device_map=device_map,
         max_memory=max_memory,
     )
+    job.check()  # before rotations are looked for
+    job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:
         report = generate(job, screen.progress, None if json else screen.write)
     show_generation(out, report, model)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.errors import HubError, RotationZooError, UsageError
+from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_weights,
@@ -23,7 +23,7 @@ from rotationzoo.generation.stream import TextStream, Write
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
-from rotationzoo.model.source import DEMO, Source, fetch, find
+from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotated_cache import CacheOptions, RotatedCache, open_artifact
@@ -54,7 +54,7 @@ def generate(
     check_weights(artifacts, source)
     tokenizer = loading.load_tokenizer(source)
     windows = _windows(job, artifact)
-    prompt = _encode(job, source, tokenizer, windows)
+    prompt = _encode(job, tokenizer, windows)
     prompt.check_positions(job.model, config)
     progress("fetching the weights", 0, 0)
     fetch(source)
@@ -155,15 +155,8 @@ def _windows(job: Generation, artifact: Artifact | None) -> CacheOptions:
     return {"sink": sink, "recent": recent}
 
 
-def _encode(
-    job: Generation, source: Source, tokenizer: PreTrainedTokenizerBase, windows: CacheOptions
-) -> Prompt:
+def _encode(job: Generation, tokenizer: PreTrainedTokenizerBase, windows: CacheOptions) -> Prompt:
     if job.prompt is not None:
         ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat)
         return Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
-    if source.folder != DEMO or job.chat:
-        raise UsageError(
-            "there is no prompt",
-            hint='give one with --prompt "TEXT" or --file FILE, or pipe it into the command',
-        )
     return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)

@@ -78,6 +78,11 @@ class Generation:
         for option, number in numbers.items():
             if number is not None and number < 1:
                 raise UsageError(f"{option} must be at least 1, not {number}", hint=f"{option} 256")
+        if self.prompt is None and (self.model != "demo" or self.chat):
+            raise UsageError(
+                "there is no prompt",
+                hint='give one with --prompt "TEXT" or --file FILE, or pipe it into the command',
+            )
         if self.prompt is not None and not self.prompt.strip():
             raise UsageError("the prompt is empty", hint="give some text to continue")
         self.sampling.check()
