@@ -6,6 +6,7 @@ from typing import Literal, Self
 import torch
 
 from rotationzoo.codec import feedback, int2
+from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
@@ -93,6 +94,12 @@ class Arm:
             factor = rotation.feedback.to(rows.device)
             return feedback.quantize(rows, factor, self.group_size, format)
         return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
+
+    def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
+        """How a page of so many tokens holds what `quantize` returns."""
+        rotation = self.rotations[layer][side]
+        groups = rotation.dim // (self.group_size or rotation.dim)
+        return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, format)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
         """The inverse of `quantize`: rotated rows `[B, H, T, D]`, float32."""

@@ -7,6 +7,7 @@ import torch
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
+from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
 _HINT = "give the rotations of this model"
@@ -35,10 +36,9 @@ class Storage:
         rotated = self.arm.rotate(rows, layer, side)
         return self.arm.quantize(rotated, layer, side, self.windows.format)
 
-    def restore(self, quantized: int2.Quantized, layer: int, side: str) -> torch.Tensor:
-        """Quantized rows in the model's frame, float32."""
-        rotated = self.arm.dequantize(quantized, side, self.windows.format)
-        return self.arm.restore(rotated, layer, side)
+    def page_layout(self, layer: int, side: str) -> PageLayout:
+        """How a page holds the codes of a side."""
+        return self.arm.page_layout(layer, side, self.block_tokens, self.windows.format)
 
     def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "Storage":
         """The same with the rotations of one layer alone, on the device of its keys and values

@@ -21,8 +21,7 @@ class Stream:
     def __init__(self, storage: Storage, layer: int, key: torch.Tensor, value: torch.Tensor):
         """An empty stream for keys and values like these, which may hold any number of tokens."""
         self.storage, self.layer = storage, layer
-        step, packing = storage.block_tokens, storage.windows.format.packing
-        self.blocks = {side: Blocks(step, packing) for side in SIDES}
+        self.blocks = {side: Blocks(storage.page_layout(layer, side)) for side in SIDES}
         self.tail = {"key": key[:, :, :0], "value": value[:, :, :0]}
         self.head: dict[str, torch.Tensor] = {}
         self.tail_start = 0
@@ -111,8 +110,7 @@ class Stream:
                 if side in exact:
                     yield f"{side}.{name}", exact[side]
             for number, block in self.blocks[side].table.items():
-                for part, tensor in block.tensors():
-                    yield f"{side}.{part}.{number}", tensor
+                yield f"{side}.block.{number}", block
 
     def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
         """Take over what `tensors` gave, with the counts that belong to it. Raises `KeyError` for a
@@ -130,19 +128,14 @@ class Stream:
             self.head[side] = tensors[f"{side}.head"]
             if self.head[side].shape != shape:
                 raise ValueError(f"the first {side}s have another shape")
-            # Any rows tell the shapes of the codes.
-            group = tail.new_zeros(*shape[:2], self.storage.arm.token_group, rotation.dim)
-            prefix = f"{side}."
+            prefix = f"{side}.block."
             stored = {
                 name.removeprefix(prefix): tensor
                 for name, tensor in tensors.items()
                 if name.startswith(prefix)
             }
-            self.blocks[side].restore(
-                stored,
-                self.storage.quantize(group, self.layer, side),
-                range(max(0, self.first - sink), self.tail_start - sink),
-            )
+            needed = range(max(0, self.first - sink), self.tail_start - sink)
+            self.blocks[side].restore(stored, self.batch, needed)
 
     def _whole_groups(self, token: int) -> int:
         """The end of the last group of tokens that ends at this token or earlier."""
@@ -168,5 +161,5 @@ class Stream:
         """The first token and the rows of the sink and of every block, one at a time."""
         sink = self.storage.windows.sink
         yield 0, self.storage.arm.keep_exact(self.head[side], self.layer, side)
-        for first, quantized in self.blocks[side].read(start - sink):
-            yield sink + first, self.storage.restore(quantized, self.layer, side)
+        for first, rotated in self.blocks[side].read(start - sink):
+            yield sink + first, self.storage.arm.restore(rotated, self.layer, side)

@@ -305,11 +305,11 @@ def test_a_damaged_prefix_is_refused(damage, tmp_path):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
-    name = "layers.1.0.key.codes.0"
+    name = "layers.1.0.key.block.0"
     if damage == "missing":
         del tensors[name]
     elif damage == "shape":
-        tensors[name] = tensors[name][:, :, 1:].contiguous()
+        tensors[name] = tensors[name][:, 16:].contiguous()
     elif damage == "type":
         tensors[name] = tensors[name].float()
     elif damage == "unknown":
