@@ -1,6 +1,7 @@
 """How a cache stores its tokens: what is the same for all layers, and what one layer needs."""
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -10,6 +11,8 @@ from rotationzoo.codec import int2
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
+Reading = Literal["auto", "rows", "pages"]
+"""Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
 _HINT = "give the rotations of this model"
 
 
@@ -24,6 +27,9 @@ class Storage:
     """How many tokens more stay exact while candidates may be taken back (assisted decoding)."""
     block: int = 256
     """Tokens per block, at least."""
+
+    reading: Reading = "auto"
+    """What a decoding step of a layer with full attention reads."""
 
     @property
     def block_tokens(self) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from rotationzoo.cache.blocks import Blocks
 from rotationzoo.cache.settings import Storage
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.rotations import SIDES
 
 
@@ -81,6 +82,19 @@ class Stream:
         and type. Keys are without their mean where they are centred."""
         return self._read_side("key", start), self._read_side("value", start)
 
+    def packed(self) -> PackedTokens:
+        """The quantized tokens, where they lie. This copies nothing and waits for nothing. Only for
+        layers that forget no tokens."""
+        key, value = (self._packed_side(side) for side in SIDES)
+        tail, count = self.tail["key"], self.blocks["key"].length
+        lengths = torch.full((self.batch,), count, dtype=torch.int32, device=tail.device)
+        return PackedTokens(key, value, lengths)
+
+    def windows(self) -> tuple[ExactWindow, ExactWindow]:
+        """The exact tokens before and after the quantized ones."""
+        head = self.head or {side: tail[:, :, :0] for side, tail in self.tail.items()}
+        return ExactWindow(**head), ExactWindow(**self.tail)
+
     @property
     def exact_tokens(self) -> int:
         """How many tokens at the end are exact."""
@@ -141,6 +155,19 @@ class Stream:
         """The end of the last group of tokens that ends at this token or earlier."""
         sink, group = self.storage.windows.sink, self.storage.arm.token_group
         return sink + max(0, token - sink) // group * group
+
+    def _packed_side(self, side: str) -> PackedSide:
+        blocks = self.blocks[side]
+        if not blocks.table:
+            blocks.allocate(0, self.batch, self.tail[side].device)
+        rotation = self.storage.arm.rotations[self.layer][side]
+        return PackedSide(
+            list(blocks.table.values()),
+            blocks.layout,
+            rotation.inverse.expand(blocks.layout.heads, -1, -1),
+            rotation.mean,
+            blocks.addresses(),
+        )
 
     def _read_side(self, side: str, start: int) -> torch.Tensor:
         exact = self.storage.arm.keep_exact(self.tail[side], self.layer, side)

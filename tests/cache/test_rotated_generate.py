@@ -2,6 +2,7 @@
 prefixes."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -285,6 +286,18 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
     with pytest.raises(RotationZooError, match="a prefix of other weights"):
+        RotatedCache.load(path, cache.storage, model)
+
+
+def test_a_prefix_in_the_layout_of_an_earlier_version_is_refused(tmp_path):
+    model, path = architectures.build("llama"), tmp_path / "prefix"
+    cache = prefix_of(model)
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        ((name, text),) = file.metadata().items()
+    earlier = {part: each for part, each in json.loads(text).items() if part != "layout"}
+    save_file(load_file(path), path, {name: json.dumps(earlier)})
+    with pytest.raises(RotationZooError, match="was written by another version of rotationzoo"):
         RotatedCache.load(path, cache.storage, model)
 
 
