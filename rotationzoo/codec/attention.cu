@@ -50,7 +50,7 @@ constexpr int STAGE = VALUE_OFFSET + TILE * VALUE_NUMBERS;
 constexpr int MARGIN = 64;
 constexpr int ROOM = 48 * 1024 - MARGIN;  // what a block gets without asking for more
 constexpr int THREADS = 32 * WARPS;
-constexpr int WINDOW = THREADS / 2;  // exact tokens of a block: two threads compare each
+constexpr int COMPARERS = 4, WINDOW = THREADS / COMPARERS;  // threads for an exact key, and exact tokens of a block
 constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
@@ -88,16 +88,20 @@ __device__ float element(Element x) {
 #endif
 }
 
-__device__ void load_eight(float (&x)[8], const Element* from) {
-#if TYPE == 0
-  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-#else
-  const uint4 words = *reinterpret_cast<const uint4*>(from);
-  const unsigned pairs[4] = {words.x, words.y, words.z, words.w};
+// COUNT elements, a multiple of 4, from an address that divides by the bytes of four.
+template <int COUNT>
+__device__ void load(float (&x)[COUNT], const Element* from) {
   #pragma unroll
-  for (int i = 0; i < 4; i++) x[2 * i] = element(pairs[i] & 0xffff), x[2 * i + 1] = element(pairs[i] >> 16);
+  for (int i = 0; i < COUNT; i += 4) {
+#if TYPE == 0
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+#else
+    const uint2 pairs = *reinterpret_cast<const uint2*>(from + i);
+    x[i] = element(pairs.x & 0xffff), x[i + 1] = element(pairs.x >> 16);
+    x[i + 2] = element(pairs.y & 0xffff), x[i + 3] = element(pairs.y >> 16);
 #endif
+  }
 }
 
 __device__ Element rounded(float x) {
@@ -210,11 +214,11 @@ struct Header {
 
 // query [B, H, columns, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
 // prepared float16 [B, H, padded, D] and headers [B, H, padded], where padded is a multiple of COLUMNS.
-extern "C" __global__ void __launch_bounds__(512) prepare(
+extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count columns, const float* matrix, const float* mean, double scale, unsigned short* prepared,
     Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32;
-  __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[16];
+  __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int first = tile * COLUMNS;
@@ -225,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(512) prepare(
   }
   __syncthreads();
   const float* rows = matrix + Count(head) * D * D;
+  #pragma unroll 4
   for (int j = warp; j < D; j += warps) {
     float sums[COLUMNS] = {};
     #pragma unroll
@@ -236,12 +241,18 @@ extern "C" __global__ void __launch_bounds__(512) prepare(
         for (int c = 0; c < COLUMNS; c++) sums[c] += x * given[c][i];
       }
     }
+    // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % COLUMNS.
     #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
-      for (int step = 16; step; step /= 2) sums[c] += __shfl_xor_sync(ALL, sums[c], step);
+    for (int step = COLUMNS / 2; step; step /= 2)
+      #pragma unroll
+      for (int c = 0; c < step; c++) {
+        const bool upper = lane & step;
+        const float sent = upper ? sums[c] : sums[c + step];
+        sums[c] = (upper ? sums[c + step] : sums[c]) + __shfl_xor_sync(ALL, sent, step);
+      }
     #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
-      if (lane == c) turned[c][j] = sums[c];
+    for (int step = COLUMNS; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
+    if (lane < COLUMNS) turned[lane][j] = sums[0];
   }
   __syncthreads();
   float top = 0.0f;
@@ -675,86 +686,69 @@ __device__ void attend_packed(
   }
 }
 
-// Up to WINDOW exact tokens: those from `begin` on of the head's and then the tail's.
+// The exact tokens from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last ones.
 __device__ void attend_exact(
-    const Job& job, const Rows& sink, const Rows& recent, int begin, const Element* query, float scale, float cap,
-    float2* totals, float* outputs, char* shared) {
-  constexpr int HALF_KEY = KEY_DIM / 2, PADDED = HALF_KEY + 4;
-  float* queries = reinterpret_cast<float*>(shared);         // [COLUMNS][2][PADDED]
-  float* scores = queries + COLUMNS * 2 * PADDED;            // [WINDOW][COLUMNS]
-  float2* joined = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
+    const Job& job, const Rows& rows, int begin, int newest, const Element* query, float scale, float cap, float2* totals,
+    float* outputs, char* shared) {
+  constexpr int SHARE = KEY_DIM / COMPARERS, PADDED = SHARE + 4;
+  float* queries = reinterpret_cast<float*>(shared);                     // [COLUMNS][COMPARERS][PADDED]
+  float* scores = queries + COLUMNS * COMPARERS * PADDED;                // [WINDOW][COLUMNS]
+  float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
   const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
   const Count group = Count(job.batch) * job.heads + job.head;
+  const int count = min(Count(WINDOW), (rows.lengths ? rows.lengths[job.batch] : rows.room) - begin);
+  const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
   for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
-    int c = i / KEY_DIM, d = i % KEY_DIM;
-    float x = c < columns ? element(query[(group * job.columns + first + c) * KEY_DIM + d]) : 0.0f;
-    queries[(c * 2 + d / HALF_KEY) * PADDED + d % HALF_KEY] = x * scale * LOG2E;
+    const int c = i / KEY_DIM, d = i % KEY_DIM;
+    const float x = c < columns ? element(query[(group * job.columns + first + c) * KEY_DIM + d]) : 0.0f;
+    queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
   }
+  float key[SHARE] = {};
+  if (token < count) load<SHARE>(key, rows.key + (group * rows.room + begin + token) * KEY_DIM + side * SHARE);
   __syncthreads();
-
-  const int sinks = sink.lengths ? sink.lengths[job.batch] : sink.room;
-  const int recents = recent.lengths ? recent.lengths[job.batch] : recent.room;
-  const int index = begin + threadIdx.x / 2, side = threadIdx.x % 2;
-  const bool early = index < sink.room;
-  const int slot = early ? index : index - int(sink.room);
-  const Rows& rows = early ? sink : recent;
-  const bool counts = slot < (early ? sinks : recents);
-  float dots[COLUMNS] = {};
-  if (counts) {
-    const Element* key = rows.key + (group * rows.room + slot) * KEY_DIM + side * HALF_KEY;
-    #pragma unroll 4
-    for (int d = 0; d < HALF_KEY; d += 8) {
-      float x[8];
-      load_eight(x, key + d);
-      #pragma unroll
-      for (int c = 0; c < COLUMNS; c++) {
-        const float4* of = reinterpret_cast<const float4*>(queries + (c * 2 + side) * PADDED + d);
-        const float4 low = of[0], high = of[1];
-        dots[c] += x[0] * low.x + x[1] * low.y + x[2] * low.z + x[3] * low.w;
-        dots[c] += x[4] * high.x + x[5] * high.y + x[6] * high.z + x[7] * high.w;
-      }
-    }
-  }
-  #pragma unroll
+  #pragma unroll 2
   for (int c = 0; c < COLUMNS; c++) {
-    float score = dots[c] + __shfl_xor_sync(ALL, dots[c], 1);
-    // Query token i of n does not read the n - 1 - i last tokens.
-    const int later = job.tokens - 1 - (first + c) % job.tokens;
-    const bool reads = counts && (early || slot < recents - later);
-    if (side == 0) scores[threadIdx.x / 2 * COLUMNS + c] = reads ? soft_capped(score, cap) : MINUS_INFINITY;
+    const float4* of = reinterpret_cast<const float4*>(queries + (c * COMPARERS + side) * PADDED);
+    float score = 0.0f;
+    #pragma unroll
+    for (int d = 0; d < SHARE; d += 4) {
+      const float4 x = of[d / 4];
+      score += key[d] * x.x + key[d + 1] * x.y + key[d + 2] * x.z + key[d + 3] * x.w;
+    }
+    #pragma unroll
+    for (int step = 1; step < COMPARERS; step *= 2) score += __shfl_xor_sync(ALL, score, step);
+    const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
+    if (side == c % COMPARERS) scores[token * COLUMNS + c] = token < count - later ? soft_capped(score, cap) : MINUS_INFINITY;
   }
   __syncthreads();
   const int lane = threadIdx.x % 32;
   for (int c = threadIdx.x / 32; c < COLUMNS; c += WARPS) {
-    float top = LOWEST, sum = 0.0f;
-    for (int i = lane; i < WINDOW; i += 32) top = fmaxf(top, scores[i * COLUMNS + c]);
+    float score = lane < WINDOW ? scores[lane * COLUMNS + c] : MINUS_INFINITY, top = fmaxf(score, LOWEST);
+    #pragma unroll
     for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-    for (int i = lane; i < WINDOW; i += 32) sum += scores[i * COLUMNS + c] = exp2_of(scores[i * COLUMNS + c] - top);
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
-    if (!lane) joined[c] = {top, sum};
+    score = exp2_of(score - top);
+    if (lane < WINDOW) scores[lane * COLUMNS + c] = score;
+    #pragma unroll
+    for (int step = 16; step; step /= 2) score += __shfl_xor_sync(ALL, score, step);
+    if (!lane) merged[c] = {top, score};
   }
   __syncthreads();
   for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
+    const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM + d;
     float sums[COLUMNS] = {};
     #pragma unroll 8
     for (int i = 0; i < WINDOW; i++) {
-      // No branch, so that many loads are on their way at once: tokens that do not count have a weight of 0, and the last one
-      // that exists stands for them. It is finite, which what lies behind it need not be.
-      const int token = begin + i;
-      const bool of_sink = token < sink.room;
-      const int last = (of_sink ? sinks : recents) - 1, place = min(of_sink ? token : token - int(sink.room), last);
-      const Element* value = (of_sink ? sink : recent).value;
-      const Count room = of_sink ? sink.room : recent.room;
-      const float x = last < 0 ? 0.0f : element(value[(group * room + place) * VALUE_DIM + d]);
+      const float x = i < count ? element(value[i * VALUE_DIM]) : 0.0f;
       #pragma unroll
       for (int c = 0; c < COLUMNS; c++) sums[c] += scores[i * COLUMNS + c] * x;
     }
     for (int c = 0; c < columns; c++) outputs[job.at(c) * VALUE_DIM + d] = sums[c];
   }
-  if (threadIdx.x < columns) totals[job.at(threadIdx.x)] = joined[threadIdx.x];
+  if (threadIdx.x < columns) totals[job.at(threadIdx.x)] = merged[threadIdx.x];
 }
 
-// Grid: x = windows + splits, y = KV heads times tiles of columns, z = batch. `lengths` [B]: how many tokens are packed.
+// Grid: x = windows + splits, where windows are the blocks of the sink and of the recent tokens; y = KV heads times tiles of
+// columns, z = batch. `lengths` [B]: how many tokens are packed.
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count columns, Count tokens, const unsigned short* prepared, const Header* headers,
@@ -768,9 +762,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
                    int(blockIdx.x), int(gridDim.x), columns, tokens};
   const float capped = float(cap) * LOG2E;
   if (blockIdx.x < windows) {
-    const Rows sink = {sink_key, sink_value, sink_lengths, sink_room};
-    const Rows recent = {recent_key, recent_value, recent_lengths, recent_room};
-    attend_exact(job, sink, recent, blockIdx.x * WINDOW, query, scale, capped, totals, outputs, shared);
+    const int sinks = (sink_room + WINDOW - 1) / WINDOW, block = blockIdx.x;
+    const bool early = block < sinks;
+    const Rows rows = early ? Rows{sink_key, sink_value, sink_lengths, sink_room}
+                            : Rows{recent_key, recent_value, recent_lengths, recent_room};
+    const int begin = (early ? block : block - sinks) * WINDOW;
+    attend_exact(job, rows, begin, !early, query, scale, capped, totals, outputs, shared);
     return;
   }
   const int length = lengths[job.batch], count = (length + TILE - 1) / TILE;

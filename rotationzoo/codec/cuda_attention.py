@@ -16,7 +16,7 @@ from rotationzoo.errors import RotationZooError
 SOURCE = Path(__file__).with_name("attention.cu")
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _COLUMNS = 8  # that a block handles: query heads of a KV head, times query tokens
-_PREPARE_THREADS, _FINISH_THREADS = 512, 512
+_PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
 _WAVES = 3
@@ -77,8 +77,8 @@ class Kernels:
 
     @property
     def window(self) -> int:
-        """Exact tokens that a block of `attend` reads: two threads compare each."""
-        return self.threads // 2
+        """Exact tokens that a block of `attend` reads: four threads compare each."""
+        return self.threads // 4
 
 
 def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype) -> bool:
@@ -130,8 +130,7 @@ def attend(
             hint="use codec.attention.attend",
         )
     kernels = compiled(variant, query.device)
-    exact = head.key.shape[2] + tail.key.shape[2]
-    windows = -(-exact // kernels.window)
+    windows = sum(-(-window.key.shape[2] // kernels.window) for window in (head, tail))
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
         splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
