@@ -1,0 +1,853 @@
+// Attention of one or a few query tokens over packed keys and values: three kernels, in the order `prepare`, `attend`, `finish`.
+//
+// The definition is rotationzoo/codec/attention.py. Nothing is dequantized. With x = scale * code + offset,
+//     q . k = scale * (q . codes) + offset * sum(q)   and   sum_t p_t v_t = sum_t (p_t * scale_t) codes_t + sum_t p_t * offset_t,
+// so tensor cores multiply codes, and scales and offsets cost one multiplication a row. A 2-bit field of a 16-bit word whose
+// other bits are masked away *is* a float16, a subnormal one: code * 4^field * 2^-24. Tensor cores multiply subnormals exactly and
+// at full speed, so unpacking costs one AND for two codes. The powers of 4 are undone in the query and in the output.
+//
+// Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to eight
+// columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
+// their scale; `finish` merges them. Every warp takes tiles of 32 tokens through a ring of its own in shared memory.
+//
+// Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
+// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), TYPE (of queries and exact rows: 0 float32, 1 float16, 2 bfloat16), SOFT_CAP, and of
+// the format HALF (scales and offsets in float16), MINIMUM (offset as in `formats`), STRIDED (packing).
+// Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
+
+typedef unsigned long long Address;
+typedef long long Count;
+
+constexpr int COLUMNS = 8;
+constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
+constexpr int KEY_WORDS = KEY_DIM / 16, VALUE_WORDS = VALUE_DIM / 16;  // of 16 codes, a row
+constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
+constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
+constexpr unsigned ALL = 0xffffffffu;
+constexpr float LOG2E = 1.44269504088896341f, LOWEST = -1e30f;
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+#if HALF
+typedef unsigned short Metadata;
+#else
+typedef float Metadata;
+#endif
+#if TYPE == 0
+typedef float Element;
+#else
+typedef unsigned short Element;
+#endif
+
+// ---- bytes of a page, and of a tile of it in shared memory -----------------------------------------------------------------
+
+constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of codes
+constexpr int KEY_NUMBERS = KEY_GROUPS * sizeof(Metadata), VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);
+constexpr int KEY_SCALE = TILE * KEY_ROW, KEY_OFFSET = KEY_SCALE + TILE * KEY_NUMBERS;
+constexpr int VALUE = KEY_OFFSET + TILE * KEY_NUMBERS;
+constexpr int VALUE_SCALE = VALUE + TILE * VALUE_ROW, VALUE_OFFSET = VALUE_SCALE + TILE * VALUE_NUMBERS;
+constexpr int STAGE = VALUE_OFFSET + TILE * VALUE_NUMBERS;
+// A row that does not fill its chunk is read a little beyond its end, where a query of zeros or no output belongs.
+constexpr int MARGIN = 64;
+constexpr int ROOM = 48 * 1024 - MARGIN;  // what a block gets without asking for more
+constexpr int THREADS = 32 * WARPS;
+constexpr int COMPARERS = 4, WINDOW = THREADS / COMPARERS;  // threads for an exact key, and exact tokens of a block
+constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
+constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
+constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
+// Blocks that a multiprocessor should hold, as far as their registers go.
+constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? 4 : 2;
+static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
+
+// ---- instructions ----------------------------------------------------------------------------------------------------------
+
+__device__ float from_half(unsigned bits) {
+  float x;
+  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(x) : "r"(bits));
+  return x;
+}
+
+__device__ unsigned half_pair(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ float element(Element x) {
+#if TYPE == 0
+  return x;
+#elif TYPE == 1
+  return from_half(x);
+#else
+  return __uint_as_float(unsigned(x) << 16);
+#endif
+}
+
+// COUNT elements, a multiple of 4, from an address that divides by the bytes of four.
+template <int COUNT>
+__device__ void load(float (&x)[COUNT], const Element* from) {
+  #pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+#if TYPE == 0
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+#else
+    const uint2 pairs = *reinterpret_cast<const uint2*>(from + i);
+    x[i] = element(pairs.x & 0xffff), x[i + 1] = element(pairs.x >> 16);
+    x[i + 2] = element(pairs.y & 0xffff), x[i + 3] = element(pairs.y >> 16);
+#endif
+  }
+}
+
+__device__ Element rounded(float x) {
+#if TYPE == 0
+  return x;
+#elif TYPE == 1
+  return half_pair(x, 0.0f);
+#else
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(x));
+  return pair;
+#endif
+}
+
+// d += a b for a [16, 16] of codes and b [16, 8], as lanes hold them.
+__device__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Transpose the 8 x 8 matrix of 16-bit numbers of which every lane holds a pair.
+__device__ unsigned transpose(unsigned pair) {
+  unsigned x;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(x) : "r"(pair));
+  return x;
+}
+
+// Addresses in shared memory are 32-bit numbers, so that they are computed once.
+__device__ void copy_async(unsigned to, Address from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ unsigned read_word(unsigned from) {
+  unsigned x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+
+__device__ float read_number(unsigned from, unsigned index) {  // scale or offset
+#if HALF
+  float x;
+  asm volatile("{ .reg .b16 h; ld.shared.b16 h, [%1]; cvt.f32.f16 %0, h; }" : "=f"(x) : "r"(from + 2 * index));
+  return x;
+#else
+  return __uint_as_float(read_word(from + 4 * index));
+#endif
+}
+
+__device__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+__device__ float soft_capped(float score, float cap) {  // both times log2(e)
+#if SOFT_CAP
+  float x = exp2_of(2.0f * LOG2E * score / cap);
+  return cap * (1.0f - 2.0f / (1.0f + x));
+#else
+  return score;
+#endif
+}
+
+// ---- where a code belongs --------------------------------------------------------------------------------------------------
+
+// The channel of the code in `field` of byte `byte` of 32-bit word `word` of a row of DIM channels.
+template <int DIM>
+__host__ __device__ constexpr int channel(int word, int byte, int field) {
+  return STRIDED ? field * (DIM / 4) + 4 * word + byte : 16 * word + 4 * byte + field;
+}
+
+// The word of a key that lane group `part` of four reads for a chunk. Neighbouring words allow wide reads; where words differ in
+// their group of channels, a chunk should have few groups.
+__host__ __device__ constexpr int key_word(int chunk, int part) {
+  return KEY_GROUPS > 1 && !STRIDED ? 4 * chunk + part : KEY_CHUNKS * part + chunk;
+}
+
+template <int DIM, int GROUP>
+__host__ __device__ constexpr int group_of(int word, int field) { return channel<DIM>(word, 0, field) / GROUP; }
+
+// How many of the `parts` words of a chunk have this group in this field.
+__host__ __device__ constexpr int key_members(int chunk, int field, int group) {
+  int members = 0;
+  for (int part = 0; part < 4; part++) members += group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, part), field) == group;
+  return members;
+}
+
+__host__ __device__ constexpr int value_members(int chunk, int field, int group) {
+  int members = 0;
+  for (int row = 0; row < 8; row++) members += group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + row, field) == group;
+  return members;
+}
+
+__device__ constexpr unsigned field_mask(int field) { return 0x00030003u << 2 * field; }
+
+// Byte `byte` of two words, each at the bottom of one half of the result; the other bytes are not cleared.
+template <int BYTE>
+__device__ unsigned bytes_of(unsigned low, unsigned high) {
+  return __byte_perm(low, high, BYTE * 0x0011 + (BYTE + 4) * 0x1100);
+}
+
+// ---- the query in the frame of the codes -----------------------------------------------------------------------------------
+
+// What `attend` needs of a column beside its numbers.
+struct Header {
+  float unit;               // score = unit * scale * (tensor cores' product) + ...
+  float bias;               // of every packed score: keys are stored without their mean
+  float sums[KEY_GROUPS];   // ... + offset * sum: the query summed over a group, times the scale of scores
+};
+
+// query [B, H, columns, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
+// prepared float16 [B, H, padded, D] and headers [B, H, padded], where padded is a multiple of COLUMNS.
+extern "C" __global__ void __launch_bounds__(1024) prepare(
+    const Element* query, Count columns, const float* matrix, const float* mean, double scale, unsigned short* prepared,
+    Header* headers) {
+  constexpr int D = KEY_DIM, EACH = (D + 31) / 32;
+  __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
+  const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int first = tile * COLUMNS;
+  const Count row = Count(batch) * heads + head;
+  for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
+    int column = first + i / D;
+    given[i / D][i % D] = column < columns ? element(query[(row * columns + column) * D + i % D]) : 0.0f;
+  }
+  __syncthreads();
+  const float* rows = matrix + Count(head) * D * D;
+  #pragma unroll 4
+  for (int j = warp; j < D; j += warps) {
+    float sums[COLUMNS] = {};
+    #pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      int i = e * 32 + lane;
+      if (i < D) {
+        float x = rows[j * D + i];
+        #pragma unroll
+        for (int c = 0; c < COLUMNS; c++) sums[c] += x * given[c][i];
+      }
+    }
+    // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % COLUMNS.
+    #pragma unroll
+    for (int step = COLUMNS / 2; step; step /= 2)
+      #pragma unroll
+      for (int c = 0; c < step; c++) {
+        const bool upper = lane & step;
+        const float sent = upper ? sums[c] : sums[c + step];
+        sums[c] = (upper ? sums[c + step] : sums[c]) + __shfl_xor_sync(ALL, sent, step);
+      }
+    #pragma unroll
+    for (int step = COLUMNS; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
+    if (lane < COLUMNS) turned[lane][j] = sums[0];
+  }
+  __syncthreads();
+  float top = 0.0f;
+  for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) top = fmaxf(top, fabsf(turned[i / D][i % D]));
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  if (!lane) largest[warp] = top;
+  __syncthreads();
+  for (int w = 0; w < warps; w++) top = fmaxf(top, largest[w]);
+  // All columns share a power of two, which brings the largest number to between 2^13 and 2^14. The last field of a byte is
+  // multiplied by 4^-3, so that leaves float16 numbers 2^-21 of the largest before their precision drops.
+  const int exponent = 140 - int(__float_as_uint(fmaxf(top, 1e-30f)) >> 23);
+  const float power = exp2f(float(exponent));
+  for (int c = warp; c < COLUMNS; c += warps) {
+    const Count at = (row * tiles + tile) * COLUMNS + c;
+    float sums[KEY_GROUPS] = {}, bias = 0.0f;
+    for (int i = lane; i < D; i += 32) {
+      unsigned bits = half_pair(turned[c][i] * power, 0.0f) & 0xffff;
+      prepared[at * D + i] = bits;
+      #pragma unroll
+      for (int g = 0; g < KEY_GROUPS; g++)
+        if (i / KEY_GROUP == g) sums[g] += from_half(bits);
+      if (mean) bias += given[c][i] * mean[head * D + i];
+    }
+    for (int step = 16; step; step /= 2) {
+      bias += __shfl_xor_sync(ALL, bias, step);
+      #pragma unroll
+      for (int g = 0; g < KEY_GROUPS; g++) sums[g] += __shfl_xor_sync(ALL, sums[g], step);
+    }
+    if (!lane) {
+      const float unit = float(scale) * LOG2E / power;
+      headers[at].unit = unit * 16777216.0f;
+      headers[at].bias = bias * float(scale) * LOG2E;
+      for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * unit;
+    }
+  }
+}
+
+// ---- packed tokens ---------------------------------------------------------------------------------------------------------
+
+struct Tables {  // [B, pages] addresses of pages
+  const Address *key, *value;
+  Count pages;
+};
+
+// Where a warp is in the pages of its row, and what each lane copies from there.
+struct Cursor {
+  const Address *keys, *values;
+  int head, heads, lane, page;
+  Address key, key_numbers, value, value_numbers;
+
+  // Start copying a tile to this address in shared memory.
+  __device__ void fetch(int tile, unsigned stage) {
+    constexpr int TILES = PAGE / TILE;
+    if (tile / TILES != page) turn(tile / TILES);
+    const unsigned step = tile % TILES;
+    copy_rows<KEY_ROW>(stage, key + step * (TILE * KEY_ROW));
+    copy_rows<VALUE_ROW>(stage + VALUE, value + step * (TILE * VALUE_ROW));
+    copy_numbers<KEY_NUMBERS>(stage + KEY_SCALE, key_numbers + step * (TILE * KEY_NUMBERS));
+    copy_numbers<VALUE_NUMBERS>(stage + VALUE_SCALE, value_numbers + step * (TILE * VALUE_NUMBERS));
+  }
+
+  __device__ void turn(int to) {
+    page = to;
+    const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE;
+    key = keys[page] + row * KEY_ROW + lane * 16;
+    value = values[page] + row * VALUE_ROW + lane * 16;
+    key_numbers = keys[page] + rows * KEY_ROW + row * KEY_NUMBERS;
+    value_numbers = values[page] + rows * VALUE_ROW + row * VALUE_NUMBERS;
+  }
+
+  template <int ROW>
+  __device__ void copy_rows(unsigned to, Address from) {
+    constexpr int PIECES = TILE * ROW / 16;
+    #pragma unroll
+    for (int i = 0; i < PIECES; i += 32)
+      if (i + 32 <= PIECES || i + lane < PIECES) copy_async(to + (i + lane) * 16, from + i * 16);
+  }
+
+  // Scales, and the offsets, which follow all scales of the page.
+  template <int NUMBERS>
+  __device__ void copy_numbers(unsigned to, Address from) {
+    constexpr int PIECES = TILE * NUMBERS / 16;
+    #pragma unroll
+    for (int i = 0; i < 2 * PIECES; i += 32) {
+      const int piece = i + lane;
+      if (piece < 2 * PIECES) {
+        const Count offsets = piece < PIECES ? 0 : (Count(heads) * PAGE - TILE) * NUMBERS;
+        copy_async(to + piece * 16, from + offsets + piece * 16);
+      }
+    }
+  }
+};
+
+// The columns of a lane in products: 2 * part and 2 * part + 1, for rows `row` and `row + 8` of a tile. Index 2 * r + c below.
+struct State {
+  float top[2];                                     // what scores are compared with
+  float sum[2];                                     // of weights, this lane's rows
+  float offsets[VALUE_GROUPS][2];                   // what rounding and the values' offsets add to the output
+  float output[VALUE_CHUNKS][4][2][4];              // per field and pair of bytes, as products come out
+};
+
+// A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
+__device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + (row & 1) * 4; }
+
+__device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned row, int part) {
+  if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(row + 8 * part));
+  } else if constexpr (KEY_WORDS == 16 && (KEY_GROUPS == 1 || STRIDED)) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(row + 16 * part));
+  } else {
+    #pragma unroll
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(row + 4 * key_word(chunk, part));
+  }
+}
+
+struct Columns {  // of a lane: 2 * part and 2 * part + 1
+  float sums[KEY_GROUPS][2], unit, cap;
+};
+
+// Scores of a half, less `top`.
+__device__ void compare(
+    float (&scores)[4], unsigned stage, const int (&tokens)[2], const unsigned (&query)[KEY_CHUNKS][4][2],
+    const Columns& columns, const float (&top)[2], int part) {
+  unsigned keys[2][KEY_CHUNKS];
+  #pragma unroll
+  for (int r = 0; r < 2; r++) read_words(keys[r], stage + tokens[r] * KEY_ROW, part);
+  #pragma unroll
+  for (int group = 0; group < KEY_GROUPS; group++) {
+    float products[4] = {};
+    #pragma unroll
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
+      #pragma unroll
+      for (int field = 0; field < 4; field++) {
+        const int members = key_members(chunk, field, group);
+        if (!members) continue;
+        const unsigned mask = field_mask(field);
+        unsigned b0 = query[chunk][field][0], b1 = query[chunk][field][1];
+        if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, part), field) != group) b0 = b1 = 0;
+        multiply(products, keys[0][chunk] & mask, keys[1][chunk] & mask, keys[0][chunk] >> 8 & mask,
+                 keys[1][chunk] >> 8 & mask, b0, b1);
+      }
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const unsigned at = tokens[r] * KEY_GROUPS + group;
+      float scale = read_number(stage + KEY_SCALE, at), offset = read_number(stage + KEY_OFFSET, at);
+      if (!MINIMUM) offset *= -scale;
+      scale *= columns.unit;
+      #pragma unroll
+      for (int c = 0; c < 2; c++) {
+        // Before it is capped, a score is not compared with anything.
+        const float base = group ? scores[2 * r + c] : SOFT_CAP ? 0.0f : -top[c];
+        scores[2 * r + c] = scale * products[2 * r + c] + (offset * columns.sums[group][c] + base);
+      }
+    }
+  }
+  if (SOFT_CAP)
+    #pragma unroll
+    for (int i = 0; i < 4; i++) scores[i] = soft_capped(scores[i], columns.cap) - top[i % 2];
+}
+
+struct Values {  // scales and offsets of the values of a half
+  float scales[VALUE_GROUPS][2], offsets[VALUE_GROUPS][2];
+};
+
+// Move `top` so that weights of a tile are at most 2^8, and recompute them. After the first tile it is only raised.
+__device__ void raise(
+    State& state, const float (&scores)[HALVES][4], float (&weights)[HALVES][4], const Values (&values)[HALVES], bool first) {
+  #pragma unroll
+  for (int c = 0; c < 2; c++) {
+    float top = LOWEST;
+    #pragma unroll
+    for (int half = 0; half < HALVES; half++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float scale = 0x1p-40f;
+        #pragma unroll
+        for (int group = 0; group < VALUE_GROUPS; group++) scale = fmaxf(scale, values[half].scales[group][r]);
+        top = fmaxf(top, scores[half][2 * r + c] + __log2f(scale) - 8.0f);
+      }
+    #pragma unroll
+    for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    const float rise = first ? top : fmaxf(top, 0.0f), factor = exp2_of(-rise);
+    state.top[c] += rise, state.sum[c] *= factor;
+    #pragma unroll
+    for (int group = 0; group < VALUE_GROUPS; group++) state.offsets[group][c] *= factor;
+    #pragma unroll
+    for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
+      #pragma unroll
+      for (int field = 0; field < 4; field++)
+        #pragma unroll
+        for (int pair = 0; pair < 2; pair++)
+          state.output[chunk][field][pair][c] *= factor, state.output[chunk][field][pair][2 + c] *= factor;
+    #pragma unroll
+    for (int half = 0; half < HALVES; half++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) weights[half][2 * r + c] = exp2_of(scores[half][2 * r + c] - rise);
+  }
+}
+
+// Whether weights leave what float16 holds.
+__device__ bool too_large(const float (&weights)[HALVES][4], const Values (&values)[HALVES]) {
+  float scaled = 0.0f, largest = 0.0f;
+  #pragma unroll
+  for (int half = 0; half < HALVES; half++)
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      largest = fmaxf(largest, weights[half][i]);
+      #pragma unroll
+      for (int group = 0; group < VALUE_GROUPS; group++)
+        scaled = fmaxf(scaled, weights[half][i] * values[half].scales[group][i / 2]);
+    }
+  return fmaxf(scaled, largest * 0x1p-40f) > 32768.0f;
+}
+
+// Add a half's weighted values to the output. Two tokens' codes of a channel become a pair by taking a byte of each.
+__device__ void accumulate(
+    State& state, unsigned stage, const float (&weights)[4], const Values& values, int half, int lane) {
+  const int row = lane / 4, part = lane % 4;
+  #pragma unroll
+  for (int c = 0; c < 2; c++) state.sum[c] += weights[c] + weights[2 + c];
+  unsigned pairs[VALUE_GROUPS][2];
+  #pragma unroll
+  for (int group = 0; group < VALUE_GROUPS; group++)
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float low = weights[2 * r] * values.scales[group][r], high = weights[2 * r + 1] * values.scales[group][r];
+      const unsigned pair = half_pair(low, high);
+      // Codes average 1.5, so that is what rounding costs where many weights are rounded in the same direction.
+      float(&sum)[2] = state.offsets[group];
+      sum[0] = (weights[2 * r] * values.offsets[group][r] + sum[0]) + 1.5f * (low - from_half(pair & 0xffff));
+      sum[1] = (weights[2 * r + 1] * values.offsets[group][r] + sum[1]) + 1.5f * (high - from_half(pair >> 16));
+      pairs[group][r] = transpose(pair);
+    }
+  #pragma unroll
+  for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
+    unsigned words[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      words[i] = read_word(stage + VALUE + (16 * half + part + 4 * i) * VALUE_ROW + 4 * (8 * chunk + row));
+    #pragma unroll
+    for (int group = 0; group < VALUE_GROUPS; group++)
+      #pragma unroll
+      for (int field = 0; field < 4; field++) {
+        const int members = value_members(chunk, field, group);
+        if (!members) continue;
+        unsigned mask = field_mask(field);
+        if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + row, field) != group) mask = 0;
+        const unsigned b0 = pairs[group][0], b1 = pairs[group][1];
+        multiply(state.output[chunk][field][0], bytes_of<0>(words[0], words[1]) & mask,
+                 bytes_of<1>(words[0], words[1]) & mask, bytes_of<0>(words[2], words[3]) & mask,
+                 bytes_of<1>(words[2], words[3]) & mask, b0, b1);
+        multiply(state.output[chunk][field][1], bytes_of<2>(words[0], words[1]) & mask,
+                 bytes_of<3>(words[0], words[1]) & mask, bytes_of<2>(words[2], words[3]) & mask,
+                 bytes_of<3>(words[2], words[3]) & mask, b0, b1);
+      }
+  }
+}
+
+// Add a tile of which `valid` tokens count.
+__device__ void process(
+    State& state, unsigned stage, int valid, const unsigned (&query)[KEY_CHUNKS][4][2], const Columns& columns, int lane,
+    bool first) {
+  const int row = lane / 4, part = lane % 4;
+  float scores[HALVES][4];
+  Values values[HALVES];
+  #pragma unroll
+  for (int half = 0; half < HALVES; half++) {
+    const int tokens[2] = {16 * half + token_of(row), 16 * half + token_of(row) + 8};
+    compare(scores[half], stage, tokens, query, columns, state.top, part);
+    #pragma unroll
+    for (int group = 0; group < VALUE_GROUPS; group++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const unsigned at = tokens[r] * VALUE_GROUPS + group;
+        float scale = read_number(stage + VALUE_SCALE, at), offset = read_number(stage + VALUE_OFFSET, at);
+        if (!MINIMUM) offset *= -scale;
+        values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
+      }
+  }
+  if (valid < TILE)  // the last tile: what lies behind it may be anything, even NaN
+    #pragma unroll
+    for (int half = 0; half < HALVES; half++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++)
+        if (16 * half + token_of(row) + 8 * r >= valid) {
+          scores[half][2 * r] = scores[half][2 * r + 1] = MINUS_INFINITY;
+          #pragma unroll
+          for (int group = 0; group < VALUE_GROUPS; group++)
+            values[half].scales[group][r] = values[half].offsets[group][r] = 0.0f;
+        }
+  // `top` need not be the maximum. It is raised when a weight leaves the range of float16, which is seldom: a rise leaves room
+  // for a factor of 2^7 until the next.
+  float weights[HALVES][4];
+  #pragma unroll
+  for (int half = 0; half < HALVES; half++)
+    #pragma unroll
+    for (int i = 0; i < 4; i++) weights[half][i] = exp2_of(scores[half][i]);
+  if (__any_sync(ALL, first || too_large(weights, values))) raise(state, scores, weights, values, first);
+  #pragma unroll
+  for (int half = 0; half < HALVES; half++) accumulate(state, stage, weights[half], values[half], half, lane);
+}
+
+// ---- one range of tokens of one KV head ------------------------------------------------------------------------------------
+
+struct Rows {  // exact rows [B, H, room, D], of which the first `lengths[b]` count, or all of them
+  const Element *key, *value;
+  const int* lengths;
+  Count room;
+};
+
+struct Job {
+  int head, heads, tile, tiles, batch, part, parts;
+  Count columns, tokens;  // tokens: of the query
+
+  __device__ Count at(int column) const {  // of what is written for a column
+    return (((Count(batch) * heads + head) * tiles + tile) * COLUMNS + column) * parts + part;
+  }
+};
+
+__device__ void attend_packed(
+    const Job& job, const Tables& tables, int begin, int end, int length, const unsigned short* prepared,
+    const Header* headers, float cap, float2* totals, float* outputs, char* shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, part = lane % 4;
+  const unsigned ring = __cvta_generic_to_shared(shared) + warp * RING;
+  const int each = (end - begin + WARPS - 1) / WARPS;
+  const int first = min(end, begin + warp * each), last = min(end, first + each);
+
+  const Address* keys = tables.key + job.batch * tables.pages;
+  const Address* values = tables.value + job.batch * tables.pages;
+  Cursor cursor = {keys, values, job.head, job.heads, lane, -1};
+  #pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
+    end_group();
+  }
+
+  // A lane holds the query of column `row` for the channels of its words, and sums for the columns of its products.
+  const Count column = (Count(job.batch) * job.heads + job.head) * job.tiles * COLUMNS + job.tile * COLUMNS;
+  const unsigned short* numbers = prepared + (column + row) * KEY_DIM;
+  unsigned query[KEY_CHUNKS][4][2];
+  #pragma unroll
+  for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
+    #pragma unroll
+    for (int field = 0; field < 4; field++) {
+      const int word = key_word(chunk, part);
+      const float power = field == 0 ? 1.0f : field == 1 ? 0.25f : field == 2 ? 0.0625f : 0.015625f;
+      float x[4];
+      #pragma unroll
+      for (int byte = 0; byte < 4; byte++)
+        x[byte] = word < KEY_WORDS ? power * from_half(numbers[channel<KEY_DIM>(word, byte, field)]) : 0.0f;
+      query[chunk][field][0] = half_pair(x[0], x[2]), query[chunk][field][1] = half_pair(x[1], x[3]);
+    }
+  Columns mine;
+  #pragma unroll
+  for (int group = 0; group < KEY_GROUPS; group++)
+    #pragma unroll
+    for (int c = 0; c < 2; c++) mine.sums[group][c] = headers[column + 2 * part + c].sums[group];
+  mine.unit = headers[column].unit, mine.cap = cap;
+
+  State state = {};
+  int slot = 0;
+  for (int tile = first; tile < last; tile++) {
+    wait_groups<STAGES - 2>();
+    __syncwarp();  // all lanes' copies have arrived, and nobody reads the stage before any more
+    const int ahead = tile + STAGES - 1, free = slot ? slot - 1 : STAGES - 1;
+    if (ahead < last) cursor.fetch(ahead, ring + free * STAGE);
+    end_group();
+    process(state, ring + slot * STAGE, length - tile * TILE, query, mine, lane, tile == first);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+  wait_groups<0>();
+
+  // The sum over the rows that other lanes have.
+  #pragma unroll
+  for (int step = 4; step < 32; step *= 2)
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+      state.sum[c] += __shfl_xor_sync(ALL, state.sum[c], step);
+      #pragma unroll
+      for (int group = 0; group < VALUE_GROUPS; group++)
+        state.offsets[group][c] += __shfl_xor_sync(ALL, state.offsets[group][c], step);
+    }
+
+  // Merge the warps. [warp][column][VALUE_DIM + 2]: the outputs, the reference and the sum.
+  __syncthreads();
+  constexpr int WIDTH = VALUE_DIM + 2;
+  float* merged = reinterpret_cast<float*>(shared);
+  #pragma unroll
+  for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
+    #pragma unroll
+    for (int field = 0; field < 4; field++)
+      #pragma unroll
+      for (int pair = 0; pair < 2; pair++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int word = 8 * chunk + row, byte = 2 * pair + i / 2, c = i % 2;
+          if (word >= VALUE_WORDS) continue;
+          float offset = state.offsets[0][c];
+          #pragma unroll
+          for (int group = 1; group < VALUE_GROUPS; group++)
+            if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][c];
+          const float power = 16777216.0f / (1 << 2 * field);
+          float* to = merged + (warp * COLUMNS + 2 * part + c) * WIDTH;
+          to[channel<VALUE_DIM>(word, byte, field)] = power * state.output[chunk][field][pair][i] + offset;
+        }
+  if (!row)
+    for (int c = 0; c < 2; c++) {
+      float* to = merged + (warp * COLUMNS + 2 * part + c) * WIDTH + VALUE_DIM;
+      to[0] = first < last ? state.top[c] : LOWEST, to[1] = state.sum[c];
+    }
+  __syncthreads();
+  const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS);
+  for (int c = 0; c < columns; c++) {
+    float top = LOWEST, total = 0.0f, factors[WARPS];
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, merged[(w * COLUMNS + c) * WIDTH + VALUE_DIM]);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float* of = merged + (w * COLUMNS + c) * WIDTH + VALUE_DIM;
+      factors[w] = exp2_of(of[0] - top);
+      total += factors[w] * of[1];
+    }
+    for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
+      float x = 0.0f;
+      #pragma unroll
+      for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
+      outputs[job.at(c) * VALUE_DIM + d] = x;
+    }
+    if (!threadIdx.x) totals[job.at(c)] = {top + headers[column + c].bias, total};
+  }
+}
+
+// The exact tokens from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last ones.
+__device__ void attend_exact(
+    const Job& job, const Rows& rows, int begin, int newest, const Element* query, float scale, float cap, float2* totals,
+    float* outputs, char* shared) {
+  constexpr int SHARE = KEY_DIM / COMPARERS, PADDED = SHARE + 4;
+  float* queries = reinterpret_cast<float*>(shared);                     // [COLUMNS][COMPARERS][PADDED]
+  float* scores = queries + COLUMNS * COMPARERS * PADDED;                // [WINDOW][COLUMNS]
+  float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
+  const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
+  const Count group = Count(job.batch) * job.heads + job.head;
+  const int count = min(Count(WINDOW), (rows.lengths ? rows.lengths[job.batch] : rows.room) - begin);
+  const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
+  for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
+    const int c = i / KEY_DIM, d = i % KEY_DIM;
+    const float x = c < columns ? element(query[(group * job.columns + first + c) * KEY_DIM + d]) : 0.0f;
+    queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
+  }
+  float key[SHARE] = {};
+  if (token < count) load<SHARE>(key, rows.key + (group * rows.room + begin + token) * KEY_DIM + side * SHARE);
+  __syncthreads();
+  #pragma unroll 2
+  for (int c = 0; c < COLUMNS; c++) {
+    const float4* of = reinterpret_cast<const float4*>(queries + (c * COMPARERS + side) * PADDED);
+    float score = 0.0f;
+    #pragma unroll
+    for (int d = 0; d < SHARE; d += 4) {
+      const float4 x = of[d / 4];
+      score += key[d] * x.x + key[d + 1] * x.y + key[d + 2] * x.z + key[d + 3] * x.w;
+    }
+    #pragma unroll
+    for (int step = 1; step < COMPARERS; step *= 2) score += __shfl_xor_sync(ALL, score, step);
+    const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
+    if (side == c % COMPARERS) scores[token * COLUMNS + c] = token < count - later ? soft_capped(score, cap) : MINUS_INFINITY;
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  for (int c = threadIdx.x / 32; c < COLUMNS; c += WARPS) {
+    float score = lane < WINDOW ? scores[lane * COLUMNS + c] : MINUS_INFINITY, top = fmaxf(score, LOWEST);
+    #pragma unroll
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    score = exp2_of(score - top);
+    if (lane < WINDOW) scores[lane * COLUMNS + c] = score;
+    #pragma unroll
+    for (int step = 16; step; step /= 2) score += __shfl_xor_sync(ALL, score, step);
+    if (!lane) merged[c] = {top, score};
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
+    const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM + d;
+    float sums[COLUMNS] = {};
+    #pragma unroll 8
+    for (int i = 0; i < WINDOW; i++) {
+      const float x = i < count ? element(value[i * VALUE_DIM]) : 0.0f;
+      #pragma unroll
+      for (int c = 0; c < COLUMNS; c++) sums[c] += scores[i * COLUMNS + c] * x;
+    }
+    for (int c = 0; c < columns; c++) outputs[job.at(c) * VALUE_DIM + d] = sums[c];
+  }
+  if (threadIdx.x < columns) totals[job.at(threadIdx.x)] = merged[threadIdx.x];
+}
+
+// Grid: x = windows + splits, where windows are the blocks of the sink and of the recent tokens; y = KV heads times tiles of
+// columns, z = batch. `lengths` [B]: how many tokens are packed.
+// totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
+    const Element* query, Count columns, Count tokens, const unsigned short* prepared, const Header* headers,
+    const Address* key_pages, const Address* value_pages, Count pages, const int* lengths, Count splits, Count tiles,
+    const Element* sink_key, const Element* sink_value, const int* sink_lengths, Count sink_room, const Element* recent_key,
+    const Element* recent_value, const int* recent_lengths, Count recent_room, double scale, double cap, float2* totals,
+    float* outputs) {
+  __shared__ alignas(128) char shared[SHARED];
+  const int windows = gridDim.x - splits;
+  const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), int(blockIdx.z),
+                   int(blockIdx.x), int(gridDim.x), columns, tokens};
+  const float capped = float(cap) * LOG2E;
+  if (blockIdx.x < windows) {
+    const int sinks = (sink_room + WINDOW - 1) / WINDOW, block = blockIdx.x;
+    const bool early = block < sinks;
+    const Rows rows = early ? Rows{sink_key, sink_value, sink_lengths, sink_room}
+                            : Rows{recent_key, recent_value, recent_lengths, recent_room};
+    const int begin = (early ? block : block - sinks) * WINDOW;
+    attend_exact(job, rows, begin, !early, query, scale, capped, totals, outputs, shared);
+    return;
+  }
+  const int length = lengths[job.batch], count = (length + TILE - 1) / TILE;
+  const int each = (count + splits - 1) / splits, begin = min(count, int(blockIdx.x - windows) * each);
+  const Tables tables = {key_pages, value_pages, pages};
+  attend_packed(job, tables, begin, min(count, begin + each), length, prepared, headers, capped, totals, outputs, shared);
+}
+
+// ---- merging ---------------------------------------------------------------------------------------------------------------
+
+// Merge the parts of a column: packed ones, which come after `windows` exact ones, are rotated back first.
+// Grid: x = columns, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM], mean [H, VALUE_DIM] or null, sinks [H_q] or null
+// (logits that take part in the softmax and read nothing), result [B, H, columns, VALUE_DIM].
+extern "C" __global__ void __launch_bounds__(512) finish(
+    const float2* totals, const float* outputs, Count padded, Count parts, Count windows, Count tokens, const float* matrix,
+    const float* mean, const float* sinks, Element* result) {
+  constexpr int D = VALUE_DIM, LANES = D <= 128 ? 128 : 256, GROUPS = 512 / LANES;
+  __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES], joined[LANES], weights[512], reduced[3][16];
+  const int column = blockIdx.x, columns = gridDim.x, head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
+  const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Count at = ((Count(batch) * heads + head) * padded + column) * parts;
+  const float sink = sinks ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
+
+  float top = sink;
+  for (int i = threadIdx.x; i < parts; i += 512) {
+    const float2 part = totals[at + i];
+    if (part.y > 0.0f) top = fmaxf(top, part.x);
+  }
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  if (!lane) reduced[0][warp] = top;
+  __syncthreads();
+  for (int w = 0; w < 16; w++) top = fmaxf(top, reduced[0][w]);
+
+  float of_packed = 0.0f, of_exact = 0.0f, share = 0.0f, total = 0.0f;
+  for (int start = 0; start < parts; start += 512) {
+    const int i = start + threadIdx.x;
+    __syncthreads();
+    float weight = 0.0f;
+    if (i < parts) {
+      const float2 part = totals[at + i];
+      if (part.y > 0.0f) weight = exp2_of(part.x - top);
+      total += weight * part.y;
+      if (i >= windows) share += weight * part.y;
+    }
+    weights[threadIdx.x] = weight;
+    __syncthreads();
+    const int count = min(Count(512), parts - start);
+    if (d < D) {
+      #pragma unroll 8
+      for (int j = group; j < count; j += GROUPS) {
+        const float x = weights[j] * outputs[(at + start + j) * D + d];
+        of_exact += start + j < windows ? x : 0.0f, of_packed += start + j < windows ? 0.0f : x;
+      }
+    }
+  }
+  packed[group][d] = of_packed, exact[group][d] = of_exact;
+  for (int step = 16; step; step /= 2) {
+    total += __shfl_xor_sync(ALL, total, step), share += __shfl_xor_sync(ALL, share, step);
+  }
+  if (!lane) reduced[1][warp] = total, reduced[2][warp] = share;
+  __syncthreads();
+  total = share = 0.0f;
+  for (int w = 0; w < 16; w++) total += reduced[1][w], share += reduced[2][w];
+  total += exp2_of(sink - top);
+  if (!group) {
+    float x = 0.0f;
+    for (int g = 0; g < GROUPS; g++) x += packed[g][d];
+    joined[d] = x;
+  }
+  __syncthreads();
+  float turned = 0.0f;
+  const float* rows = matrix + Count(head) * D * D;
+  if (d < D)
+    #pragma unroll 16
+    for (int j = group; j < D; j += GROUPS) turned += joined[j] * rows[j * D + d];
+  packed[group][d] = turned;
+  __syncthreads();
+  if (!group && d < D) {
+    float x = mean ? share * mean[head * D + d] : 0.0f;
+    for (int g = 0; g < GROUPS; g++) x += packed[g][d] + exact[g][d];
+    result[((Count(batch) * heads + head) * columns + column) * D + d] = rounded(x / total);
+  }
+}

@@ -1,0 +1,242 @@
+"""Attention over packed keys and values on an NVIDIA GPU: `attention.cu` launched, as
+`codec.attention` defines it."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.cuda import TYPES, build
+from rotationzoo.codec.pages import PageLayout
+from rotationzoo.errors import RotationZooError
+
+SOURCE = Path(__file__).with_name("attention.cu")
+_LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
+_COLUMNS = 8  # that a block handles: query heads of a KV head, times query tokens
+_PREPARE_THREADS, _FINISH_THREADS = 1024, 512
+_SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
+_SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
+_WAVES = 3
+"""How often all blocks that a GPU holds at once should be replaced, so that none is left alone with
+the last of them."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernels are compiled for."""
+
+    key: PageLayout
+    value: PageLayout
+    dtype: torch.dtype
+    """Of queries and exact rows."""
+    soft_cap: bool
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block of `attend`: four, where the shared memory of a block has room for two
+        tiles of each."""
+        bytes_of_a_tile = 0
+        for layout in (self.key, self.value):
+            metadata = 2 * layout.groups * layout.format.metadata_bits // 8
+            bytes_of_a_tile += _TILE * (layout.dim // 4 + metadata)
+        return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
+
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        """The macros that compile the source into this variant."""
+        format = self.key.format
+        values = {
+            "KEY_DIM": self.key.dim,
+            "VALUE_DIM": self.value.dim,
+            "KEY_GROUP": self.key.dim // self.key.groups,
+            "VALUE_GROUP": self.value.dim // self.value.groups,
+            "PAGE": self.key.tokens,
+            "WARPS": self.warps,
+            "TYPE": TYPES[self.dtype],
+            "SOFT_CAP": self.soft_cap,
+            "HALF": format.metadata == "float16",
+            "MINIMUM": format.offset == "minimum",
+            "STRIDED": format.packing == "strided",
+        }
+        return tuple((name, str(int(value))) for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The compiled kernels, and what of them depends on the variant."""
+
+    prepare: Any
+    attend: Any
+    finish: Any
+    threads: int
+    """Of a block of `attend`."""
+    blocks: int
+    """Blocks of `attend` that the GPU holds at once."""
+
+    @property
+    def window(self) -> int:
+        """Exact tokens that a block of `attend` reads: four threads compare each."""
+        return self.threads // 4
+
+
+def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype) -> bool:
+    """Whether the kernels read pages of these layouts with queries of this type."""
+    return (
+        dtype in TYPES
+        and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
+        and key.tokens % _TILE == 0
+        and all(_supports_side(layout) for layout in (key, value))
+    )
+
+
+def _supports_side(layout: PageLayout) -> bool:
+    group = layout.dim // layout.groups
+    # Codes that share a 32-bit word and a field of its bytes must share a scale.
+    run = 4 if layout.format.packing == "strided" else 16
+    return (
+        layout.tokens_per_scale == 1
+        and layout.dim % 16 == 0
+        and layout.dim <= _LARGEST_DIM
+        and layout.groups <= _MOST_GROUPS
+        and group % run == 0
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    packed: PackedTokens,
+    head: ExactWindow,
+    tail: ExactWindow,
+    scores: Scores,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """The attention output `[B, H_q, T, D_v]`, with the arguments of `attention.attend`.
+
+    `splits` is how many ranges the packed tokens of a row are cut into, one for a thread block
+    each; by default as many as keep the GPU busy. Nothing waits for the GPU. Raises
+    `RotationZooError` for layouts and types that `supports` says no to.
+    """
+    layout = packed.key.layout
+    batch, query_heads, tokens, _ = query.shape
+    columns = query_heads // layout.heads * tokens
+    tiles = -(-columns // _COLUMNS)
+    variant = Variant(layout, packed.value.layout, query.dtype, scores.soft_cap is not None)
+    if not supports(variant.key, variant.value, query.dtype):
+        raise RotationZooError(
+            f"the CUDA kernel does not read pages of {variant.key} and {variant.value} with "
+            f"{query.dtype} queries",
+            hint="use codec.attention.attend",
+        )
+    kernels = compiled(variant, query.device)
+    windows = sum(-(-window.key.shape[2] // kernels.window) for window in (head, tail))
+    if splits is None:
+        room = len(packed.key.blocks) * layout.tokens
+        splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
+    parts, padded = windows + splits, tiles * _COLUMNS
+
+    query = query.contiguous()
+    rows = batch, layout.heads, padded
+    prepared = query.new_empty(*rows, layout.dim, dtype=torch.float16)
+    headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
+    totals = headers.new_empty(*rows, parts, 2)
+    outputs = headers.new_empty(*rows, parts, variant.value.dim)
+    result = query.new_empty(batch, query_heads, tokens, variant.value.dim)
+    launch = Launcher(query.device)
+    matrix, mean = _transform(packed.key)
+    launch(
+        kernels.prepare,
+        (layout.heads, tiles, batch),
+        _PREPARE_THREADS,
+        *(query, columns, matrix, mean, scores.scale, prepared, headers),
+    )
+    tables = packed.key.addresses(), packed.value.addresses()
+    launch(
+        kernels.attend,
+        (parts, layout.heads * tiles, batch),
+        kernels.threads,
+        *(query, columns, tokens, prepared, headers, *tables, tables[0].stride(0)),
+        *(packed.lengths, splits, tiles, *_window(head), *_window(tail)),
+        *(scores.scale, scores.soft_cap or 0.0, totals, outputs),
+    )
+    matrix, mean = _transform(packed.value)
+    sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
+    launch(
+        kernels.finish,
+        (columns, layout.heads, batch),
+        _FINISH_THREADS,
+        *(totals, outputs, padded, parts, windows, tokens, matrix, mean, sinks, result),
+    )
+    return result
+
+
+def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
+    """Into how many ranges `tokens` packed tokens of each of so many heads (of all rows and tiles
+    of columns) are cut, where a GPU holds `blocks` thread blocks at once and `windows` more are
+    needed for the exact tokens of each head."""
+    longest = max(1, tokens // _SHORTEST_SPLIT)
+    # A single wave that is full, or several, of which the last may be half empty.
+    wanted = blocks // heads - windows
+    if wanted < 4:
+        wanted = -(-_WAVES * blocks // heads)
+    return max(1, min(wanted, longest))
+
+
+class Launcher:
+    """Launches kernels on torch's current stream of one GPU."""
+
+    def __init__(self, device: torch.device):
+        from cuda.core import Stream
+
+        self.device = device
+        with torch.cuda.device(device):
+            self.stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        *arguments: torch.Tensor | float | None,
+    ) -> None:
+        from cuda.core import LaunchConfig, launch
+
+        values = [_value(argument) for argument in arguments]
+        with torch.cuda.device(self.device):
+            launch(self.stream, LaunchConfig(grid=grid, block=threads), kernel, *values)
+
+
+def _value(argument: torch.Tensor | float | None) -> int | float:
+    """What a kernel gets: an address, a 64-bit integer or a double."""
+    if argument is None:
+        return 0
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+def _transform(side: PackedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
+    mean = side.mean
+    return side.matrix.float().contiguous(), None if mean is None else mean.float().contiguous()
+
+
+def _window(window: ExactWindow) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+    rows = window.key.contiguous(), window.value.contiguous()
+    return *rows, window.lengths, window.key.shape[2]
+
+
+@cache
+def compiled(variant: Variant, device: torch.device) -> Kernels:
+    """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
+    `RotationZooError` where cuda.core or NVRTC is missing."""
+    code = build(SOURCE.read_text(), variant.macros(), device)
+    attend = code.get_kernel("attend")
+    threads = 32 * variant.warps
+    resident = attend.occupancy.max_active_blocks_per_multiprocessor(threads, 0)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Kernels(
+        code.get_kernel("prepare"),
+        attend,
+        code.get_kernel("finish"),
+        threads,
+        resident * processors,
+    )
