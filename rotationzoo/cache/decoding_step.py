@@ -1,9 +1,10 @@
 """One decoding step of one layer: its new tokens read the pages, and rows are restored only for a
 reader that knows no pages."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch.utils._pytree import tree_map
 
 from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.stream import Stream
-from rotationzoo.codec import attention
+from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
 
 MOST_CANDIDATES = 16
 """New tokens of a step that reads pages. More are read from restored rows, as a prompt is."""
+_OLDEST_GPU = 8, 0  # the compute capability that the kernels need
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -67,7 +69,8 @@ class DecodingStep:
         outputs = []
         parts = [query] if len(self.streams) == 1 else query.split(1)
         for stream, part in zip(self.streams, parts, strict=True):
-            outputs.append(attention.attend(part, stream.packed(), *stream.windows(), scores))
+            attend = cuda_attention.attend if has_kernel(stream, part) else attention.attend
+            outputs.append(attend(part, stream.packed(), *stream.windows(), scores))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -120,10 +123,29 @@ def _rows(argument: Any) -> Any:
     return argument.step.rows[argument.side] if isinstance(argument, LazyRows) else argument
 
 
+def has_kernel(stream: Stream, query: torch.Tensor) -> bool:
+    """Whether a kernel reads the pages of a stream, with queries `[B, H_q, T, D]` of this device
+    and type."""
+    if not query.is_cuda or not _has_cuda_core():
+        return False
+    if torch.cuda.get_device_capability(query.device) < _OLDEST_GPU:
+        return False
+    key, value = stream.blocks["key"].layout, stream.blocks["value"].layout
+    return cuda_attention.supports(key, value, query.dtype)
+
+
+@cache
+def _has_cuda_core() -> bool:
+    return bool(importlib.util.find_spec("cuda")) and bool(importlib.util.find_spec("cuda.core"))
+
+
 def reads_pages(layer: RotatedLayer, key_states: torch.Tensor) -> bool:
     """Whether a call that brings these keys `[B, H, T, D]` may read the pages of a layer: a token,
     or a few candidates, after a prompt."""
-    if layer.storage.reading != "pages" or layer.is_sliding or not layer.streams:
+    reading = layer.storage.reading
+    if reading == "rows" or layer.is_sliding or not layer.streams:
+        return False
+    if reading == "auto" and not has_kernel(layer.streams[0], key_states):
         return False
     new = key_states.shape[2]
     # Candidates beyond the slack are quantized by the call itself, after they were read.

@@ -31,6 +31,10 @@ class Storage:
     reading: Reading = "auto"
     """What a decoding step of a layer with full attention reads."""
 
+    _inverses: dict[tuple[int, str], torch.Tensor] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
     @property
     def block_tokens(self) -> int:
         """Tokens per block: a multiple of the tokens that are quantized together."""
@@ -45,6 +49,15 @@ class Storage:
     def page_layout(self, layer: int, side: str) -> PageLayout:
         """How a page holds the codes of a side."""
         return self.arm.page_layout(layer, side, self.block_tokens, self.windows.format)
+
+    def inverse(self, layer: int, side: str) -> torch.Tensor:
+        """The matrices `[H, D, D]` that take dequantized rows to the model's frame: float32, and
+        contiguous as a kernel reads them. All streams of a layer share them."""
+        if (layer, side) not in self._inverses:
+            rotation = self.arm.rotations[layer][side]
+            inverse = rotation.inverse.expand(len(rotation.clip), -1, -1)
+            self._inverses[layer, side] = inverse.contiguous()
+        return self._inverses[layer, side]
 
     def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "Storage":
         """The same with the rotations of one layer alone, on the device of its keys and values

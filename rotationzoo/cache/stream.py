@@ -164,7 +164,7 @@ class Stream:
         return PackedSide(
             list(blocks.table.values()),
             blocks.layout,
-            rotation.inverse.expand(blocks.layout.heads, -1, -1),
+            self.storage.inverse(self.layer, side),
             rotation.mean,
             blocks.addresses(),
         )
