@@ -30,16 +30,14 @@ class Blocks:
         self._addresses: torch.Tensor | None = None
         self._addressed = 0
 
-    def append(self, quantized: int2.Quantized) -> None:
-        """Write rows `[B, H, T, D]` after those that are stored."""
-        codes = int2.pack(quantized.codes, self.layout.format.packing)
-        rows = int2.Quantized(codes, quantized.scale, quantized.offset)
-        done, count = 0, codes.shape[2]
+    def append(self, rows: int2.Quantized) -> None:
+        """Write rows with packed codes `[B, H, T, D / 4]` after those that are stored."""
+        done, count = 0, rows.codes.shape[2]
         while done < count:
             number, start = divmod(self.length, self.layout.tokens)
             step = min(self.layout.tokens - start, count - done)
             if number not in self.table:
-                self.allocate(number, len(codes), codes.device)
+                self.allocate(number, len(rows.codes), rows.codes.device)
             sections = _sections(self.layout.view(self.table[number]))
             for target, source in zip(sections, _sections(rows), strict=True):
                 # Tokens for each entry: some share a scale.

@@ -1,10 +1,9 @@
 """One decoding step of one layer: its new tokens read the pages, and rows are restored only for a
 reader that knows no pages."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.stream import Stream
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.cuda_encoder import kernels_run_on
 
 MOST_CANDIDATES = 16
 """New tokens of a step that reads pages. More are read from restored rows, as a prompt is."""
-_OLDEST_GPU = 8, 0  # the compute capability that the kernels need
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -126,17 +125,10 @@ def _rows(argument: Any) -> Any:
 def has_kernel(stream: Stream, query: torch.Tensor) -> bool:
     """Whether a kernel reads the pages of a stream, with queries `[B, H_q, T, D]` of this device
     and type."""
-    if not query.is_cuda or not _has_cuda_core():
-        return False
-    if torch.cuda.get_device_capability(query.device) < _OLDEST_GPU:
+    if not kernels_run_on(query.device):
         return False
     key, value = stream.blocks["key"].layout, stream.blocks["value"].layout
     return cuda_attention.supports(key, value, query.dtype)
-
-
-@cache
-def _has_cuda_core() -> bool:
-    return bool(importlib.util.find_spec("cuda")) and bool(importlib.util.find_spec("cuda.core"))
 
 
 def reads_pages(layer: RotatedLayer, key_states: torch.Tensor) -> bool:

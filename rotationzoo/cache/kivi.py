@@ -66,6 +66,9 @@ class KiviArm(Arm):
         # One row per channel, cut into groups of tokens.
         return _swap(int2.quantize(rows.mT, 1.0, self.tokens, FORMAT))
 
+    def encoder(self, layer: int, side: str, format: int2.Format, device: torch.device) -> None:
+        """There is no kernel: 32 tokens at a time are few operations."""
+
     def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
         """How a page of so many tokens holds what `quantize` returns."""
         layout = super().page_layout(layer, side, tokens, FORMAT)

@@ -67,6 +67,10 @@ class Stream:
             for begin in range(forgotten - start, end - start, step):
                 rows = leaving[:, :, begin : begin + step]
                 self.blocks[side].append(self.storage.quantize(rows, self.layer, side))
+            blocks = self.blocks[side]
+            if end - start > self.storage.arm.token_group or blocks.length % step == 0:
+                # Not after each token of decoding, because it waits for the GPU.
+                self.storage.check(self.layer, side, leaving.device)
             # A copy, so that a long prompt is freed when nobody reads it any more.
             self.tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
         self.tail_start = end
