@@ -125,7 +125,8 @@ def _rows(argument: Any) -> Any:
 def has_kernel(stream: Stream, query: torch.Tensor) -> bool:
     """Whether a kernel reads the pages of a stream, with queries `[B, H_q, T, D]` of this device
     and type."""
-    if not kernels_run_on(query.device):
+    exact = stream.tail["key"].dtype, stream.tail["value"].dtype
+    if exact != (query.dtype, query.dtype) or not kernels_run_on(query.device):
         return False
     key, value = stream.blocks["key"].layout, stream.blocks["value"].layout
     return cuda_attention.supports(key, value, query.dtype)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rotationzoo.cache.decoding_step import DecodingStep, LazyRows, MaskCheck
+from rotationzoo.cache.decoding_step import LazyRows, MaskCheck
 from rotationzoo.codec.attention import Scores
 from rotationzoo.model.capture import (
     AttentionFunction,
@@ -123,7 +123,7 @@ def _is_known(entry: _Swap) -> bool:
 def _put_in_place(entry: _Swap) -> None:
     if not entry.users:
         _swaps[id(entry.registry), entry.name] = entry
-        entry.registry[entry.name] = _reader_of_pages(entry.original)
+        entry.registry[entry.name] = reader_of_pages(entry.original)
     entry.users += 1
 
 
@@ -136,7 +136,7 @@ def _take_away(entry: _Swap) -> None:
             entry.registry[entry.name] = entry.original  # ... or puts back an override
 
 
-def _reader_of_pages(original: AttentionFunction | None) -> AttentionFunction:
+def reader_of_pages(original: AttentionFunction | None) -> AttentionFunction:
     """An attention function that takes a step's pages, and leaves all else to the model's own."""
 
     def attend(
@@ -154,7 +154,12 @@ def _reader_of_pages(original: AttentionFunction | None) -> AttentionFunction:
         scores = _scores(models_own, query, options)
         # Rows that were restored already cost nothing more, and a model that asked for them may
         # have made a mask of them.
-        if scores is None or step.is_restored or not _is_plain(attention_mask, step):
+        if attention_mask is not None:
+            is_plain = step.masks.passes(attention_mask, step)
+        else:
+            # Other functions do not hide the later ones of several tokens by themselves.
+            is_plain = step.new == 1 or original is flash_attention_forward
+        if scores is None or step.is_restored or not is_plain:
             keys, values = key.step.rows[0], value.step.rows[1]
             return models_own(module, query, keys, values, attention_mask, **options)
         return step.attend(query, scores).transpose(1, 2).contiguous(), None
@@ -178,11 +183,3 @@ def _scores(
 @cache
 def _further_options(function: AttentionFunction) -> set[str]:
     return inspect.signature(function).parameters.keys() - _OPTIONS
-
-
-def _is_plain(mask: torch.Tensor | None, step: DecodingStep) -> bool:
-    """Whether a mask hides padding and later tokens, and nothing else."""
-    if mask is None:
-        # Implementations differ in what several tokens read then.
-        return step.new == 1
-    return step.masks.passes(mask, step)

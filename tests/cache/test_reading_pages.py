@@ -9,11 +9,15 @@ import pytest
 import torch
 from support import architectures
 from transformers import DynamicCache
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.blocks import Blocks
+from rotationzoo.cache.decoding_step import LazyRows, MaskCheck, update_lazily
 from rotationzoo.cache.kivi import KiviArm
+from rotationzoo.cache.paged_attention import reader_of_pages
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.stream import Stream
@@ -285,6 +289,25 @@ def test_models_run_side_by_side():
         thread.join()
     assert [torch.equal(texts[n], expected[n]) for n in range(3)] == [True] * 3
     assert dict(ALL_ATTENTION_FUNCTIONS) == registered
+
+
+@torch.no_grad()
+def test_flash_attention_hides_later_tokens_without_a_mask(reads):
+    """What it is called with for candidates; others get a mask then."""
+    model = architectures.build("llama")
+    cache = empty(model, "pages")
+    generate(model, cache)
+    layer, module = cache.layers[0], model.model.layers[0].self_attn
+    layer.activate_past_recording()
+    token, query = torch.randn(1, 2, 3, 16), torch.randn(1, 4, 3, 16)
+    step = update_lazily(layer, token, token, MaskCheck())[0].step
+    lazy = [LazyRows(step, side, token) for side in (0, 1)]
+    read = reader_of_pages(flash_attention_forward)(module, query, *lazy, None, scaling=0.25)[0]
+    assert not step.is_restored
+    mask = torch.ones(3, step.columns, dtype=torch.bool).tril(step.columns - 3)[None, None]
+    expected = sdpa_attention_forward(module, query, *lazy, mask, scaling=0.25)[0]
+    # Measured: 2e-7.
+    assert distance(read, expected) < 2e-5
 
 
 def test_the_table_of_addresses_follows_the_blocks():
