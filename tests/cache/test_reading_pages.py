@@ -75,38 +75,37 @@ def distance(logits, expected):
     return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
-# The layers of each family that read pages, their own or those of another layer. 15 of 22 tokens
-# have quantized tokens before them.
-FAMILIES = {
-    "llama": (4, {}),
-    "phi3": (0, {}),  # sliding windows alone
-    "qwen3": (4, {"num_key_value_heads": 1}),
-    "gemma2": (2, {}),
-    "gemma4": (2, {}),
-    "gpt_oss": (1, {}),
-    "glm4_moe": (4, {"attention_bias": True}),
-    "qwen3_next": (1, {}),
-    "minimax": (1, {}),
-    "doge": (0, {}),  # computes its masks from the values
-}
+# The layers of each family that read pages, their own or those of another layer, and how the model
+# is built. 15 of 22 tokens have quantized tokens before them.
+EAGER = {"attn_implementation": "eager"}
+FAMILIES = [
+    ("llama", 4, {}),
+    ("llama", 4, EAGER),
+    ("phi3", 0, {}),  # sliding windows alone
+    ("qwen3", 4, {"num_key_value_heads": 1}),
+    ("gemma2", 2, EAGER),
+    ("gemma4", 2, {}),
+    ("gpt_oss", 1, EAGER),
+    ("glm4_moe", 4, {"attention_bias": True}),
+    ("qwen3_next", 1, {}),
+    ("minimax", 1, {}),
+    ("doge", 0, {}),  # computes its masks from the values
+    ("doge", 0, EAGER),
+]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_pages_are_read_as_rows_are(name, implementation, reads):
-    layers, changes = FAMILIES[name]
+@pytest.mark.parametrize(("name", "layers", "changes"), FAMILIES)
+def test_pages_are_read_as_rows_are(name, layers, changes, reads):
     if not architectures.available(name):
         pytest.skip("not in this transformers")
-    if implementation == "sdpa" and name in ("gemma2", "gpt_oss"):
-        pytest.skip("this family has no sdpa")
-    model = architectures.build(name, attn_implementation=implementation, **changes)
+    model = architectures.build(name, **changes)
     rows = decode(model, empty(model, "rows"))
     assert not reads["pages"]
     steps = reads.pop("rows")
     pages = decode(model, empty(model, "pages"))
     assert reads["pages"] == 15 * layers
     assert reads["rows"] == steps - 15 * {"gemma4": 1}.get(name, layers), "one shares its cache"
-    # Measured: at most 1.5e-6.
+    # Measured: at most 2.4e-6.
     assert distance(pages, rows) <= 2e-5
     with torch.no_grad():
         exact = model(input_ids=IDS, use_cache=False).logits
@@ -147,8 +146,8 @@ def test_every_codec_is_read_as_rows_are(codec, reads):
         arm = Arm("", changed(rotations, equalized=True))
     rows, pages = (decode(model, empty(model, each, arm, windows)) for each in ("rows", "pages"))
     assert reads["pages"] > 40
-    # Measured: at most 2.4e-6. Beyond that, a scale may be rounded the other way in float16 where
-    # what a later layer stores differs in its last bit.
+    # Measured: at most 4.8e-6 with scales in float32. In float16 a scale may be rounded the other
+    # way where what a later layer stores differs in its last bit. Measured: at most 9.5e-5.
     half = codec in ("vllm", "mlx", "kivi")
     assert distance(pages, rows) <= (5e-3 if half else 2e-5)
 
@@ -183,16 +182,14 @@ def test_a_cropped_and_a_copied_cache_go_on(reads):
     model, read = architectures.build("llama"), []
     for reading in ("rows", "pages"):
         cache = empty(model, reading)
-        generate(model, cache)
+        decode(model, cache, PROMPT)
         cache.crop(-3)
         copied = copy.deepcopy(cache)
-        read.append(decode(model, cache, PROMPT))
-        assert torch.equal(decode(model, copied, PROMPT), read[-1])
-        cache.reset()
-        assert torch.equal(decode(model, cache), decode(model, empty(model, reading)))
-    # Measured: 6e-7.
+        read.append(decode(model, cache, PROMPT[:, :8]))
+        assert torch.equal(decode(model, copied, PROMPT[:, :8]), read[-1])
+    # Measured: 1.2e-6.
     assert distance(*read) <= 2e-5
-    assert reads["pages"] > 100
+    assert reads["pages"] == 4 * (11 + 2 * 4)
 
 
 LEAST = torch.finfo(torch.float32).min
@@ -219,7 +216,7 @@ def test_what_a_mask_hides_is_not_read(name, reads):
             model(input_ids=IDS[:, start:end], attention_mask=shown, past_key_values=cache).logits
             for cache in caches
         )
-        # Measured: at most 9e-7.
+        # Measured: at most 3.4e-6.
         assert distance(pages, rows) <= 2e-5
         lengths += [end] * (reads.pop("pages", 0) == 4)
     assert lengths == [*plain]
@@ -275,19 +272,19 @@ def test_other_caches_of_the_model_do_not_notice():
 
 def test_models_run_side_by_side():
     """Each thread's attention function is taken away while others still need theirs."""
-    models = [architectures.build("llama", seed=seed) for seed in range(3)]
+    models = [architectures.build("llama", seed=seed) for seed in range(2)]
     expected = [generate(model, empty(model, "rows")) for model in models]
     registered, texts = dict(ALL_ATTENTION_FUNCTIONS), {}
 
     def write(number):
         texts[number] = generate(models[number], empty(models[number], "pages"))
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [torch.equal(texts[n], expected[n]) for n in range(3)] == [True] * 3
+    assert [torch.equal(texts[n], expected[n]) for n in range(2)] == [True] * 2
     assert dict(ALL_ATTENTION_FUNCTIONS) == registered
 
 
@@ -306,7 +303,7 @@ def test_flash_attention_hides_later_tokens_without_a_mask(reads):
     assert not step.is_restored
     mask = torch.ones(3, step.columns, dtype=torch.bool).tril(step.columns - 3)[None, None]
     expected = sdpa_attention_forward(module, query, *lazy, mask, scaling=0.25)[0]
-    # Measured: 2e-7.
+    # Measured: 1.6e-7.
     assert distance(read, expected) < 2e-5
 
 
