@@ -2,27 +2,31 @@
 //
 // The definition is rotationzoo/codec/attention.py. Nothing is dequantized. With x = scale * code + offset,
 //     q . k = scale * (q . codes) + offset * sum(q)   and   sum_t p_t v_t = sum_t (p_t * scale_t) codes_t + sum_t p_t * offset_t,
-// so tensor cores multiply codes, and scales and offsets cost one multiplication a row. A 2-bit field of a 16-bit word whose
-// other bits are masked away *is* a float16, a subnormal one: code * 4^field * 2^-24. Tensor cores multiply subnormals exactly and
-// at full speed, so unpacking costs one AND for two codes. The powers of 4 are undone in the query and in the output.
+// so tensor cores multiply codes, and scales and offsets cost one multiplication a row. Unpacking is one AND:
+//   * Keys: a 2-bit field of a byte whose other bits are masked away is the integer code * 4^field. The query is rounded to 16
+//     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
+//   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 4^field * 2^-24. Tensor cores multiply subnormals
+//     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
 //
-// Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to eight
+// Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to COLUMNS
 // columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
 // their scale; `finish` merges them. Every warp takes tiles of 32 tokens through a ring of its own in shared memory.
 //
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
-// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), TYPE (of queries and exact rows: 0 float32, 1 float16, 2 bfloat16), SOFT_CAP, and of
-// the format HALF (scales and offsets in float16), MINIMUM (offset as in `formats`), STRIDED (packing).
+// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
+// float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM (offset as in
+// `formats`), STRIDED (packing).
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 typedef unsigned long long Address;
 typedef long long Count;
 
-constexpr int COLUMNS = 8;
+constexpr int SETS = COLUMNS / 4;  // of columns that one product takes
 constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
 constexpr int KEY_WORDS = KEY_DIM / 16, VALUE_WORDS = VALUE_DIM / 16;  // of 16 codes, a row
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
+constexpr int PREPARED = KEY_CHUNKS * 64;  // bytes of a prepared column, each of two
 constexpr unsigned ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504088896341f, LOWEST = -1e30f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
@@ -42,9 +46,8 @@ typedef unsigned short Element;
 
 constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of codes
 constexpr int KEY_NUMBERS = KEY_GROUPS * sizeof(Metadata), VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);
-constexpr int KEY_SCALE = TILE * KEY_ROW, KEY_OFFSET = KEY_SCALE + TILE * KEY_NUMBERS;
-constexpr int VALUE = KEY_OFFSET + TILE * KEY_NUMBERS;
-constexpr int VALUE_SCALE = VALUE + TILE * VALUE_ROW, VALUE_OFFSET = VALUE_SCALE + TILE * VALUE_NUMBERS;
+constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW, KEY_OFFSET = KEY_SCALE + TILE * KEY_NUMBERS;
+constexpr int VALUE_SCALE = KEY_OFFSET + TILE * KEY_NUMBERS, VALUE_OFFSET = VALUE_SCALE + TILE * VALUE_NUMBERS;
 constexpr int STAGE = VALUE_OFFSET + TILE * VALUE_NUMBERS;
 // A row that does not fill its chunk is read a little beyond its end, where a query of zeros or no output belongs.
 constexpr int MARGIN = 64;
@@ -55,7 +58,7 @@ constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
-constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? 4 : 2;
+constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? (SETS == 1 ? 5 : 3) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
 // ---- instructions ----------------------------------------------------------------------------------------------------------
@@ -116,11 +119,25 @@ __device__ Element rounded(float x) {
 #endif
 }
 
-// d += a b for a [16, 16] of codes and b [16, 8], as lanes hold them.
+// d += a b for float16 codes a [16, 16] and b [16, 8], as lanes hold them.
 __device__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d += a b for 8-bit codes a [16, 32] and signed b [32, 8].
+__device__ void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same for a [16, 16].
+__device__ void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned b0) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
 }
 
 // Transpose the 8 x 8 matrix of 16-bit numbers of which every lane holds a pair.
@@ -195,7 +212,8 @@ __host__ __device__ constexpr int value_members(int chunk, int field, int group)
   return members;
 }
 
-__device__ constexpr unsigned field_mask(int field) { return 0x00030003u << 2 * field; }
+__device__ constexpr unsigned byte_mask(int field) { return 0x03030303u << 2 * field; }
+__device__ constexpr unsigned half_mask(int field) { return 0x00030003u << 2 * field; }
 
 // Byte `byte` of two words, each at the bottom of one half of the result; the other bytes are not cleared.
 template <int BYTE>
@@ -207,15 +225,16 @@ __device__ unsigned bytes_of(unsigned low, unsigned high) {
 
 // What `attend` needs of a column beside its numbers.
 struct Header {
-  float unit;               // score = unit * scale * (tensor cores' product) + ...
+  float unit;               // score = unit * scale * (the integer product) + ...
   float bias;               // of every packed score: keys are stored without their mean
   float sums[KEY_GROUPS];   // ... + offset * sum: the query summed over a group, times the scale of scores
 };
 
 // query [B, H, columns, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
-// prepared float16 [B, H, padded, D] and headers [B, H, padded], where padded is a multiple of COLUMNS.
+// prepared int8 [B, H, padded, 2, KEY_CHUNKS * 64], upper and lower bytes, and headers [B, H, padded], where padded is a
+// multiple of COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 16 bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
-    const Element* query, Count columns, const float* matrix, const float* mean, double scale, unsigned short* prepared,
+    const Element* query, Count columns, const float* matrix, const float* mean, double scale, signed char* prepared,
     Header* headers) {
   constexpr int D = KEY_DIM, EACH = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
@@ -261,31 +280,34 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   if (!lane) largest[warp] = top;
   __syncthreads();
   for (int w = 0; w < warps; w++) top = fmaxf(top, largest[w]);
-  // All columns share a power of two, which brings the largest number to between 2^13 and 2^14. The last field of a byte is
-  // multiplied by 4^-3, so that leaves float16 numbers 2^-21 of the largest before their precision drops.
-  const int exponent = 140 - int(__float_as_uint(fmaxf(top, 1e-30f)) >> 23);
-  const float power = exp2f(float(exponent));
+  // All columns share a unit. The upper byte is rounded, so that the lower one may have a sign.
+  const float unit = fmaxf(top, 1e-30f) / 32512.0f;
   for (int c = warp; c < COLUMNS; c += warps) {
     const Count at = (row * tiles + tile) * COLUMNS + c;
+    signed char* upper = prepared + at * 2 * PREPARED;
     float sums[KEY_GROUPS] = {}, bias = 0.0f;
-    for (int i = lane; i < D; i += 32) {
-      unsigned bits = half_pair(turned[c][i] * power, 0.0f) & 0xffff;
-      prepared[at * D + i] = bits;
+    for (int i = lane; i < PREPARED; i += 32) {
+      const int ch = channel<KEY_DIM>(i / 16, i % 4, i / 4 % 4);
+      const int x = i / 16 < KEY_WORDS ? __float2int_rn(turned[c][ch] / unit) : 0;
+      const int high = (x + 128) >> 8;
+      upper[i] = high, upper[PREPARED + i] = x - 256 * high;
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++)
-        if (i / KEY_GROUP == g) sums[g] += from_half(bits);
-      if (mean) bias += given[c][i] * mean[head * D + i];
+        if (i / 16 < KEY_WORDS && ch / KEY_GROUP == g) sums[g] += float(x);
     }
+    if (mean)
+      for (int i = lane; i < D; i += 32) bias += given[c][i] * mean[head * D + i];
+    #pragma unroll
     for (int step = 16; step; step /= 2) {
       bias += __shfl_xor_sync(ALL, bias, step);
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++) sums[g] += __shfl_xor_sync(ALL, sums[g], step);
     }
     if (!lane) {
-      const float unit = float(scale) * LOG2E / power;
-      headers[at].unit = unit * 16777216.0f;
+      const float scaled = unit * float(scale) * LOG2E;
+      headers[at].unit = scaled / 64.0f;
       headers[at].bias = bias * float(scale) * LOG2E;
-      for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * unit;
+      for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * scaled;
     }
   }
 }
@@ -299,28 +321,47 @@ struct Tables {  // [B, pages] addresses of pages
 
 // Where a warp is in the pages of its row, and what each lane copies from there.
 struct Cursor {
+  static constexpr int KEY_PIECES = TILE * KEY_NUMBERS / 16, VALUE_PIECES = TILE * VALUE_NUMBERS / 16;  // of scales: 16 bytes
+  static constexpr int PIECES = 2 * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
+
   const Address *keys, *values;
-  int head, heads, lane, page;
-  Address key, key_numbers, value, value_numbers;
+  int head, heads, lane;
+  int left;  // tiles in this page
+  Address key, value, numbers[ROUNDS];
 
-  // Start copying a tile to this address in shared memory.
-  __device__ void fetch(int tile, unsigned stage) {
+  // Go to a tile.
+  __device__ void turn(int tile) {
     constexpr int TILES = PAGE / TILE;
-    if (tile / TILES != page) turn(tile / TILES);
-    const unsigned step = tile % TILES;
-    copy_rows<KEY_ROW>(stage, key + step * (TILE * KEY_ROW));
-    copy_rows<VALUE_ROW>(stage + VALUE, value + step * (TILE * VALUE_ROW));
-    copy_numbers<KEY_NUMBERS>(stage + KEY_SCALE, key_numbers + step * (TILE * KEY_NUMBERS));
-    copy_numbers<VALUE_NUMBERS>(stage + VALUE_SCALE, value_numbers + step * (TILE * VALUE_NUMBERS));
-  }
-
-  __device__ void turn(int to) {
-    page = to;
-    const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE;
+    const int page = tile / TILES, token = tile % TILES * TILE;
+    left = TILES - tile % TILES;
+    const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
     key = keys[page] + row * KEY_ROW + lane * 16;
     value = values[page] + row * VALUE_ROW + lane * 16;
-    key_numbers = keys[page] + rows * KEY_ROW + row * KEY_NUMBERS;
-    value_numbers = values[page] + rows * VALUE_ROW + row * VALUE_NUMBERS;
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      // Scales of keys and their offsets, which follow all scales of the page, and then those of values.
+      const int piece = i * 32 + lane;
+      const bool of_keys = piece < 2 * KEY_PIECES;
+      const int index = of_keys ? piece : piece - 2 * KEY_PIECES, count = of_keys ? KEY_PIECES : VALUE_PIECES;
+      const Count width = of_keys ? KEY_NUMBERS : VALUE_NUMBERS;
+      numbers[i] = (of_keys ? keys : values)[page] + rows * (of_keys ? KEY_ROW : VALUE_ROW) + row * width +
+                   (index < count ? index * 16 : rows * width + (index - count) * 16);
+    }
+  }
+
+  // Start copying the next tile to this address in shared memory.
+  __device__ void fetch(int tile, unsigned stage) {
+    if (!left) turn(tile);
+    left--;
+    copy_rows<KEY_ROW>(stage, key);
+    copy_rows<VALUE_ROW>(stage + VALUE, value);
+    key += TILE * KEY_ROW, value += TILE * VALUE_ROW;
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int piece = i * 32 + lane;
+      if (PIECES % 32 == 0 || piece < PIECES) copy_async(stage + KEY_SCALE + piece * 16, numbers[i]);
+      numbers[i] += TILE * (piece < 2 * KEY_PIECES ? KEY_NUMBERS : VALUE_NUMBERS);
+    }
   }
 
   template <int ROW>
@@ -330,28 +371,14 @@ struct Cursor {
     for (int i = 0; i < PIECES; i += 32)
       if (i + 32 <= PIECES || i + lane < PIECES) copy_async(to + (i + lane) * 16, from + i * 16);
   }
-
-  // Scales, and the offsets, which follow all scales of the page.
-  template <int NUMBERS>
-  __device__ void copy_numbers(unsigned to, Address from) {
-    constexpr int PIECES = TILE * NUMBERS / 16;
-    #pragma unroll
-    for (int i = 0; i < 2 * PIECES; i += 32) {
-      const int piece = i + lane;
-      if (piece < 2 * PIECES) {
-        const Count offsets = piece < PIECES ? 0 : (Count(heads) * PAGE - TILE) * NUMBERS;
-        copy_async(to + piece * 16, from + offsets + piece * 16);
-      }
-    }
-  }
 };
 
-// The columns of a lane in products: 2 * part and 2 * part + 1, for rows `row` and `row + 8` of a tile. Index 2 * r + c below.
+// The columns of a lane are `part` of every set, and its rows of a product are `row` and `row + 8`.
 struct State {
-  float top[2];                                     // what scores are compared with
-  float sum[2];                                     // of weights, this lane's rows
-  float offsets[VALUE_GROUPS][2];                   // what rounding and the values' offsets add to the output
-  float output[VALUE_CHUNKS][4][2][4];              // per field and pair of bytes, as products come out
+  float top[SETS];                                  // what scores are compared with
+  float sum[SETS];                                  // of weights, this lane's rows
+  float offsets[VALUE_GROUPS][SETS];                // what the values' offsets add to the output
+  float output[SETS][VALUE_CHUNKS][4][2][4];        // per field and pair of bytes, as products come out
 };
 
 // A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
@@ -369,60 +396,80 @@ __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned row, int part
   }
 }
 
-struct Columns {  // of a lane: 2 * part and 2 * part + 1
-  float sums[KEY_GROUPS][2], unit, cap;
+struct Query {  // what a lane needs of it
+  unsigned words[SETS][KEY_CHUNKS][4];  // for products: column lane / 4 of a set, of which even ones are upper bytes
+  float sums[KEY_GROUPS][SETS], unit, cap;
 };
 
-// Scores of a half, less `top`.
+// Scores of a half, less `top`, for two rows of each set.
 __device__ void compare(
-    float (&scores)[4], unsigned stage, const int (&tokens)[2], const unsigned (&query)[KEY_CHUNKS][4][2],
-    const Columns& columns, const float (&top)[2], int part) {
+    float (&scores)[SETS][2], unsigned stage, const int (&tokens)[2], const Query& query, const float (&top)[SETS], int part) {
   unsigned keys[2][KEY_CHUNKS];
   #pragma unroll
   for (int r = 0; r < 2; r++) read_words(keys[r], stage + tokens[r] * KEY_ROW, part);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
-    float products[4] = {};
+    int products[SETS][4][4] = {};  // by field
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk += 2)
       #pragma unroll
       for (int field = 0; field < 4; field++) {
-        const int members = key_members(chunk, field, group);
-        if (!members) continue;
-        const unsigned mask = field_mask(field);
-        unsigned b0 = query[chunk][field][0], b1 = query[chunk][field][1];
-        if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, part), field) != group) b0 = b1 = 0;
-        multiply(products, keys[0][chunk] & mask, keys[1][chunk] & mask, keys[0][chunk] >> 8 & mask,
-                 keys[1][chunk] >> 8 & mask, b0, b1);
+        constexpr bool ODD = KEY_CHUNKS % 2;
+        const bool alone = ODD && chunk + 1 == KEY_CHUNKS;
+        const int next = alone ? chunk : chunk + 1;
+        const int members = key_members(chunk, field, group), others = alone ? members : key_members(next, field, group);
+        if (!members && !others) continue;
+        const unsigned mask = byte_mask(field);
+        #pragma unroll
+        for (int set = 0; set < SETS; set++) {
+          unsigned b0 = query.words[set][chunk][field], b1 = query.words[set][next][field];
+          if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, part), field) != group) b0 = 0;
+          if (others < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(next, part), field) != group) b1 = 0;
+          if (alone)
+            multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, b0);
+          else
+            multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, keys[0][next] & mask,
+                     keys[1][next] & mask, b0, b1);
+        }
       }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
       const unsigned at = tokens[r] * KEY_GROUPS + group;
       float scale = read_number(stage + KEY_SCALE, at), offset = read_number(stage + KEY_OFFSET, at);
       if (!MINIMUM) offset *= -scale;
-      scale *= columns.unit;
+      scale *= query.unit;
       #pragma unroll
-      for (int c = 0; c < 2; c++) {
+      for (int set = 0; set < SETS; set++) {
+        // 64 times the product, whose upper and lower bytes are neighbours. At most 2^7 * 3 * 64 * 256 * 2^8, which fits.
+        int product = 0;
+        #pragma unroll
+        for (int field = 0; field < 4; field++) {
+          const int(&of)[4] = products[set][field];
+          product += (of[2 * r] * 256 + of[2 * r + 1]) * (64 >> 2 * field);
+        }
         // Before it is capped, a score is not compared with anything.
-        const float base = group ? scores[2 * r + c] : SOFT_CAP ? 0.0f : -top[c];
-        scores[2 * r + c] = scale * products[2 * r + c] + (offset * columns.sums[group][c] + base);
+        const float base = group ? scores[set][r] : SOFT_CAP ? 0.0f : -top[set];
+        scores[set][r] = scale * float(product) + (offset * query.sums[group][set] + base);
       }
     }
   }
   if (SOFT_CAP)
     #pragma unroll
-    for (int i = 0; i < 4; i++) scores[i] = soft_capped(scores[i], columns.cap) - top[i % 2];
+    for (int set = 0; set < SETS; set++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) scores[set][r] = soft_capped(scores[set][r], query.cap) - top[set];
 }
 
 struct Values {  // scales and offsets of the values of a half
   float scales[VALUE_GROUPS][2], offsets[VALUE_GROUPS][2];
 };
 
-// Move `top` so that weights of a tile are at most 2^8, and recompute them. After the first tile it is only raised.
-__device__ void raise(
-    State& state, const float (&scores)[HALVES][4], float (&weights)[HALVES][4], const Values (&values)[HALVES], bool first) {
+typedef float Scores[HALVES][SETS][2];
+
+// Move `top` so that scaled weights of a tile are at most 2^8, and recompute the weights. After the first tile it only rises.
+__device__ void raise(State& state, const Scores& scores, Scores& weights, const Values (&values)[HALVES], bool first) {
   #pragma unroll
-  for (int c = 0; c < 2; c++) {
+  for (int set = 0; set < SETS; set++) {
     float top = LOWEST;
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
@@ -431,62 +478,64 @@ __device__ void raise(
         float scale = 0x1p-40f;
         #pragma unroll
         for (int group = 0; group < VALUE_GROUPS; group++) scale = fmaxf(scale, values[half].scales[group][r]);
-        top = fmaxf(top, scores[half][2 * r + c] + __log2f(scale) - 8.0f);
+        top = fmaxf(top, scores[half][set][r] + __log2f(scale) - 8.0f);
       }
     #pragma unroll
     for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
     const float rise = first ? top : fmaxf(top, 0.0f), factor = exp2_of(-rise);
-    state.top[c] += rise, state.sum[c] *= factor;
+    state.top[set] += rise, state.sum[set] *= factor;
     #pragma unroll
-    for (int group = 0; group < VALUE_GROUPS; group++) state.offsets[group][c] *= factor;
+    for (int group = 0; group < VALUE_GROUPS; group++) state.offsets[group][set] *= factor;
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
       #pragma unroll
       for (int field = 0; field < 4; field++)
         #pragma unroll
         for (int pair = 0; pair < 2; pair++)
-          state.output[chunk][field][pair][c] *= factor, state.output[chunk][field][pair][2 + c] *= factor;
+          #pragma unroll
+          for (int i = 0; i < 4; i++) state.output[set][chunk][field][pair][i] *= factor;
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
-      for (int r = 0; r < 2; r++) weights[half][2 * r + c] = exp2_of(scores[half][2 * r + c] - rise);
+      for (int r = 0; r < 2; r++) weights[half][set][r] = exp2_of(scores[half][set][r] - rise);
   }
 }
 
-// Whether weights leave what float16 holds.
-__device__ bool too_large(const float (&weights)[HALVES][4], const Values (&values)[HALVES]) {
-  float scaled = 0.0f, largest = 0.0f;
+// Whether scaled weights leave what float16 holds. Where a scale may be 0, a weight alone might leave what float32 holds.
+__device__ bool too_large(const Scores& weights, const Values (&values)[HALVES]) {
+  float largest = 0.0f;
   #pragma unroll
   for (int half = 0; half < HALVES; half++)
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      largest = fmaxf(largest, weights[half][i]);
+    for (int set = 0; set < SETS; set++)
       #pragma unroll
-      for (int group = 0; group < VALUE_GROUPS; group++)
-        scaled = fmaxf(scaled, weights[half][i] * values[half].scales[group][i / 2]);
-    }
-  return fmaxf(scaled, largest * 0x1p-40f) > 32768.0f;
+      for (int r = 0; r < 2; r++) {
+        if (HALF) largest = fmaxf(largest, weights[half][set][r] * 0x1p-40f);
+        #pragma unroll
+        for (int group = 0; group < VALUE_GROUPS; group++)
+          largest = fmaxf(largest, weights[half][set][r] * values[half].scales[group][r]);
+      }
+  return largest > 32768.0f;
 }
 
 // Add a half's weighted values to the output. Two tokens' codes of a channel become a pair by taking a byte of each.
 __device__ void accumulate(
-    State& state, unsigned stage, const float (&weights)[4], const Values& values, int half, int lane) {
+    State& state, unsigned stage, const float (&weights)[SETS][2], const Values& values, int half, int lane) {
   const int row = lane / 4, part = lane % 4;
+  unsigned pairs[VALUE_GROUPS][SETS][2];
   #pragma unroll
-  for (int c = 0; c < 2; c++) state.sum[c] += weights[c] + weights[2 + c];
-  unsigned pairs[VALUE_GROUPS][2];
-  #pragma unroll
-  for (int group = 0; group < VALUE_GROUPS; group++)
+  for (int set = 0; set < SETS; set++) {
+    state.sum[set] += weights[set][0] + weights[set][1];
     #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float low = weights[2 * r] * values.scales[group][r], high = weights[2 * r + 1] * values.scales[group][r];
-      const unsigned pair = half_pair(low, high);
-      // Codes average 1.5, so that is what rounding costs where many weights are rounded in the same direction.
-      float(&sum)[2] = state.offsets[group];
-      sum[0] = (weights[2 * r] * values.offsets[group][r] + sum[0]) + 1.5f * (low - from_half(pair & 0xffff));
-      sum[1] = (weights[2 * r + 1] * values.offsets[group][r] + sum[1]) + 1.5f * (high - from_half(pair >> 16));
-      pairs[group][r] = transpose(pair);
-    }
+    for (int group = 0; group < VALUE_GROUPS; group++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float scaled = weights[set][r] * values.scales[group][r];
+        state.offsets[group][set] += weights[set][r] * values.offsets[group][r];
+        const float rest = scaled - from_half(half_pair(scaled, 0.0f) & 0xffff);
+        pairs[group][set][r] = transpose(half_pair(scaled, rest));
+      }
+  }
   #pragma unroll
   for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
     unsigned words[4];
@@ -494,35 +543,35 @@ __device__ void accumulate(
     for (int i = 0; i < 4; i++)
       words[i] = read_word(stage + VALUE + (16 * half + part + 4 * i) * VALUE_ROW + 4 * (8 * chunk + row));
     #pragma unroll
-    for (int group = 0; group < VALUE_GROUPS; group++)
+    for (int field = 0; field < 4; field++)
       #pragma unroll
-      for (int field = 0; field < 4; field++) {
+      for (int group = 0; group < VALUE_GROUPS; group++) {
         const int members = value_members(chunk, field, group);
         if (!members) continue;
-        unsigned mask = field_mask(field);
+        unsigned mask = half_mask(field);
         if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + row, field) != group) mask = 0;
-        const unsigned b0 = pairs[group][0], b1 = pairs[group][1];
-        multiply(state.output[chunk][field][0], bytes_of<0>(words[0], words[1]) & mask,
-                 bytes_of<1>(words[0], words[1]) & mask, bytes_of<0>(words[2], words[3]) & mask,
-                 bytes_of<1>(words[2], words[3]) & mask, b0, b1);
-        multiply(state.output[chunk][field][1], bytes_of<2>(words[0], words[1]) & mask,
-                 bytes_of<3>(words[0], words[1]) & mask, bytes_of<2>(words[2], words[3]) & mask,
-                 bytes_of<3>(words[2], words[3]) & mask, b0, b1);
+        #pragma unroll
+        for (int set = 0; set < SETS; set++) {
+          float(&sums)[2][4] = state.output[set][chunk][field];
+          const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
+          multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
+                   bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
+          multiply(sums[1], bytes_of<2>(words[0], words[1]) & mask, bytes_of<3>(words[0], words[1]) & mask,
+                   bytes_of<2>(words[2], words[3]) & mask, bytes_of<3>(words[2], words[3]) & mask, b0, b1);
+        }
       }
   }
 }
 
 // Add a tile of which `valid` tokens count.
-__device__ void process(
-    State& state, unsigned stage, int valid, const unsigned (&query)[KEY_CHUNKS][4][2], const Columns& columns, int lane,
-    bool first) {
+__device__ void process(State& state, unsigned stage, int valid, const Query& query, int lane, bool first) {
   const int row = lane / 4, part = lane % 4;
-  float scores[HALVES][4];
+  Scores scores, weights;
   Values values[HALVES];
   #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     const int tokens[2] = {16 * half + token_of(row), 16 * half + token_of(row) + 8};
-    compare(scores[half], stage, tokens, query, columns, state.top, part);
+    compare(scores[half], stage, tokens, query, state.top, part);
     #pragma unroll
     for (int group = 0; group < VALUE_GROUPS; group++)
       #pragma unroll
@@ -539,18 +588,20 @@ __device__ void process(
       #pragma unroll
       for (int r = 0; r < 2; r++)
         if (16 * half + token_of(row) + 8 * r >= valid) {
-          scores[half][2 * r] = scores[half][2 * r + 1] = MINUS_INFINITY;
+          #pragma unroll
+          for (int set = 0; set < SETS; set++) scores[half][set][r] = MINUS_INFINITY;
           #pragma unroll
           for (int group = 0; group < VALUE_GROUPS; group++)
             values[half].scales[group][r] = values[half].offsets[group][r] = 0.0f;
         }
-  // `top` need not be the maximum. It is raised when a weight leaves the range of float16, which is seldom: a rise leaves room
-  // for a factor of 2^7 until the next.
-  float weights[HALVES][4];
   #pragma unroll
   for (int half = 0; half < HALVES; half++)
     #pragma unroll
-    for (int i = 0; i < 4; i++) weights[half][i] = exp2_of(scores[half][i]);
+    for (int set = 0; set < SETS; set++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) weights[half][set][r] = exp2_of(scores[half][set][r]);
+  // `top` need not be the maximum. It is raised when a weight leaves the range of float16, which is seldom: a rise leaves room
+  // for a factor of 2^7 until the next.
   if (__any_sync(ALL, first || too_large(weights, values))) raise(state, scores, weights, values, first);
   #pragma unroll
   for (int half = 0; half < HALVES; half++) accumulate(state, stage, weights[half], values[half], half, lane);
@@ -574,44 +625,35 @@ struct Job {
 };
 
 __device__ void attend_packed(
-    const Job& job, const Tables& tables, int begin, int end, int length, const unsigned short* prepared,
-    const Header* headers, float cap, float2* totals, float* outputs, char* shared) {
+    const Job& job, const Tables& tables, int begin, int end, int length, const signed char* prepared, const Header* headers,
+    float cap, float2* totals, float* outputs, char* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, part = lane % 4;
   const unsigned ring = __cvta_generic_to_shared(shared) + warp * RING;
   const int each = (end - begin + WARPS - 1) / WARPS;
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 
-  const Address* keys = tables.key + job.batch * tables.pages;
-  const Address* values = tables.value + job.batch * tables.pages;
-  Cursor cursor = {keys, values, job.head, job.heads, lane, -1};
+  Cursor cursor = {tables.key + job.batch * tables.pages, tables.value + job.batch * tables.pages, job.head, job.heads, lane};
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
     if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
     end_group();
   }
 
-  // A lane holds the query of column `row` for the channels of its words, and sums for the columns of its products.
-  const Count column = (Count(job.batch) * job.heads + job.head) * job.tiles * COLUMNS + job.tile * COLUMNS;
-  const unsigned short* numbers = prepared + (column + row) * KEY_DIM;
-  unsigned query[KEY_CHUNKS][4][2];
+  const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
+  Query query;
   #pragma unroll
-  for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
+  for (int set = 0; set < SETS; set++) {
+    const signed char* bytes = prepared + (column + 4 * set) * 2 * PREPARED + row * PREPARED;
     #pragma unroll
-    for (int field = 0; field < 4; field++) {
-      const int word = key_word(chunk, part);
-      const float power = field == 0 ? 1.0f : field == 1 ? 0.25f : field == 2 ? 0.0625f : 0.015625f;
-      float x[4];
-      #pragma unroll
-      for (int byte = 0; byte < 4; byte++)
-        x[byte] = word < KEY_WORDS ? power * from_half(numbers[channel<KEY_DIM>(word, byte, field)]) : 0.0f;
-      query[chunk][field][0] = half_pair(x[0], x[2]), query[chunk][field][1] = half_pair(x[1], x[3]);
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bytes + 16 * key_word(chunk, part));
+      unsigned(&words)[4] = query.words[set][chunk];
+      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
     }
-  Columns mine;
-  #pragma unroll
-  for (int group = 0; group < KEY_GROUPS; group++)
     #pragma unroll
-    for (int c = 0; c < 2; c++) mine.sums[group][c] = headers[column + 2 * part + c].sums[group];
-  mine.unit = headers[column].unit, mine.cap = cap;
+    for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
+  }
+  query.unit = headers[column].unit, query.cap = cap;
 
   State state = {};
   int slot = 0;
@@ -621,7 +663,7 @@ __device__ void attend_packed(
     const int ahead = tile + STAGES - 1, free = slot ? slot - 1 : STAGES - 1;
     if (ahead < last) cursor.fetch(ahead, ring + free * STAGE);
     end_group();
-    process(state, ring + slot * STAGE, length - tile * TILE, query, mine, lane, tile == first);
+    process(state, ring + slot * STAGE, length - tile * TILE, query, lane, tile == first);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   wait_groups<0>();
@@ -630,11 +672,11 @@ __device__ void attend_packed(
   #pragma unroll
   for (int step = 4; step < 32; step *= 2)
     #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      state.sum[c] += __shfl_xor_sync(ALL, state.sum[c], step);
+    for (int set = 0; set < SETS; set++) {
+      state.sum[set] += __shfl_xor_sync(ALL, state.sum[set], step);
       #pragma unroll
       for (int group = 0; group < VALUE_GROUPS; group++)
-        state.offsets[group][c] += __shfl_xor_sync(ALL, state.offsets[group][c], step);
+        state.offsets[group][set] += __shfl_xor_sync(ALL, state.offsets[group][set], step);
     }
 
   // Merge the warps. [warp][column][VALUE_DIM + 2]: the outputs, the reference and the sum.
@@ -642,28 +684,26 @@ __device__ void attend_packed(
   constexpr int WIDTH = VALUE_DIM + 2;
   float* merged = reinterpret_cast<float*>(shared);
   #pragma unroll
-  for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
+  for (int set = 0; set < SETS; set++) {
+    float* to = merged + (warp * COLUMNS + 4 * set + part) * WIDTH;
     #pragma unroll
-    for (int field = 0; field < 4; field++)
+    for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
       #pragma unroll
-      for (int pair = 0; pair < 2; pair++)
+      for (int field = 0; field < 4; field++)
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int word = 8 * chunk + row, byte = 2 * pair + i / 2, c = i % 2;
+        for (int byte = 0; byte < 4; byte++) {
+          const int word = 8 * chunk + row;
           if (word >= VALUE_WORDS) continue;
-          float offset = state.offsets[0][c];
+          float offset = state.offsets[0][set];
           #pragma unroll
           for (int group = 1; group < VALUE_GROUPS; group++)
-            if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][c];
+            if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][set];
           const float power = 16777216.0f / (1 << 2 * field);
-          float* to = merged + (warp * COLUMNS + 2 * part + c) * WIDTH;
-          to[channel<VALUE_DIM>(word, byte, field)] = power * state.output[chunk][field][pair][i] + offset;
+          const float(&sums)[4] = state.output[set][chunk][field][byte / 2];
+          to[channel<VALUE_DIM>(word, byte, field)] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
         }
-  if (!row)
-    for (int c = 0; c < 2; c++) {
-      float* to = merged + (warp * COLUMNS + 2 * part + c) * WIDTH + VALUE_DIM;
-      to[0] = first < last ? state.top[c] : LOWEST, to[1] = state.sum[c];
-    }
+    if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];
+  }
   __syncthreads();
   const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS);
   for (int c = 0; c < columns; c++) {
@@ -696,7 +736,7 @@ __device__ void attend_exact(
   float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
   const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
   const Count group = Count(job.batch) * job.heads + job.head;
-  const int count = min(Count(WINDOW), (rows.lengths ? rows.lengths[job.batch] : rows.room) - begin);
+  const int length = rows.lengths ? rows.lengths[job.batch] : int(rows.room), count = min(WINDOW, length - begin);
   const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
   for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
     const int c = i / KEY_DIM, d = i % KEY_DIM;
@@ -718,7 +758,7 @@ __device__ void attend_exact(
     #pragma unroll
     for (int step = 1; step < COMPARERS; step *= 2) score += __shfl_xor_sync(ALL, score, step);
     const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
-    if (side == c % COMPARERS) scores[token * COLUMNS + c] = token < count - later ? soft_capped(score, cap) : MINUS_INFINITY;
+    if (side == c % COMPARERS) scores[token * COLUMNS + c] = begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
   }
   __syncthreads();
   const int lane = threadIdx.x % 32;
@@ -751,7 +791,7 @@ __device__ void attend_exact(
 // columns, z = batch. `lengths` [B]: how many tokens are packed.
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
-    const Element* query, Count columns, Count tokens, const unsigned short* prepared, const Header* headers,
+    const Element* query, Count columns, Count tokens, const signed char* prepared, const Header* headers,
     const Address* key_pages, const Address* value_pages, Count pages, const int* lengths, Count splits, Count tiles,
     const Element* sink_key, const Element* sink_value, const int* sink_lengths, Count sink_room, const Element* recent_key,
     const Element* recent_value, const int* recent_lengths, Count recent_room, double scale, double cap, float2* totals,

@@ -15,7 +15,6 @@ from rotationzoo.errors import RotationZooError
 
 SOURCE = Path(__file__).with_name("attention.cu")
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
-_COLUMNS = 8  # that a block handles: query heads of a KV head, times query tokens
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
@@ -33,6 +32,8 @@ class Variant:
     dtype: torch.dtype
     """Of queries and exact rows."""
     soft_cap: bool
+    columns: int
+    """That a block handles: query heads of a KV head times query tokens, or a part of them."""
 
     @property
     def warps(self) -> int:
@@ -54,6 +55,7 @@ class Variant:
             "VALUE_GROUP": self.value.dim // self.value.groups,
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
+            "COLUMNS": self.columns,
             "TYPE": TYPES[self.dtype],
             "SOFT_CAP": self.soft_cap,
             "HALF": format.metadata == "float16",
@@ -121,8 +123,10 @@ def attend(
     layout = packed.key.layout
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
-    tiles = -(-columns // _COLUMNS)
-    variant = Variant(layout, packed.value.layout, query.dtype, scores.soft_cap is not None)
+    soft_cap = scores.soft_cap is not None
+    width = 4 if columns <= 4 else 8
+    tiles = -(-columns // width)
+    variant = Variant(layout, packed.value.layout, query.dtype, soft_cap, width)
     if not supports(variant.key, variant.value, query.dtype):
         raise RotationZooError(
             f"the CUDA kernel does not read pages of {variant.key} and {variant.value} with "
@@ -134,11 +138,11 @@ def attend(
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
         splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
-    parts, padded = windows + splits, tiles * _COLUMNS
+    parts, padded = windows + splits, tiles * width
 
     query = query.contiguous()
     rows = batch, layout.heads, padded
-    prepared = query.new_empty(*rows, layout.dim, dtype=torch.float16)
+    prepared = query.new_empty(*rows, 2, -(-layout.dim // 64) * 64, dtype=torch.int8)
     headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
