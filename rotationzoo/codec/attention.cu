@@ -58,7 +58,7 @@ constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
-constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? (SETS == 1 ? 5 : 3) : 2;
+constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? (SETS == 1 ? 4 : 3) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
 // ---- instructions ----------------------------------------------------------------------------------------------------------
@@ -168,6 +168,20 @@ __device__ float read_number(unsigned from, unsigned index) {  // scale or offse
 #endif
 }
 
+// A kernel may start before the one before it in the stream has ended, where the launch allows it: until it waits, it must not read
+// what that one writes, nor write anything.
+__device__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -236,30 +250,35 @@ struct Header {
 extern "C" __global__ void __launch_bounds__(1024) prepare(
     const Element* query, Count columns, const float* matrix, const float* mean, double scale, signed char* prepared,
     Header* headers) {
-  constexpr int D = KEY_DIM, EACH = (D + 31) / 32;
+  constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int first = tile * COLUMNS;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
   const Count row = Count(batch) * heads + head;
+  const float* rows = matrix + Count(head) * D * D;
+  let_next_start();
+  // The matrix is on its way while the query is read.
+  float numbers[ROWS][EACH];
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    #pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int j = r * WARPS_OF_BLOCK + warp, i = e * 32 + lane;
+      numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
+    }
   for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
     int column = first + i / D;
     given[i / D][i % D] = column < columns ? element(query[(row * columns + column) * D + i % D]) : 0.0f;
   }
   __syncthreads();
-  const float* rows = matrix + Count(head) * D * D;
-  #pragma unroll 4
-  for (int j = warp; j < D; j += warps) {
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int j = r * WARPS_OF_BLOCK + warp;
     float sums[COLUMNS] = {};
     #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      int i = e * 32 + lane;
-      if (i < D) {
-        float x = rows[j * D + i];
-        #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) sums[c] += x * given[c][i];
-      }
-    }
+    for (int e = 0; e < EACH; e++)
+      #pragma unroll
+      for (int c = 0; c < COLUMNS; c++) sums[c] += e * 32 + lane < D ? numbers[r][e] * given[c][e * 32 + lane] : 0.0f;
     // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % COLUMNS.
     #pragma unroll
     for (int step = COLUMNS / 2; step; step /= 2)
@@ -271,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       }
     #pragma unroll
     for (int step = COLUMNS; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
-    if (lane < COLUMNS) turned[lane][j] = sums[0];
+    if (lane < COLUMNS && j < D) turned[lane][j] = sums[0];
   }
   __syncthreads();
   float top = 0.0f;
@@ -279,10 +298,10 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   if (!lane) largest[warp] = top;
   __syncthreads();
-  for (int w = 0; w < warps; w++) top = fmaxf(top, largest[w]);
+  for (int w = 0; w < WARPS_OF_BLOCK; w++) top = fmaxf(top, largest[w]);
   // All columns share a unit. The upper byte is rounded, so that the lower one may have a sign.
   const float unit = fmaxf(top, 1e-30f) / 32512.0f;
-  for (int c = warp; c < COLUMNS; c += warps) {
+  for (int c = warp; c < COLUMNS; c += WARPS_OF_BLOCK) {
     const Count at = (row * tiles + tile) * COLUMNS + c;
     signed char* upper = prepared + at * 2 * PREPARED;
     float sums[KEY_GROUPS] = {}, bias = 0.0f;
@@ -639,6 +658,7 @@ __device__ void attend_packed(
     end_group();
   }
 
+  wait_for_previous();
   const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
   Query query;
   #pragma unroll
@@ -667,6 +687,7 @@ __device__ void attend_packed(
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   wait_groups<0>();
+  let_next_start();
 
   // The sum over the rows that other lanes have.
   #pragma unroll
@@ -745,6 +766,12 @@ __device__ void attend_exact(
   }
   float key[SHARE] = {};
   if (token < count) load<SHARE>(key, rows.key + (group * rows.room + begin + token) * KEY_DIM + side * SHARE);
+  // Values are on their way while keys are compared.
+  Element values[WINDOW];
+  const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM;
+  #pragma unroll
+  for (int i = 0; i < WINDOW; i++) values[i] = i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
+  wait_for_previous();
   __syncthreads();
   #pragma unroll 2
   for (int c = 0; c < COLUMNS; c++) {
@@ -774,11 +801,13 @@ __device__ void attend_exact(
   }
   __syncthreads();
   for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
-    const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM + d;
+    if (d >= THREADS)
+      #pragma unroll
+      for (int i = 0; i < WINDOW; i++) values[i] = i < count ? value[i * VALUE_DIM + d] : 0;
     float sums[COLUMNS] = {};
-    #pragma unroll 8
+    #pragma unroll
     for (int i = 0; i < WINDOW; i++) {
-      const float x = i < count ? element(value[i * VALUE_DIM]) : 0.0f;
+      const float x = element(values[i]);
       #pragma unroll
       for (int c = 0; c < COLUMNS; c++) sums[c] += scores[i * COLUMNS + c] * x;
     }
@@ -829,6 +858,14 @@ extern "C" __global__ void __launch_bounds__(512) finish(
   const int column = blockIdx.x, columns = gridDim.x, head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
   const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Count at = ((Count(batch) * heads + head) * padded + column) * parts;
+  const float* rows = matrix + Count(head) * D * D;
+  constexpr int SHARE = D / GROUPS;
+  constexpr bool EARLY = SHARE <= 32;
+  float numbers[EARLY ? SHARE : 1] = {};
+  if (EARLY)
+    #pragma unroll
+    for (int i = 0; i < SHARE; i++) numbers[i] = d < D ? rows[(i * GROUPS + group) * D + d] : 0.0f;
+  wait_for_previous();
   const float sink = sinks ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
 
   float top = sink;
@@ -879,10 +916,13 @@ extern "C" __global__ void __launch_bounds__(512) finish(
   }
   __syncthreads();
   float turned = 0.0f;
-  const float* rows = matrix + Count(head) * D * D;
-  if (d < D)
+  if (EARLY) {
+    #pragma unroll
+    for (int i = 0; i < (EARLY ? SHARE : 0); i++) turned += joined[i * GROUPS + group] * numbers[i];
+  } else if (d < D) {
     #pragma unroll 16
-    for (int j = group; j < D; j += GROUPS) turned += joined[j] * rows[j * D + d];
+    for (int i = 0; i < SHARE; i++) turned += joined[i * GROUPS + group] * rows[(i * GROUPS + group) * D + d];
+  }
   packed[group][d] = turned;
   __syncthreads();
   if (!group && d < D) {

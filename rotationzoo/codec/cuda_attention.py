@@ -16,6 +16,7 @@ from rotationzoo.errors import RotationZooError
 SOURCE = Path(__file__).with_name("attention.cu")
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
+_EARLY = {"programmatic_stream_serialization": True}
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
 _WAVES = 3
@@ -124,7 +125,7 @@ def attend(
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
     soft_cap = scores.soft_cap is not None
-    width = 4 if columns <= 4 else 8
+    width = choose_columns(columns, layout, packed.value.layout)
     tiles = -(-columns // width)
     variant = Variant(layout, packed.value.layout, query.dtype, soft_cap, width)
     if not supports(variant.key, variant.value, query.dtype):
@@ -163,6 +164,7 @@ def attend(
         *(query, columns, tokens, prepared, headers, *tables, tables[0].stride(0)),
         *(packed.lengths, splits, tiles, *_window(head), *_window(tail)),
         *(scores.scale, scores.soft_cap or 0.0, totals, outputs),
+        early=True,
     )
     matrix, mean = _transform(packed.value)
     sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
@@ -171,8 +173,16 @@ def attend(
         (columns, layout.heads, batch),
         _FINISH_THREADS,
         *(totals, outputs, padded, parts, windows, tokens, matrix, mean, sinks, result),
+        early=True,
     )
     return result
+
+
+def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:
+    """How many of so many columns one block handles."""
+    # Beyond that, a warp's sums do not fit into its registers.
+    wide = max(key.dim, value.dim) <= 128 and key.groups == value.groups == 1
+    return 8 if columns > 4 and wide else 4
 
 
 def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
@@ -203,12 +213,16 @@ class Launcher:
         grid: tuple[int, int, int],
         threads: int,
         *arguments: torch.Tensor | float | None,
+        early: bool = False,
     ) -> None:
+        """Launch a kernel with the arguments of the function in the source. With `early` it may
+        start before the one before it has ended, which it must wait for itself."""
         from cuda.core import LaunchConfig, launch
 
         values = [_value(argument) for argument in arguments]
+        config = LaunchConfig(grid=grid, block=threads, **_EARLY if early else {})
         with torch.cuda.device(self.device):
-            launch(self.stream, LaunchConfig(grid=grid, block=threads), kernel, *values)
+            launch(self.stream, config, kernel, *values)
 
 
 def _value(argument: torch.Tensor | float | None) -> int | float:
