@@ -14,7 +14,8 @@ are cold. The kernels:
 * SGLang's Triton kernel, with the fastest number of splits, where `--sglang` names its
   `decode_attention.py`; FlashAttention-3 where it is installed;
 * ours: `rotationzoo.codec.cuda_attention.attend`, over packed codes and exact windows of 64 and
-  256 tokens. All that it launches counts, rotations of queries and outputs included.
+  256 tokens, with its own number of splits, and with the fastest of others. All that it launches
+  counts, rotations of queries and outputs included.
 
 Bytes are the cache's: what any kernel must read of it. The bandwidths they are divided by are
 measured in the same run: a copy (bytes read and written) and the fastest of torch's reductions.
@@ -82,7 +83,7 @@ def exact_rows(shape: Shape, sglang: ModuleType | None, splits: Sequence[int]) -
         yield Row(str(shape), arm.name, 16, arm.variant, shape.bytes, error, timing)
 
 
-def packed_rows(shape: Shape, format: str, splits: Sequence[int]) -> Iterator[Row]:
+def packed_rows(shape: Shape, format: str) -> Iterator[Row]:
     """Our kernel in every variant."""
     try:
         attend = import_module("rotationzoo.codec.cuda_attention").attend
@@ -94,7 +95,7 @@ def packed_rows(shape: Shape, format: str, splits: Sequence[int]) -> Iterator[Ro
     caches, query = packed_caches(shape, storage, copies_of(size), "cuda"), new_query(shape)
     first, scores = first_request(caches[0]), Scores(shape.dim**-0.5)
     expected = attention.attend(query[:1].float(), first.packed, first.head, first.tail, scores)
-    for variant, read in packed_variants(attend, splits):
+    for variant, read in packed_variants(attend, shape):
         try:
             difference = read(query, caches[0])[:1].float() - expected
         except (RuntimeError, RotationZooError) as problem:
@@ -105,7 +106,8 @@ def packed_rows(shape: Shape, format: str, splits: Sequence[int]) -> Iterator[Ro
             lambda read=read, cache=cache: read(query, cache)  # type: ignore[misc]
             for cache in caches
         ]
-        yield Row(str(shape), f"ours, {format}", 2, variant, size, error, measure(launches))
+        kernel = f"ours, {format}" + (", other splits" if "its own" not in variant else "")
+        yield Row(str(shape), kernel, 2, variant, size, error, measure(launches))
 
 
 def new_query(shape: Shape) -> torch.Tensor:
@@ -171,7 +173,7 @@ def main() -> int:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128, help="channels of a head")
     parser.add_argument("--sglang", type=Path, help="decode_attention.py of SGLang")
-    parser.add_argument("--splits", default=",".join(map(str, SPLITS)))
+    parser.add_argument("--splits", default=",".join(map(str, SPLITS)), help="of SGLang's kernel")
     parser.add_argument("--output", type=Path, help="JSON, written after every shape")
     parser.add_argument(
         "--limit",
@@ -192,7 +194,7 @@ def main() -> int:
     with torch.inference_mode():
         for shape in shapes:
             for format in formats:
-                rows += packed_rows(shape, format, splits)
+                rows += packed_rows(shape, format)
                 torch.cuda.empty_cache()
             rows += exact_rows(shape, sglang, splits)
             torch.cuda.empty_cache()

@@ -20,6 +20,7 @@ import inspect
 import itertools
 import math
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -103,7 +104,8 @@ def unsupported(module: object, inputs: Inputs) -> str:
     supports = getattr(module, "supports", None)
     if supports is None:
         return ""
-    offered = {**vars(inputs), "layout": inputs.packed.key.layout}
+    key, value = inputs.packed.key.layout, inputs.packed.value.layout
+    offered = {**vars(inputs), "key": key, "value": value, "dtype": inputs.query.dtype}
     names = inspect.signature(supports).parameters
     taken = supports(**{name: offered[name] for name in names if name in offered})
     return "" if taken else "the kernel does not support it"
@@ -121,7 +123,8 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="few and small cases")
     parser.add_argument("--purposes", default=",".join(PURPOSES))
-    parser.add_argument("--jobs", type=int, default=8, help="processes, most of them compiling")
+    jobs = max(1, min(14, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes; most are compiling")
     parser.add_argument("--verbose", action="store_true", help="every case")
     parser.add_argument("--definition", action="store_true", help="check the definition instead")
     args = parser.parse_args()

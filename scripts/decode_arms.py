@@ -16,9 +16,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from rotationzoo.codec.attention import Scores
 
 SPLITS = (8, 16, 32, 64, 128)
+_PACKED_SPLITS = (2, 4, 8, 16, 32, 64, 128, 256)
+_PARTS = range(128, 8193)
+"""How many parts of all KV heads of all requests it makes sense to cut the tokens into."""
 
 Read = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of a query `[B, H_q, 1, D]` to keys and values, to an output of the query's shape."""
+
+
+Variant = tuple[str, Callable[[torch.Tensor, PackedCache], torch.Tensor]]
+"""A name, and attention of a query to a packed cache."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +104,9 @@ def _flash3(shape: Shape) -> Read | None:
     return read
 
 
-def packed_variants(
-    attend: Callable[..., torch.Tensor], splits: Sequence[int]
-) -> Iterator[tuple[str, Callable[[torch.Tensor, PackedCache], torch.Tensor]]]:
+def packed_variants(attend: Callable[..., torch.Tensor], shape: Shape) -> Iterator[Variant]:
     """The kernel of this project over a packed cache, with its own choice of splits and, where it
-    lets the caller choose, with each of `splits`."""
+    lets the caller choose, with others."""
 
     def reader(**options: int) -> Callable[[torch.Tensor, PackedCache], torch.Tensor]:
         def read(query: torch.Tensor, cache: PackedCache) -> torch.Tensor:
@@ -112,11 +117,14 @@ def packed_variants(
 
     yield "its own splits", reader()
     if "splits" in inspect.signature(attend).parameters:
-        for count in splits:
-            yield f"{count} splits", reader(splits=count)
+        for count in _PACKED_SPLITS:
+            if count * shape.batch * shape.kv_heads in _PARTS:
+                yield f"{count} splits", reader(splits=count)
 
 
-def exact_error(output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor):
+def exact_error(
+    output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> float:
     """Relative error of the first request's output, against float32."""
     size = key.shape[1], -1, query.shape[-1]
     rows = query[0].float().view(size)

@@ -135,6 +135,7 @@ def _sides(
     count = -(-tokens // layout.tokens)
     pages = random_pages(layout, copies * count * batch, device)
     matrix = torch.linalg.qr(torch.randn(layout.heads, layout.dim, layout.dim, device=device)).Q
+    matrix = matrix.contiguous()  # or every launch would copy it
     numbers = torch.arange(copies * count * batch, device=device)
     table = (pages.data_ptr() + numbers * layout.bytes).view(copies, count, batch)
     blocks = pages.view(copies, count, batch, layout.bytes)

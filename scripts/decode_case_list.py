@@ -58,7 +58,8 @@ def types() -> Iterator[Case]:
     """Types of queries and windows, which need not be the same."""
     kinds = torch.bfloat16, torch.float16, torch.float32
     for query, window in itertools.product(kinds, kinds):
-        yield Case("types", query_type=query, window_type=window, new=2)
+        purpose = "types" if query == window else "windows of another type"
+        yield Case(purpose, query_type=query, window_type=window, new=2)
     yield Case("windows", head=128, tail=700)
     yield Case("windows", head=0, tail=33)
 

@@ -55,7 +55,8 @@ class Case:
     @property
     def program(self) -> tuple[object, ...]:
         """What a kernel may be compiled for: cases with the same are run by the same process."""
-        return self.dim, self.value_dim, self.format, self.group_size
+        shape = self.dim, self.value_dim, self.format, self.group_size, self.page
+        return *shape, self.query_type, self.window_type, self.soft_cap is None
 
     def __str__(self) -> str:
         changed = [
