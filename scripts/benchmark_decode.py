@@ -184,7 +184,8 @@ def main() -> int:
     args = parser.parse_args()
     start = time.monotonic()
     geometry = args.heads, args.kv_heads, args.dim
-    shapes = [Shape(*map(int, name.split("x")), *geometry) for name in args.shapes.split(",")]
+    sizes = [map(int, name.split("x")) for name in args.shapes.split(",")]
+    shapes = [Shape(batch, context, *geometry) for batch, context in sizes]
     formats, splits = args.formats.split(","), [int(count) for count in args.splits.split(",")]
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs an NVIDIA GPU")

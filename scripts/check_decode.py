@@ -23,7 +23,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -75,9 +75,9 @@ def check(case: Case, definition: bool) -> Result:
     """Run one case twice."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inputs = Drawing(case, device).inputs()
-    if definition:
-        attend, why = attention.attend, ""
-    else:
+    attend: Callable[..., torch.Tensor] = attention.attend
+    why = ""
+    if not definition:
         module = import_module("rotationzoo.codec.cuda_attention")
         attend, why = module.attend, unsupported(module, inputs)
     if why:
@@ -89,8 +89,8 @@ def check(case: Case, definition: bool) -> Result:
         poison(device)
         try:
             outputs.append(attend(*inputs.arguments(), **options))
-        except RotationZooError as error:
-            return Result(case, refused=str(error))
+        except RotationZooError as refusal:
+            return Result(case, refused=str(refusal))
     size = *inputs.query.shape[:3], case.value_dim or case.dim
     assert outputs[0].shape == size, f"{case}: the output is {tuple(outputs[0].shape)}"
     assert outputs[0].dtype == inputs.query.dtype, f"{case}: the output is {outputs[0].dtype}"

@@ -131,7 +131,7 @@ def exact_error(
     logits = rows @ key[0].float().mT * query.shape[-1] ** -0.5
     expected = (logits.softmax(-1) @ value[0].float()).flatten()
     difference = output[0].float().flatten() - expected
-    return (difference.norm() / expected.norm()).item()
+    return float(difference.norm() / expected.norm())
 
 
 def first_request(cache: PackedCache) -> PackedCache:

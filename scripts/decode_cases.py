@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from decode_caches import KIVI_CHANNELS, KIVI_TOKENS, LAYOUTS
@@ -80,7 +81,7 @@ class Inputs:
     tail: ExactWindow
     scores: Scores
 
-    def arguments(self) -> tuple[object, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         return self.query, self.packed, self.head, self.tail, self.scores
 
 
@@ -101,9 +102,9 @@ class Drawing:
         query = base + 0.1 * noise if case.peak else noise
         query = (query * case.query_scale).flatten(1, 2).to(case.query_type)
         self.direction = base[:, :, 0, 0]
-        packed, windows = self.packed(), [self.window(part) for part in ("head", "tail")]
+        packed, head, tail = self.packed(), self.window("head"), self.window("tail")
         sinks = self.normal(case.kv_heads * case.group) * 2 + 3 if case.sinks else None
-        return Inputs(query, packed, *windows, Scores(case.dim**-0.5, case.soft_cap, sinks))
+        return Inputs(query, packed, head, tail, Scores(case.dim**-0.5, case.soft_cap, sinks))
 
     def normal(self, *size: int) -> torch.Tensor:
         return torch.randn(size, generator=self.generator, device=self.device)
@@ -139,7 +140,8 @@ class Drawing:
             mean = self.normal(case.kv_heads, rows.shape[-1]) if case.means else None
             sides.append(self.side(layout, rows, mean))
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self.device)
-        return PackedTokens(*sides, lengths)
+        key, value = sides
+        return PackedTokens(key, value, lengths)
 
     def layouts(self) -> tuple[PageLayout, PageLayout]:
         case, format, both = self.case, LAYOUTS[self.case.format], []

@@ -29,9 +29,9 @@ def load_sglang(path: Path) -> ModuleType:
     """The module of `decode_attention.py`. Written for that of SGLang 0.5.23, in
     `sglang/kernels/ops/attention`."""
     for name in _MODULES:
-        module = _Absent(name)
-        module.__path__ = []
-        sys.modules.setdefault(name, module)
+        absent = _Absent(name)
+        absent.__path__ = []
+        sys.modules.setdefault(name, absent)
     spec = importlib.util.spec_from_file_location("sglang_decode_attention", path)
     assert spec is not None
     assert spec.loader is not None

@@ -74,7 +74,8 @@ def _both(memory: torch.Tensor, arm: Arm, shape: Shape) -> torch.Tensor:
     """Keys and values `[2, B, H, T, D]` in the order in which the kernel wants them."""
     # Both sides follow each other, as the requests of one batch of twice the size would.
     twice = replace(shape, batch=2 * shape.batch)
-    return arm.view(memory.flatten(), twice).unflatten(0, (2, shape.batch))
+    both: torch.Tensor = arm.view(memory.flatten(), twice).unflatten(0, (2, shape.batch))
+    return both
 
 
 def _time_of(arm: Arm, memory: torch.Tensor, shape: Shape) -> float:
@@ -112,8 +113,9 @@ class PackedLayers:
         caches = packed_caches(shape, storage, layers, device, spare=FLUSHED)
         size = layers, 2, shape.batch, shape.kv_heads, storage.recent + FLUSHED, shape.dim
         self.tails = torch.randn(size, dtype=torch.bfloat16, device=device)
-        self.packed, self.filled = caches[0].packed.lengths, caches[0].tail.lengths
-        assert self.filled is not None  # the layers share both
+        filled = caches[0].tail.lengths
+        assert filled is not None
+        self.packed, self.filled = caches[0].packed.lengths, filled  # the layers share both
         # As many tokens as on average wait for the next flush.
         self.filled.fill_(storage.recent + FLUSHED // 2)
         self.packed.sub_(FLUSHED // 2)
