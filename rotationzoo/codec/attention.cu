@@ -345,17 +345,21 @@ struct Cursor {
 
   const Address *keys, *values;
   int head, heads, lane;
-  int left;  // tiles in this page
+  int pages;  // that there are
+  int left;   // tiles in this page
   Address key, value, numbers[ROUNDS];
+  Address next_key, next_value;  // of the next page: read ahead, because nothing can be copied before they are known
 
   // Go to a tile.
   __device__ void turn(int tile) {
     constexpr int TILES = PAGE / TILE;
     const int page = tile / TILES, token = tile % TILES * TILE;
     left = TILES - tile % TILES;
+    const Address this_key = next_key, this_value = next_value;
+    if (page + 1 < pages) next_key = keys[page + 1], next_value = values[page + 1];
     const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
-    key = keys[page] + row * KEY_ROW + lane * 16;
-    value = values[page] + row * VALUE_ROW + lane * 16;
+    key = this_key + row * KEY_ROW + lane * 16;
+    value = this_value + row * VALUE_ROW + lane * 16;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
       // Scales of keys and their offsets, which follow all scales of the page, and then those of values.
@@ -363,7 +367,7 @@ struct Cursor {
       const bool of_keys = piece < 2 * KEY_PIECES;
       const int index = of_keys ? piece : piece - 2 * KEY_PIECES, count = of_keys ? KEY_PIECES : VALUE_PIECES;
       const Count width = of_keys ? KEY_NUMBERS : VALUE_NUMBERS;
-      numbers[i] = (of_keys ? keys : values)[page] + rows * (of_keys ? KEY_ROW : VALUE_ROW) + row * width +
+      numbers[i] = (of_keys ? this_key : this_value) + rows * (of_keys ? KEY_ROW : VALUE_ROW) + row * width +
                    (index < count ? index * 16 : rows * width + (index - count) * 16);
     }
   }
@@ -403,29 +407,44 @@ struct State {
 // A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
 __device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + (row & 1) * 4; }
 
-__device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned row, int part) {
+// Where a lane reads in a stage, so that it is not computed for each.
+struct Place {
+  int lane, row, part, token;
+  unsigned key, key_number, value, value_number;
+
+  __device__ Place() {
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // volatile, or the compiler would ask again for every tile
+    row = lane / 4, part = lane % 4, token = token_of(row);
+    key = token * KEY_ROW + 4 * key_word(0, part), value = VALUE + part * VALUE_ROW + 4 * row;
+    key_number = KEY_SCALE + token * KEY_NUMBERS, value_number = VALUE_SCALE + token * VALUE_NUMBERS;
+  }
+};
+
+// The words of a lane in a key's row.
+__device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from) {
   if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(row + 8 * part));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
   } else if constexpr (KEY_WORDS == 16 && (KEY_GROUPS == 1 || STRIDED)) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(row + 16 * part));
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from));
   } else {
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(row + 4 * key_word(chunk, part));
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(from + 4 * key_word(chunk, 0));
   }
 }
 
 struct Query {  // what a lane needs of it
   unsigned words[SETS][KEY_CHUNKS][4];  // for products: column lane / 4 of a set, of which even ones are upper bytes
   float sums[KEY_GROUPS][SETS], unit, cap;
+  float biases[SETS];  // of scores before they are capped
 };
 
 // Scores of a half, less `top`, for two rows of each set.
 __device__ void compare(
-    float (&scores)[SETS][2], unsigned stage, const int (&tokens)[2], const Query& query, const float (&top)[SETS], int part) {
+    float (&scores)[SETS][2], unsigned stage, int half, const Place& place, const Query& query, const float (&top)[SETS]) {
   unsigned keys[2][KEY_CHUNKS];
   #pragma unroll
-  for (int r = 0; r < 2; r++) read_words(keys[r], stage + tokens[r] * KEY_ROW, part);
+  for (int r = 0; r < 2; r++) read_words(keys[r], stage + place.key + (16 * half + 8 * r) * KEY_ROW);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
     int products[SETS][4][4] = {};  // by field
@@ -442,8 +461,8 @@ __device__ void compare(
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
           unsigned b0 = query.words[set][chunk][field], b1 = query.words[set][next][field];
-          if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, part), field) != group) b0 = 0;
-          if (others < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(next, part), field) != group) b1 = 0;
+          if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, place.part), field) != group) b0 = 0;
+          if (others < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(next, place.part), field) != group) b1 = 0;
           if (alone)
             multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, b0);
           else
@@ -453,8 +472,8 @@ __device__ void compare(
       }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const unsigned at = tokens[r] * KEY_GROUPS + group;
-      float scale = read_number(stage + KEY_SCALE, at), offset = read_number(stage + KEY_OFFSET, at);
+      const unsigned at = stage + place.key_number + (16 * half + 8 * r) * KEY_NUMBERS;
+      float scale = read_number(at, group), offset = read_number(at + TILE * KEY_NUMBERS, group);
       if (!MINIMUM) offset *= -scale;
       scale *= query.unit;
       #pragma unroll
@@ -467,7 +486,7 @@ __device__ void compare(
           product += (of[2 * r] * 256 + of[2 * r + 1]) * (64 >> 2 * field);
         }
         // Before it is capped, a score is not compared with anything.
-        const float base = group ? scores[set][r] : SOFT_CAP ? 0.0f : -top[set];
+        const float base = group ? scores[set][r] : SOFT_CAP ? query.biases[set] : -top[set];
         scores[set][r] = scale * float(product) + (offset * query.sums[group][set] + base);
       }
     }
@@ -539,8 +558,7 @@ __device__ bool too_large(const Scores& weights, const Values (&values)[HALVES])
 
 // Add a half's weighted values to the output. Two tokens' codes of a channel become a pair by taking a byte of each.
 __device__ void accumulate(
-    State& state, unsigned stage, const float (&weights)[SETS][2], const Values& values, int half, int lane) {
-  const int row = lane / 4, part = lane % 4;
+    State& state, unsigned stage, const float (&weights)[SETS][2], const Values& values, int half, const Place& place) {
   unsigned pairs[VALUE_GROUPS][SETS][2];
   #pragma unroll
   for (int set = 0; set < SETS; set++) {
@@ -560,7 +578,7 @@ __device__ void accumulate(
     unsigned words[4];
     #pragma unroll
     for (int i = 0; i < 4; i++)
-      words[i] = read_word(stage + VALUE + (16 * half + part + 4 * i) * VALUE_ROW + 4 * (8 * chunk + row));
+      words[i] = read_word(stage + place.value + (16 * half + 4 * i) * VALUE_ROW + 32 * chunk);
     #pragma unroll
     for (int field = 0; field < 4; field++)
       #pragma unroll
@@ -568,7 +586,7 @@ __device__ void accumulate(
         const int members = value_members(chunk, field, group);
         if (!members) continue;
         unsigned mask = half_mask(field);
-        if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + row, field) != group) mask = 0;
+        if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + place.row, field) != group) mask = 0;
         #pragma unroll
         for (int set = 0; set < SETS; set++) {
           float(&sums)[2][4] = state.output[set][chunk][field];
@@ -583,20 +601,18 @@ __device__ void accumulate(
 }
 
 // Add a tile of which `valid` tokens count.
-__device__ void process(State& state, unsigned stage, int valid, const Query& query, int lane, bool first) {
-  const int row = lane / 4, part = lane % 4;
+__device__ void process(State& state, unsigned stage, int valid, const Query& query, const Place& place, bool first) {
   Scores scores, weights;
   Values values[HALVES];
   #pragma unroll
   for (int half = 0; half < HALVES; half++) {
-    const int tokens[2] = {16 * half + token_of(row), 16 * half + token_of(row) + 8};
-    compare(scores[half], stage, tokens, query, state.top, part);
+    compare(scores[half], stage, half, place, query, state.top);
     #pragma unroll
     for (int group = 0; group < VALUE_GROUPS; group++)
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const unsigned at = tokens[r] * VALUE_GROUPS + group;
-        float scale = read_number(stage + VALUE_SCALE, at), offset = read_number(stage + VALUE_OFFSET, at);
+        const unsigned at = stage + place.value_number + (16 * half + 8 * r) * VALUE_NUMBERS;
+        float scale = read_number(at, group), offset = read_number(at + TILE * VALUE_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
       }
@@ -606,7 +622,7 @@ __device__ void process(State& state, unsigned stage, int valid, const Query& qu
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
       for (int r = 0; r < 2; r++)
-        if (16 * half + token_of(row) + 8 * r >= valid) {
+        if (16 * half + place.token + 8 * r >= valid) {
           #pragma unroll
           for (int set = 0; set < SETS; set++) scores[half][set][r] = MINUS_INFINITY;
           #pragma unroll
@@ -623,7 +639,7 @@ __device__ void process(State& state, unsigned stage, int valid, const Query& qu
   // for a factor of 2^7 until the next.
   if (__any_sync(ALL, first || too_large(weights, values))) raise(state, scores, weights, values, first);
   #pragma unroll
-  for (int half = 0; half < HALVES; half++) accumulate(state, stage, weights[half], values[half], half, lane);
+  for (int half = 0; half < HALVES; half++) accumulate(state, stage, weights[half], values[half], half, place);
 }
 
 // ---- one range of tokens of one KV head ------------------------------------------------------------------------------------
@@ -646,12 +662,15 @@ struct Job {
 __device__ void attend_packed(
     const Job& job, const Tables& tables, int begin, int end, int length, const signed char* prepared, const Header* headers,
     float cap, float2* totals, float* outputs, char* shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, part = lane % 4;
+  const Place place;
+  const int warp = threadIdx.x / 32, row = place.row, part = place.part;
   const unsigned ring = __cvta_generic_to_shared(shared) + warp * RING;
   const int each = (end - begin + WARPS - 1) / WARPS;
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 
-  Cursor cursor = {tables.key + job.batch * tables.pages, tables.value + job.batch * tables.pages, job.head, job.heads, lane};
+  Cursor cursor = {tables.key + job.batch * tables.pages, tables.value + job.batch * tables.pages, job.head, job.heads, place.lane,
+                   int(tables.pages)};
+  if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
     if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
@@ -672,6 +691,7 @@ __device__ void attend_packed(
     }
     #pragma unroll
     for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
+    query.biases[set] = headers[column + 4 * set + part].bias;
   }
   query.unit = headers[column].unit, query.cap = cap;
 
@@ -683,7 +703,7 @@ __device__ void attend_packed(
     const int ahead = tile + STAGES - 1, free = slot ? slot - 1 : STAGES - 1;
     if (ahead < last) cursor.fetch(ahead, ring + free * STAGE);
     end_group();
-    process(state, ring + slot * STAGE, length - tile * TILE, query, lane, tile == first);
+    process(state, ring + slot * STAGE, length - tile * TILE, query, place, tile == first);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   wait_groups<0>();
@@ -743,7 +763,7 @@ __device__ void attend_packed(
       for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
       outputs[job.at(c) * VALUE_DIM + d] = x;
     }
-    if (!threadIdx.x) totals[job.at(c)] = {top + headers[column + c].bias, total};
+    if (!threadIdx.x) totals[job.at(c)] = {top + (SOFT_CAP ? 0.0f : headers[column + c].bias), total};
   }
 }
 
@@ -847,87 +867,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
 
 // ---- merging ---------------------------------------------------------------------------------------------------------------
 
-// Merge the parts of a column: packed ones, which come after `windows` exact ones, are rotated back first.
-// Grid: x = columns, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM], mean [H, VALUE_DIM] or null, sinks [H_q] or null
-// (logits that take part in the softmax and read nothing), result [B, H, columns, VALUE_DIM].
-extern "C" __global__ void __launch_bounds__(512) finish(
-    const float2* totals, const float* outputs, Count padded, Count parts, Count windows, Count tokens, const float* matrix,
+// Merge the parts of TOGETHER columns, by as many groups of threads: packed parts, which come after `windows` exact ones, are rotated
+// back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM], mean [H, VALUE_DIM] or
+// null, sinks [H_q] or null (logits that take part in the softmax and read nothing), result [B, H, columns, VALUE_DIM].
+constexpr int LANES = VALUE_DIM <= 128 ? 128 : 256, GROUPS = 512 / LANES, MOST_TOTALS = 1024;  // columns times parts, of a block
+
+template <int TOGETHER>
+__device__ void merge(
+    const float2* totals, const float* outputs, int columns, int padded, int parts, int windows, int tokens, const float* matrix,
     const float* mean, const float* sinks, Element* result) {
-  constexpr int D = VALUE_DIM, LANES = D <= 128 ? 128 : 256, GROUPS = 512 / LANES;
-  __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES], joined[LANES], weights[512], reduced[3][16];
-  const int column = blockIdx.x, columns = gridDim.x, head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
-  const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Count at = ((Count(batch) * heads + head) * padded + column) * parts;
+  constexpr int D = VALUE_DIM, HELPERS = GROUPS / TOGETHER, SHARE = D / HELPERS;
+  constexpr bool EARLY = SHARE <= 32;  // numbers of the matrix for a thread, where they fit into registers
+  __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES];
+  __shared__ float2 all_totals[MOST_TOTALS];
+  const int head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
+  const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, helper = group % HELPERS, base = group - helper;
+  const int column = blockIdx.x * TOGETHER + group / HELPERS;
+  const bool works = column < columns && d < D;
   const float* rows = matrix + Count(head) * D * D;
-  constexpr int SHARE = D / GROUPS;
-  constexpr bool EARLY = SHARE <= 32;
   float numbers[EARLY ? SHARE : 1] = {};
-  if (EARLY)
+  if (EARLY && d < D)
     #pragma unroll
-    for (int i = 0; i < SHARE; i++) numbers[i] = d < D ? rows[(i * GROUPS + group) * D + d] : 0.0f;
+    for (int i = 0; i < (EARLY ? SHARE : 0); i++) numbers[i] = rows[(i * HELPERS + helper) * D + d];
   wait_for_previous();
-  const float sink = sinks ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
 
-  float top = sink;
-  for (int i = threadIdx.x; i < parts; i += 512) {
-    const float2 part = totals[at + i];
-    if (part.y > 0.0f) top = fmaxf(top, part.x);
-  }
-  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-  if (!lane) reduced[0][warp] = top;
+  const Count of_head = (Count(batch) * heads + head) * padded * parts;
+  const int first = blockIdx.x * TOGETHER * parts;
+  for (int i = threadIdx.x; i < TOGETHER * parts; i += 512) all_totals[i] = totals[of_head + first + i];
   __syncthreads();
-  for (int w = 0; w < 16; w++) top = fmaxf(top, reduced[0][w]);
-
-  float of_packed = 0.0f, of_exact = 0.0f, share = 0.0f, total = 0.0f;
-  for (int start = 0; start < parts; start += 512) {
-    const int i = start + threadIdx.x;
-    __syncthreads();
-    float weight = 0.0f;
-    if (i < parts) {
-      const float2 part = totals[at + i];
-      if (part.y > 0.0f) weight = exp2_of(part.x - top);
-      total += weight * part.y;
-      if (i >= windows) share += weight * part.y;
-    }
-    weights[threadIdx.x] = weight;
-    __syncthreads();
-    const int count = min(Count(512), parts - start);
-    if (d < D) {
-      #pragma unroll 8
-      for (int j = group; j < count; j += GROUPS) {
-        const float x = weights[j] * outputs[(at + start + j) * D + d];
-        of_exact += start + j < windows ? x : 0.0f, of_packed += start + j < windows ? 0.0f : x;
+  const float2* mine = all_totals + group / HELPERS * parts;
+  const float* of = outputs + (of_head + Count(column) * parts) * D + d;
+  float top = LOWEST, total = 0.0f, share = 0.0f;
+  if (works) {
+    // Every thread computes all weights: they are few, and a block would have to wait for each step.
+    if (sinks) top = sinks[head * (columns / tokens) + column / tokens] * LOG2E;
+    const float sink = top;
+    #pragma unroll 8
+    for (int i = 0; i < parts; i++) top = fmaxf(top, mine[i].x);
+    if (sinks) total = exp2_of(sink - top);
+    float of_packed = 0.0f, of_exact = 0.0f;
+    #pragma unroll 8
+    for (int i = 0; i < parts; i++) {
+      const float2 part = mine[i];
+      const float weight = exp2_of(part.x - top);
+      total += weight * part.y, share += i < windows ? 0.0f : weight * part.y;
+      if (i % HELPERS == helper) {
+        const float x = weight * of[Count(i) * D];
+        of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
       }
     }
-  }
-  packed[group][d] = of_packed, exact[group][d] = of_exact;
-  for (int step = 16; step; step /= 2) {
-    total += __shfl_xor_sync(ALL, total, step), share += __shfl_xor_sync(ALL, share, step);
-  }
-  if (!lane) reduced[1][warp] = total, reduced[2][warp] = share;
-  __syncthreads();
-  total = share = 0.0f;
-  for (int w = 0; w < 16; w++) total += reduced[1][w], share += reduced[2][w];
-  total += exp2_of(sink - top);
-  if (!group) {
-    float x = 0.0f;
-    for (int g = 0; g < GROUPS; g++) x += packed[g][d];
-    joined[d] = x;
+    packed[group][d] = of_packed, exact[group][d] = of_exact;
   }
   __syncthreads();
   float turned = 0.0f;
-  if (EARLY) {
-    #pragma unroll
-    for (int i = 0; i < (EARLY ? SHARE : 0); i++) turned += joined[i * GROUPS + group] * numbers[i];
-  } else if (d < D) {
-    #pragma unroll 16
-    for (int i = 0; i < SHARE; i++) turned += joined[i * GROUPS + group] * rows[(i * GROUPS + group) * D + d];
-  }
+  if (works)
+    #pragma unroll (EARLY ? SHARE : 8)
+    for (int i = 0; i < SHARE; i++) {
+      float x = 0.0f;
+      #pragma unroll
+      for (int h = 0; h < HELPERS; h++) x += packed[base + h][i * HELPERS + helper];
+      turned += x * (EARLY ? numbers[EARLY ? i : 0] : rows[(i * HELPERS + helper) * D + d]);
+    }
+  __syncthreads();
   packed[group][d] = turned;
   __syncthreads();
-  if (!group && d < D) {
-    float x = mean ? share * mean[head * D + d] : 0.0f;
-    for (int g = 0; g < GROUPS; g++) x += packed[g][d] + exact[g][d];
-    result[((Count(batch) * heads + head) * columns + column) * D + d] = rounded(x / total);
-  }
+  if (!works || helper) return;
+  float x = mean ? share * mean[head * D + d] : 0.0f;
+  #pragma unroll
+  for (int h = 0; h < HELPERS; h++) x += packed[base + h][d] + exact[base + h][d];
+  result[((Count(batch) * heads + head) * columns + column) * D + d] = rounded(x / total);
+}
+
+// One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.
+extern "C" __global__ void __launch_bounds__(512) finish(
+    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result) {
+  merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 3) finish_many(
+    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result) {
+  merge<GROUPS>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
 }

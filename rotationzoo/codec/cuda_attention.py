@@ -17,6 +17,7 @@ SOURCE = Path(__file__).with_name("attention.cu")
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
 _EARLY = {"programmatic_stream_serialization": True}
+_MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
 _WAVES = 3
@@ -73,6 +74,7 @@ class Kernels:
     prepare: Any
     attend: Any
     finish: Any
+    finish_many: Any
     threads: int
     """Of a block of `attend`."""
     blocks: int
@@ -121,6 +123,9 @@ def attend(
     each; by default as many as keep the GPU busy. Nothing waits for the GPU. Raises
     `RotationZooError` for layouts and types that `supports` says no to.
     """
+    result_type = query.dtype
+    for window in (head, tail):
+        query = query.to(torch.promote_types(query.dtype, window.key.dtype))
     layout = packed.key.layout
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
@@ -135,10 +140,12 @@ def attend(
             hint="use codec.attention.attend",
         )
     kernels = compiled(variant, query.device)
+    # A block of `finish` keeps a maximum and a sum of every part.
     windows = sum(-(-window.key.shape[2] // kernels.window) for window in (head, tail))
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
         splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
+    splits = min(splits, _MOST_TOTALS - windows)
     parts, padded = windows + splits, tiles * width
 
     query = query.contiguous()
@@ -162,20 +169,22 @@ def attend(
         (parts, layout.heads * tiles, batch),
         kernels.threads,
         *(query, columns, tokens, prepared, headers, *tables, tables[0].stride(0)),
-        *(packed.lengths, splits, tiles, *_window(head), *_window(tail)),
+        *(packed.lengths, splits, tiles, *_window(head, query.dtype), *_window(tail, query.dtype)),
         *(scores.scale, scores.soft_cap or 0.0, totals, outputs),
         early=True,
     )
     matrix, mean = _transform(packed.value)
     sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
+    groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
+    many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
     launch(
-        kernels.finish,
-        (columns, layout.heads, batch),
+        kernels.finish_many if many else kernels.finish,
+        (-(-columns // groups) if many else columns, layout.heads, batch),
         _FINISH_THREADS,
-        *(totals, outputs, padded, parts, windows, tokens, matrix, mean, sinks, result),
+        *(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result),
         early=True,
     )
-    return result
+    return result.to(result_type)
 
 
 def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:
@@ -237,8 +246,10 @@ def _transform(side: PackedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
     return side.matrix.float().contiguous(), None if mean is None else mean.float().contiguous()
 
 
-def _window(window: ExactWindow) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
-    rows = window.key.contiguous(), window.value.contiguous()
+def _window(
+    window: ExactWindow, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+    rows = window.key.to(dtype).contiguous(), window.value.to(dtype).contiguous()
     return *rows, window.lengths, window.key.shape[2]
 
 
@@ -255,6 +266,7 @@ def compiled(variant: Variant, device: torch.device) -> Kernels:
         code.get_kernel("prepare"),
         attend,
         code.get_kernel("finish"),
+        code.get_kernel("finish_many"),
         threads,
         resident * processors,
     )
