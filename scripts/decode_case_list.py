@@ -105,6 +105,13 @@ def splits() -> Iterator[Case]:
         yield Case("splits", lengths=(size, 0, size // 2), page=256, splits=count)
 
 
+def graphs() -> Iterator[Case]:
+    """A captured call, replayed after the lengths have grown."""
+    for format, size in itertools.product(("sglang", "vllm"), (70, 5000, 40_000)):
+        lengths = size, 0, size // 3
+        yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
+
+
 def quick() -> Iterator[Case]:
     """Few and small, and each path once."""
     case = Case("quick", lengths=(300, 0, 33), page=64, head=5, tail=(40, 3, 9), new=2)
@@ -123,4 +130,5 @@ PURPOSES: dict[str, Callable[[], Iterator[Case]]] = {
     "magnitudes": magnitudes,
     "long": long_contexts,
     "splits": splits,
+    "graphs": graphs,
 }
