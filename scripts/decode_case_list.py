@@ -15,9 +15,13 @@ LONG = 100_000
 def formats() -> Iterator[Case]:
     """Every format, head dimension and group size."""
     for dim, format in itertools.product(DIMS, ("sglang", "vllm", "mlx", "kivi")):
-        groups: list[int | None] = [None] if format != "mlx" else []
-        if format != "kivi":
-            groups += [group for group in (32, 64) if dim % group == 0 and group < dim]
+        sizes = (32, 64, 128) if format == "mlx" else (32, 64)
+        groups: list[int | None] = [group for group in sizes if dim % group == 0 and group < dim]
+        # MLX has groups of these sizes alone; a group of the whole row is what others begin with.
+        if format == "kivi":
+            groups = [None]
+        elif format != "mlx" or dim in sizes:
+            groups.append(None)
         for group in groups:
             yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
 
