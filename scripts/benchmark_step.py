@@ -38,6 +38,8 @@ from sglang_kernel import load_sglang
 from step_caches import FLUSHED, PackedLayers, exact_layers, free, request_bytes
 from step_model import Geometry, LayerCache, Model
 
+from rotationzoo.codec.formats import FORMATS
+
 _RESERVE = 3 << 30  # bytes left for logits, graphs and the libraries' work space
 _FLUSHES = 7
 
@@ -130,7 +132,7 @@ def main() -> int:
     )
     parser.add_argument("--context", type=int, default=102_400, help="tokens, the new one included")
     parser.add_argument("--batches", default="1", help="requests, with commas between")
-    parser.add_argument("--format", default="sglang")
+    parser.add_argument("--format", default="sglang", choices=FORMATS)
     parser.add_argument("--sglang", type=Path, help="decode_attention.py of SGLang")
     parser.add_argument("--layers", type=int, default=Geometry.layers)
     parser.add_argument("--plain", action="store_true", help="compile nothing")
@@ -169,7 +171,13 @@ def main() -> int:
     print(table(rows, rates["read"]))
     print(summary(rows))
     if args.output:
-        content = {"bytes_per_second": rates, "rows": [asdict(row) for row in rows]}
+        content = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "context": args.context,
+            "bytes_per_second": rates,
+            "rows": [asdict(row) for row in rows],
+        }
         args.output.write_text(json.dumps(content, indent=2))
     return 0
 

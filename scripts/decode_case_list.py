@@ -15,9 +15,13 @@ LONG = 100_000
 def formats() -> Iterator[Case]:
     """Every format, head dimension and group size."""
     for dim, format in itertools.product(DIMS, ("sglang", "vllm", "mlx", "kivi")):
-        groups: list[int | None] = [None] if format != "mlx" else []
-        if format != "kivi":
-            groups += [group for group in (32, 64) if dim % group == 0 and group < dim]
+        sizes = (32, 64, 128) if format == "mlx" else (32, 64)
+        groups: list[int | None] = [group for group in sizes if dim % group == 0 and group < dim]
+        # MLX has groups of these sizes alone; a group of the whole row is what others begin with.
+        if format == "kivi":
+            groups = [None]
+        elif format != "mlx" or dim in sizes:
+            groups.append(None)
         for group in groups:
             yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
 
@@ -105,6 +109,13 @@ def splits() -> Iterator[Case]:
         yield Case("splits", lengths=(size, 0, size // 2), page=256, splits=count)
 
 
+def graphs() -> Iterator[Case]:
+    """A captured call, replayed after the lengths have grown."""
+    for format, size in itertools.product(("sglang", "vllm"), (70, 5000, 40_000)):
+        lengths = size, 0, size // 3
+        yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
+
+
 def quick() -> Iterator[Case]:
     """Few and small, and each path once."""
     case = Case("quick", lengths=(300, 0, 33), page=64, head=5, tail=(40, 3, 9), new=2)
@@ -123,4 +134,5 @@ PURPOSES: dict[str, Callable[[], Iterator[Case]]] = {
     "magnitudes": magnitudes,
     "long": long_contexts,
     "splits": splits,
+    "graphs": graphs,
 }

@@ -1,11 +1,12 @@
 """Cases of attention over packed codes, and the rows, queries and windows of each."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from decode_caches import KIVI_CHANNELS, KIVI_TOKENS, LAYOUTS
+from torch.nn.functional import pad
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
@@ -51,6 +52,9 @@ class Case:
     unread: float = 1e4
     """What is in places that nobody may read."""
     splits: int | None = None
+    replayed: bool = False
+    """Whether the call is captured in a CUDA graph, and the packed lengths grow from 0 to theirs
+    between capture and replay."""
     seed: int = 0
 
     @property
@@ -175,7 +179,10 @@ class Drawing:
             sections.offset[:] = stored.offset[:, :, part]
             self.spoil(layout, sections, page * layout.tokens)
             blocks.append(block)
-        return PackedSide(blocks, layout, equalizer * rotation.mT, mean)
+        packed = PackedSide(blocks, layout, (equalizer * rotation.mT).contiguous(), mean)
+        if self.case.replayed:  # a table on the device, with columns to spare
+            packed = replace(packed, table=pad(packed.addresses(), (0, 3)))
+        return packed
 
     def spoil(self, layout: PageLayout, sections: int2.Quantized, first: int) -> None:
         """Overwrite what is beyond the length of each row."""

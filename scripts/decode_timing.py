@@ -67,8 +67,8 @@ def _replay(launches: Sequence[Launch]) -> tuple[Launch, bool]:
     try:
         with torch.cuda.graph(graph):
             _run(launches)
-    except RuntimeError as error:
-        print(f"not captured in a graph: {str(error).splitlines()[0]}", flush=True)
+    except Exception as error:  # of whichever library launches
+        print(f"not captured in a graph: {(str(error).splitlines() or [''])[0]}", flush=True)
         torch.cuda.synchronize()
         return lambda: _run(launches), False
     return graph.replay, True
