@@ -333,9 +333,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
 
 // ---- packed tokens ---------------------------------------------------------------------------------------------------------
 
-struct Tables {  // [B, pages] addresses of pages
+struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages
   const Address *key, *value;
-  Count pages;
+  Count key_pages, value_pages;
 };
 
 // Where a warp is in the pages of its row, and what each lane copies from there.
@@ -668,8 +668,8 @@ __device__ void attend_packed(
   const int each = (end - begin + WARPS - 1) / WARPS;
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 
-  Cursor cursor = {tables.key + job.batch * tables.pages, tables.value + job.batch * tables.pages, job.head, job.heads, place.lane,
-                   int(tables.pages)};
+  Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages, job.head, job.heads, place.lane,
+                   int(min(tables.key_pages, tables.value_pages))};
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
@@ -841,7 +841,7 @@ __device__ void attend_exact(
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count columns, Count tokens, const signed char* prepared, const Header* headers,
-    const Address* key_pages, const Address* value_pages, Count pages, const int* lengths, Count splits, Count tiles,
+    const Address* keys, const Address* values, Count key_pages, Count value_pages, const int* lengths, Count splits, Count tiles,
     const Element* sink_key, const Element* sink_value, const int* sink_lengths, Count sink_room, const Element* recent_key,
     const Element* recent_value, const int* recent_lengths, Count recent_room, double scale, double cap, float2* totals,
     float* outputs) {
@@ -861,7 +861,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   }
   const int length = lengths[job.batch], count = (length + TILE - 1) / TILE;
   const int each = (count + splits - 1) / splits, begin = min(count, int(blockIdx.x - windows) * each);
-  const Tables tables = {key_pages, value_pages, pages};
+  const Tables tables = {keys, values, key_pages, value_pages};
   attend_packed(job, tables, begin, min(count, begin + each), length, prepared, headers, capped, totals, outputs, shared);
 }
 
@@ -897,27 +897,28 @@ __device__ void merge(
   __syncthreads();
   const float2* mine = all_totals + group / HELPERS * parts;
   const float* of = outputs + (of_head + Count(column) * parts) * D + d;
-  float top = LOWEST, total = 0.0f, share = 0.0f;
-  if (works) {
-    // Every thread computes all weights: they are few, and a block would have to wait for each step.
-    if (sinks) top = sinks[head * (columns / tokens) + column / tokens] * LOG2E;
-    const float sink = top;
-    #pragma unroll 8
-    for (int i = 0; i < parts; i++) top = fmaxf(top, mine[i].x);
-    if (sinks) total = exp2_of(sink - top);
-    float of_packed = 0.0f, of_exact = 0.0f;
-    #pragma unroll 8
-    for (int i = 0; i < parts; i++) {
-      const float2 part = mine[i];
-      const float weight = exp2_of(part.x - top);
-      total += weight * part.y, share += i < windows ? 0.0f : weight * part.y;
-      if (i % HELPERS == helper) {
-        const float x = weight * of[Count(i) * D];
-        of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
-      }
-    }
-    packed[group][d] = of_packed, exact[group][d] = of_exact;
+  // Every warp has one column, and finds out for itself what all its threads need.
+  const float sink = sinks && column < columns ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
+  float top = sink, total = 0.0f, share = 0.0f;
+  for (int i = threadIdx.x % 32; i < parts; i += 32) top = fmaxf(top, mine[i].x);
+  #pragma unroll
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  for (int i = threadIdx.x % 32; i < parts; i += 32) {
+    const float sum = exp2_of(mine[i].x - top) * mine[i].y;
+    total += sum, share += i < windows ? 0.0f : sum;
   }
+  #pragma unroll
+  for (int step = 16; step; step /= 2)
+    total += __shfl_xor_sync(ALL, total, step), share += __shfl_xor_sync(ALL, share, step);
+  total += sinks ? exp2_of(sink - top) : 0.0f;
+  float of_packed = 0.0f, of_exact = 0.0f;
+  if (works)
+    #pragma unroll 8
+    for (int i = helper; i < parts; i += HELPERS) {
+      const float x = exp2_of(mine[i].x - top) * of[Count(i) * D];
+      of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
+    }
+  packed[group][d] = of_packed, exact[group][d] = of_exact;
   __syncthreads();
   float turned = 0.0f;
   if (works)

@@ -163,12 +163,13 @@ def attend(
         _PREPARE_THREADS,
         *(query, columns, matrix, mean, scores.scale, prepared, headers),
     )
-    tables = packed.key.addresses(), packed.value.addresses()
+    tables = [side.addresses().contiguous() for side in (packed.key, packed.value)]
+    pages = [table.shape[1] for table in tables]
     launch(
         kernels.attend,
         (parts, layout.heads * tiles, batch),
         kernels.threads,
-        *(query, columns, tokens, prepared, headers, *tables, tables[0].stride(0)),
+        *(query, columns, tokens, prepared, headers, *tables, *pages),
         *(packed.lengths, splits, tiles, *_window(head, query.dtype), *_window(tail, query.dtype)),
         *(scores.scale, scores.soft_cap or 0.0, totals, outputs),
         early=True,
