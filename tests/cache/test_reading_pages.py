@@ -291,10 +291,10 @@ def test_models_run_side_by_side():
     """In threads that share the registry of attention functions."""
     models = [architectures.build("llama", seed=seed) for seed in range(2)]
     expected = [generate(model, empty(model, "rows")) for model in models]
-    texts = {}
+    caches, texts = [empty(model, "pages") for model in models], {}
 
     def write(number):
-        texts[number] = generate(models[number], empty(models[number], "pages"))
+        texts[number] = generate(models[number], caches[number])
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in threads:
