@@ -162,6 +162,7 @@ def attend(
         (layout.heads, tiles, batch),
         _PREPARE_THREADS,
         *(query, columns, matrix, mean, scores.scale, prepared, headers),
+        early=True,
     )
     tables = [side.addresses().contiguous() for side in (packed.key, packed.value)]
     pages = [table.shape[1] for table in tables]
