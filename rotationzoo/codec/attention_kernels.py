@@ -22,6 +22,10 @@ _WAVES = 3
 the last of them."""
 
 
+Argument = torch.Tensor | float | None
+"""What a kernel can be given. None is a null pointer."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """What the kernels are compiled for."""
@@ -140,7 +144,7 @@ class Launcher:
         kernel: Any,
         grid: tuple[int, int, int],
         threads: int,
-        arguments: Iterable[torch.Tensor | float | None],
+        arguments: Iterable[Argument],
     ) -> None:
         """Launch a kernel with the arguments of the function in the source."""
         from cuda.core import LaunchConfig, launch
@@ -153,7 +157,7 @@ class Launcher:
             launch(self.stream, config, kernel, *values)
 
 
-def _value(argument: torch.Tensor | float | None) -> int | float:
+def _value(argument: Argument) -> int | float:
     """What a kernel gets: an address, a 64-bit integer or a double."""
     if argument is None:
         return 0

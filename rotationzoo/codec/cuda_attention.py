@@ -8,6 +8,7 @@ from rotationzoo.codec.attention_kernels import (
     FINISH_THREADS,
     MOST_TOTALS,
     PREPARE_THREADS,
+    Argument,
     Launcher,
     Variant,
     choose_columns,
@@ -98,8 +99,6 @@ def _transform(side: PackedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
     return side.matrix.float().contiguous(), None if mean is None else mean.float().contiguous()
 
 
-def _window(
-    window: ExactWindow, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+def _window(window: ExactWindow, dtype: torch.dtype) -> tuple[Argument, ...]:
     rows = window.key.to(dtype).contiguous(), window.value.to(dtype).contiguous()
     return *rows, window.lengths, window.key.shape[2]
