@@ -73,14 +73,15 @@ def attend(
 
     tables = [side.addresses().contiguous() for side in (packed.key, packed.value)]
     pages = [table.shape[1] for table in tables]
-    read = query, columns, tokens, prepared, headers, *tables, *pages, packed.lengths, splits, tiles
+    read: list[Argument] = [query, columns, tokens, prepared, headers, *tables, *pages]
+    cut = packed.lengths, splits, tiles
     exact = [*_window(head, query.dtype), *_window(tail, query.dtype)]
     capped = scores.scale, scores.soft_cap or 0.0
     launch(
         kernels.attend,
         (parts, layout.heads * tiles, batch),
         kernels.threads,
-        (*read, *exact, *capped, totals, outputs),
+        (*read, *cut, *exact, *capped, totals, outputs),
     )
 
     groups = FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
