@@ -114,6 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=64, help="per task")
     parser.add_argument("--texts", type=int, default=6, help="rows for the perplexity")
     parser.add_argument("--step", type=int, default=16, help="tokens a call after the first")
+    parser.add_argument("--reading", default="auto", help="of RotatedCache: rows, pages or auto")
     parser.add_argument("--batch", type=int, default=16, help="rows a call")
     parser.add_argument("--dtype", default="bfloat16", help="of the model: bfloat16 or float32")
     parser.add_argument("--data", default=str(HELD_OUT), help="text to judge on")
@@ -173,6 +174,7 @@ def contenders(run: Run, name: str) -> Iterator[tuple[str, Make]]:
             if (sink, recent) != WINDOWS[0] and format != SMALLEST:
                 continue
             windows = {"format": format, "sink": sink, "recent": recent}
+            windows["reading"] = options.reading
             yield (
                 f"{title}, {format}",
                 lambda t=title, a=artifact, w=windows: rotated_cache(

@@ -37,7 +37,6 @@ from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
-from rotationzoo.codec import encoders
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.geometry import Geometry, Layer, geometry_of
@@ -61,7 +60,7 @@ AIMS = {"sglang": 6.2, "vllm": 6.9}
 PEAKS = {"rows": 512, "pages": 64}
 """The MiB that a decoding step should take beyond weights and cache: one layer's keys and values in
 bfloat16 where they are read as rows."""
-STEPS = 4  # decoding steps that are timed
+STEPS = 3  # decoding steps that are timed
 MIB = 2**20
 Record = dict[str, Any]
 
@@ -145,10 +144,7 @@ def measure_cache(
     options: argparse.Namespace,
 ) -> Record:
     """What a `RotatedCache` with so many tokens holds, and what a decoding step takes beyond it."""
-    settings: Record = {"format": format, "sink": 64, "recent": 256}
-    # Without a choice there is one way to read, as rows.
-    if reading != "rows" or "reading" in CacheOptions.__annotations__:
-        settings["reading"] = reading
+    settings: CacheOptions = {"format": format, "sink": 64, "recent": 256, "reading": reading}
     cache = RotatedCache(rotations, model, **settings)
     geometry = geometry_of(model)
     fill(cache, geometry, 1)  # moves the rotations to the GPU
@@ -233,14 +229,13 @@ def measure_encoders() -> Record:
     """Tokens per second that one layer's keys are rotated and quantized with, in pieces, and the
     time of one token, by kernels and by definitions."""
     rotations = fit(None, PRESETS["hadamard"], [KEYS]).replace(with_factor)
-    kernels = encoders._has_kernel
+    kernels = Arm.encoder
     report: Record = {}
     for rounding in ("nearest", "feedback"):
         arm = Arm("", rotations, rounding=rounding)
-        storage = Storage(arm, Cache(SIMULATED["sglang"]))
-        for encoder, has_kernel in (("kernel", kernels), ("definition", lambda *_: False)):
-            with patch.object(encoders, "_has_kernel", has_kernel):
-                speeds = time_encoder(storage)
+        for encoder, choose in (("kernel", kernels), ("definition", lambda *_: None)):
+            with patch.object(Arm, "encoder", choose):
+                speeds = time_encoder(Storage(arm, Cache(SIMULATED["sglang"])))
             report[f"{rounding}, {encoder}"] = speeds
             print(
                 f"keys of one layer, {rounding} codes, {encoder}: "
