@@ -87,13 +87,10 @@ def main() -> int:
         decoding = decoding if is_copy else {}
         run = Run(options, model, load(model, getattr(torch, options.dtype), data))
         report = measure_model(run, name, decoding)
-        path = options.output / f"{name}.caches.json"
-        content = {"model": name, "device": device_name(), "settings": {SETTING: report}}
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
         title = f"{name}, {options.dtype}, {device_name()}"
         pages.append("\n".join(table(title, report, options.contexts)))
         print(pages[-1], flush=True)
-    (options.output / "caches.md").write_text("\n\n".join(pages) + "\n", encoding="utf-8")
+        (options.output / "caches.md").write_text("\n\n".join(pages) + "\n", encoding="utf-8")
     return 0
 
 
@@ -148,6 +145,8 @@ def measure_model(run: Run, name: str, decoding: Record) -> Record:
     """Everything about one model. `decoding` collects what depends on shapes alone."""
     questions = write_questions(run, SETTING)
     report = read_exact(run, questions)
+    path = run.options.output / f"{name}.caches.json"
+    content = {"model": name, "device": device_name(), "settings": {SETTING: report}}
     for title, make in contenders(run, name):
         # One cache that fails should not cost the others.
         try:
@@ -157,6 +156,7 @@ def measure_model(run: Run, name: str, decoding: Record) -> Record:
             print(f"{name}, {title} failed: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         report["arms"][contender.name] = record
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
         print(f"{name}, {contender.name}: {record['seconds']} s", file=sys.stderr, flush=True)
     return report
 

@@ -5,12 +5,12 @@
 
 Three parts, each with lines of text and an entry of the JSON that comes last:
 
+* `limited`: a context that does not fit in bfloat16 under a limit on torch's memory, which a
+  `DynamicCache` fails to read and `RotatedCache` generates from. The prompt is read in chunks;
+* `encoders`: how fast tokens are quantized, by the CUDA kernels and by their definitions in torch;
 * `held`: what the cache holds of a context in which every layer stored random keys and values, by
   its tensors and by what torch's allocator gave out meanwhile, beside a `DynamicCache` of the same
-  tokens; and the peak of one decoding step of the real model beyond weights and cache;
-* `encoders`: how fast tokens are quantized, by the CUDA kernels and by their definitions in torch;
-* `limited`: a context that does not fit in bfloat16 under a limit on torch's memory, which a
-  `DynamicCache` fails to read and `RotatedCache` generates from. The prompt is read in chunks.
+  tokens; and the peak of one decoding step of the real model beyond weights and cache.
 
 Weights, keys and values are random and the rotations are `hadamard`, because memory depends on
 shapes alone.
@@ -70,20 +70,21 @@ def main() -> int:
     if DEVICE != "cuda":
         raise SystemExit("this measures the memory of an NVIDIA GPU, and there is none")
     report: Record = {"gpu": torch.cuda.get_device_name(), "tokens": options.tokens}
+    # The limit comes first, while nothing else has used the GPU's memory.
     parts: dict[str, Callable[[], Record]] = {
-        "held": lambda: measure_model(options),
-        "encoders": measure_encoders,
         "limited": lambda: measure_limited(options.context, options.limit * MIB),
+        "encoders": measure_encoders,
+        "held": lambda: measure_model(options),
     }
     for name, measure in parts.items():
         started = time.perf_counter()
         report[name] = attempt(name, measure)
         report[name]["seconds"] = round(time.perf_counter() - started, 1)
         free_memory()
+        if options.output:
+            options.output.write_text(json.dumps(report) + "\n", encoding="utf-8")
     text = json.dumps(report)
     print(text)
-    if options.output:
-        options.output.write_text(text + "\n", encoding="utf-8")
     return int('"error"' in text)
 
 
@@ -94,8 +95,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--formats", type=lambda text: text.split(","), default=[*AIMS])
     parser.add_argument("--readings", type=lambda text: text.split(","), default=["rows"])
-    parser.add_argument("--context", type=int, default=65536, help="tokens of the limited run")
-    parser.add_argument("--limit", type=int, default=4096, help="MiB of the limited run")
+    parser.add_argument("--context", type=int, default=49152, help="tokens of the limited run")
+    parser.add_argument("--limit", type=int, default=3072, help="MiB of the limited run")
     parser.add_argument("--output", type=Path, help="a file for the JSON")
     return parser.parse_args()
 
@@ -114,7 +115,7 @@ def build_model(shape: Record, positions: int) -> PreTrainedModel:
     config = Qwen3Config(**shape, max_position_embeddings=positions, tie_word_embeddings=False)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    untyped: Any = model.eval()
+    untyped: Any = model.eval().to(DEVICE)
     return untyped
 
 
