@@ -43,9 +43,16 @@ class Variant:
         tiles of each."""
         bytes_of_a_tile = 0
         for layout in (self.key, self.value):
-            metadata = 2 * layout.groups * layout.format.metadata_bits // 8
-            bytes_of_a_tile += _TILE * (layout.dim // 4 + metadata)
+            numbers = 2 * layout.groups * _TILE // layout.tokens_per_scale
+            metadata = numbers * layout.format.metadata_bits // 8
+            bytes_of_a_tile += _TILE * layout.dim // 4 + metadata
         return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
+
+    @property
+    def key_group(self) -> int:
+        """Channels of a key whose products are summed before they meet a scale: all of them, where
+        scales are those of channels, which multiply the query instead."""
+        return self.key.dim // (self.key.groups if self.key.tokens_per_scale == 1 else 1)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
@@ -53,8 +60,9 @@ class Variant:
         values = {
             "KEY_DIM": self.key.dim,
             "VALUE_DIM": self.value.dim,
-            "KEY_GROUP": self.key.dim // self.key.groups,
+            "KEY_GROUP": self.key_group,
             "VALUE_GROUP": self.value.dim // self.value.groups,
+            "KEY_TOKENS": self.key.tokens_per_scale,
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
@@ -92,20 +100,28 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype) -> bool:
         dtype in TYPES
         and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
-        and all(_supports_side(layout) for layout in (key, value))
+        and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
+        and (_has_channel_scales(key) or _has_row_scales(key))
+        and _has_row_scales(value)
     )
 
 
-def _supports_side(layout: PageLayout) -> bool:
+def _has_row_scales(layout: PageLayout) -> bool:
+    """Whether each token has scales of its own, as few as the kernels can keep apart."""
     group = layout.dim // layout.groups
     # Codes that share a 32-bit word and a field of its bytes must share a scale.
     run = 4 if layout.format.packing == "strided" else 16
+    return layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS and group % run == 0
+
+
+def _has_channel_scales(layout: PageLayout) -> bool:
+    """Whether the tokens of a tile share a scale of each channel, in the format of `cache.kivi`."""
+    format = layout.format
+    kind = format.metadata, format.offset, format.packing
     return (
-        layout.tokens_per_scale == 1
-        and layout.dim % 16 == 0
-        and layout.dim <= _LARGEST_DIM
-        and layout.groups <= _MOST_GROUPS
-        and group % run == 0
+        layout.tokens_per_scale == _TILE
+        and layout.groups == layout.dim
+        and kind == ("float16", "minimum", "consecutive")
     )
 
 
@@ -150,8 +166,11 @@ def attend(
 
     query = query.contiguous()
     rows = batch, layout.heads, padded
-    prepared = query.new_empty(*rows, 2, -(-layout.dim // 64) * 64, dtype=torch.int8)
-    headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
+    # Two bytes of a number, or float32 where it is rounded for every tile.
+    width = -(-layout.dim // 64) * 64 * (2 if layout.tokens_per_scale == 1 else 4)
+    prepared = query.new_empty(*rows, width, dtype=torch.int8)
+    sums = layout.dim // variant.key_group
+    headers = query.new_empty(*rows, 2 + sums, dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     result = query.new_empty(batch, query_heads, tokens, variant.value.dim)
