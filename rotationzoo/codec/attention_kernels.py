@@ -51,9 +51,16 @@ class Variant:
 
     @property
     def key_group(self) -> int:
-        """Channels of a key whose products are summed before they meet a scale: all of them, where
-        scales are those of channels, which multiply the query instead."""
-        return self.key.dim // (self.key.groups if self.key.tokens_per_scale == 1 else 1)
+        """Channels of a key whose products are summed before a scale multiplies them: all, where
+        channels have scales of their own, which multiply the query instead."""
+        key = self.key
+        return key.dim // key.groups if key.tokens_per_scale == 1 else key.dim
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of a query that `prepare` writes: two of each channel, or float32 where `attend`
+        rounds them for every tile. `COLUMN` in the source."""
+        return -(-self.key.dim // 64) * 64 * (2 if self.key.tokens_per_scale == 1 else 4)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""

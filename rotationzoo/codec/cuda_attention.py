@@ -62,11 +62,8 @@ def attend(
 
     query = query.contiguous()
     rows = batch, layout.heads, padded
-    # Two bytes of a number, or float32 where it is rounded for every tile.
-    width = -(-layout.dim // 64) * 64 * (2 if layout.tokens_per_scale == 1 else 4)
-    prepared = query.new_empty(*rows, width, dtype=torch.int8)
-    sums = layout.dim // variant.key_group
-    headers = query.new_empty(*rows, 2 + sums, dtype=torch.float32)
+    prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
+    headers = query.new_empty(*rows, 2 + layout.dim // variant.key_group, dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     result = query.new_empty(batch, query_heads, tokens, variant.value.dim)
