@@ -179,6 +179,12 @@ __device__ unsigned read_word(unsigned from) {
   return x;
 }
 
+__device__ uint2 read_two(unsigned from) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from));
+  return x;
+}
+
 __device__ uint4 read_four(unsigned from) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
@@ -457,10 +463,11 @@ struct Place {
 // The words of a lane in a key's row.
 __device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from) {
   if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
+    const uint2 two = read_two(from);
+    words[0] = two.x, words[1] = two.y;
   } else if constexpr (KEY_WORDS == 16 && (KEY_GROUPS == 1 || STRIDED)) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from));
+    const uint4 four = read_four(from);
+    words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
   } else {
     #pragma unroll
     for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(from + 4 * key_word(chunk, 0));
