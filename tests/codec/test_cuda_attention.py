@@ -15,7 +15,7 @@ from decode_reference import error_of, reference
 from support import attention_on_cpu
 from support.nvcc import compile_kernels
 
-from rotationzoo.codec import attention_kernels, cuda_attention
+from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention_kernels import Variant, choose_columns, choose_splits, supports
 from rotationzoo.codec.cuda import ATTENTION_SOURCE
 from rotationzoo.codec.pages import PageLayout
@@ -34,7 +34,7 @@ on_cpu = pytest.mark.skipif(
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
 # columns; what lies beyond a request is not a number.
 SMALL = Case(
-    "small", kv_heads=1, lengths=(45, 0, 96), head=(3, 0, 2), tail=(5, 2, 9), page=32, means=True,
+    "small", kv_heads=1, lengths=(35, 0, 96), head=(3, 0, 2), tail=(5, 2, 9), page=32, means=True,
     query_type=FLOAT, window_type=FLOAT, unread=math.nan,
 )  # fmt: skip
 
@@ -109,9 +109,9 @@ def test_splits_fill_the_gpu_once_or_several_times():
 
 
 def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:
+    """Compare a float32 output. Its error is that of scores, whose queries have 16 bits."""
     assert output.dtype == inputs.query.dtype
-    error = error_of(output, reference(inputs))
-    assert error.row < most
+    assert error_of(output, reference(inputs)).row < most
 
 
 @on_cpu
@@ -126,7 +126,7 @@ def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:
 def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):
     inputs = Drawing(replace(SMALL, format=format, **changes), "cpu").inputs()
     output = attention_on_cpu.attend(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
-    assert_right(output, inputs, 2e-4)
+    assert_right(output, inputs, 2e-4)  # measured: 6e-5, 4e-5 and 8e-5
 
 
 @on_gpu
@@ -136,14 +136,14 @@ def test_the_kernel_is_the_definition(format, dim, device):
     for changes in ({}, {"group": 8, "new": 3}, {"lengths": (3000, 31, 300), "page": 64}):
         inputs = Drawing(replace(SMALL, format=format, dim=dim, **changes), device).inputs()
         output = cuda_attention.attend(*inputs.arguments())
-        assert_right(output, inputs, 3e-4)
+        assert_right(output, inputs, 3e-4)  # measured on a CPU: 8e-5
         assert torch.equal(output, cuda_attention.attend(*inputs.arguments()))
 
 
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc to compile for three generations")
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("format", [pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_variant_compiles(format, dim, tmp_path):
-    for columns in (4, choose_columns(8, *layouts(format, dim))):
-        chosen = replace(variant(format, dim), columns=columns)
-        compile_kernels(ATTENTION_SOURCE.read_text(), chosen.macros(), tmp_path)
+    for columns in {4, choose_columns(8, *layouts(format, dim))}:
+        macros = replace(variant(format, dim), columns=columns).macros()
+        compile_kernels(ATTENTION_SOURCE.read_text(), macros, tmp_path, [90])

@@ -25,9 +25,9 @@ IN_PTX = re.compile(
 KERNELS = "prepare", "attend", "finish", "finish_many"
 LAUNCH = """
 extern "C" void launch_{0}(
-    const int* grid, int threads, const unsigned long long* arguments, int given) {{
+    const unsigned* grid, int threads, const unsigned long long* arguments, int given) {{
   shared_bytes = SHARED;
-  launch({0}, {{unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])}}, threads, arguments, given);
+  launch({0}, {{grid[0], grid[1], grid[2]}}, threads, arguments, given);
 }}
 """
 PAGES = """
@@ -94,7 +94,7 @@ class _Launcher:
     ) -> None:
         kept = list(arguments)
         values = [_bits(argument) for argument in kept]
-        kernel((ctypes.c_int * 3)(*grid), threads, b"".join(values), len(values))
+        kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
 
 
 def _bits(argument: attention_kernels.Argument) -> bytes:
