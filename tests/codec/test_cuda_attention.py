@@ -34,7 +34,7 @@ on_cpu = pytest.mark.skipif(
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
 # columns; what lies beyond a request is not a number.
 SMALL = Case(
-    "small", kv_heads=1, lengths=(35, 0, 96), head=(3, 0, 2), tail=(5, 2, 9), page=32, means=True,
+    "small", kv_heads=1, lengths=(35, 0, 96), head=(3, 0, 2), tail=(5, 3, 9), page=32, means=True,
     query_type=FLOAT, window_type=FLOAT, unread=math.nan,
 )  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_the_kernel_is_the_definition(format, dim, device):
     for changes in ({}, {"group": 8, "new": 3}, {"lengths": (3000, 31, 300), "page": 64}):
         inputs = Drawing(replace(SMALL, format=format, dim=dim, **changes), device).inputs()
         output = cuda_attention.attend(*inputs.arguments())
-        assert_right(output, inputs, 3e-4)  # measured on a CPU: 8e-5
+        assert_right(output, inputs, 3e-4)  # measured on a CPU: up to 8e-5
         assert torch.equal(output, cuda_attention.attend(*inputs.arguments()))
 
 
