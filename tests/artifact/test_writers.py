@@ -225,7 +225,10 @@ def test_nothing_is_added_to_other_rotations(made, folder):
 def test_other_rotations_are_told_apart_in_a_folder_of_the_same_number(made, folder, tmp_path):
     """Disks often give a new folder the number of one that was removed. Here the folder itself
     stays, and the other tensors have the same names and shapes."""
-    artifact, of_other = Artifact.open(folder), Artifact.open(folder).rotations.with_clip("key", 0.5)
+    artifact, of_other = (
+        Artifact.open(folder),
+        Artifact.open(folder).rotations.with_clip("key", 0.5),
+    )
     other = write_artifact(tmp_path / "other", of_other, None, artifact.content).folder
     number = folder.stat().st_ino
     for path in other.iterdir():

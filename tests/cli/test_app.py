@@ -35,6 +35,27 @@ print(sorted(slow & set(sys.modules)))
     assert shown.splitlines()[-1] == "[]"
 
 
+def test_commands_that_read_an_artifact_do_not_wait_for_transformers(made, tmp_path):
+    """It takes half of their time to import, and only models need it."""
+    program = f"""
+import sys
+from rotationzoo.cli.app import main
+for words in (
+    "inspect {made}", "verify {made}", "export {made} --to sglang --output out",
+    "push {made} me/zoo --dry-run", "list --index bundled",
+):
+    try:
+        main(words.split())
+    except SystemExit as done:
+        assert not done.code, words
+print(sorted({{"transformers", "accelerate", "datasets", "scipy"}} & set(sys.modules)))
+"""
+    words = [sys.executable, "-c", program]
+    shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[-1] == "[]"
+
+
 def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert "2 bits: answers to questions about its context, then" in inside("--help").stdout
