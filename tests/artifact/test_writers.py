@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -240,7 +239,7 @@ def test_other_rotations_are_told_apart_in_a_folder_of_the_same_number(made, fol
 
 @pytest.mark.hostile("crash")
 def test_first_runs_at_once_both_end_with_the_artifact(command):
-    words = [sys.executable, "-m", "rotationzoo", "calibrate", "demo", "--recipe", "hadamard", "-q"]
+    words = [*command.program, "calibrate", "demo", "--recipe", "hadamard", "-q"]
     running = [
         subprocess.Popen(
             words, cwd=command.folder, env=command.environment, stdout=-1, stderr=-1, text=True

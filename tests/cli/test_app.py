@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from support.command_line import SMALL, only_error
+from support.command_line import only_error
 
 import rotationzoo
 from rotationzoo.cli.app import COMMANDS
@@ -101,11 +101,10 @@ def test_wrong_usage_exits_with_2(inside):
 # ---- what ends a command from outside
 
 
-def test_a_full_standard_output_is_one_sentence(command):
-    artifact = command("calibrate", "demo", "--quiet", *SMALL).stdout.strip()
+def test_a_full_standard_output_is_one_sentence(command, made):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "rotationzoo", "inspect", artifact],
+            [sys.executable, "-m", "rotationzoo", "inspect", made],
             cwd=command.folder,
             env=command.environment,
             stdout=full,
@@ -122,7 +121,7 @@ def test_a_reader_that_has_read_enough_is_no_error(command):
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "rotationzoo", "list", "--index", "bundled"],
+        [*command.program, "list", "--index", "bundled"],
         cwd=command.folder,
         env=command.environment,
         stdout=writing,

@@ -80,7 +80,7 @@ def test_a_full_disk(outside, made):
 
     assert outside.run("push", made, ZOO).returncode == 0
     limited = outside.run(
-        "pull", "demo", "--repo", ZOO, "--local-dir", "here", alone=True,
+        "pull", "demo", "--repo", ZOO, "--local-dir", "here",
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
     )  # fmt: skip
     assert limited.returncode == 1, limited.stderr
