@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IMPORTED = (
-    "pydantic", "rich.console", "safetensors.torch", "scipy.linalg", "torch._dynamo",
-    "torch.distributed.tensor", "typer", "yaml",
+    "PIL.Image", "jinja2", "pydantic", "rich.console", "safetensors.torch", "scipy.linalg",
+    "scipy.ndimage", "scipy.stats", "torch._dynamo", "torch.distributed.tensor", "typer", "yaml",
 )  # fmt: skip
 _STREAMS = 3
 # It hands on its own streams, and waits for the exit code. It is a script, because shells start it

@@ -68,7 +68,7 @@ def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
             "--to",
             "huggingface",
             "--tokens",
-            "8192",
+            "4096",
             "--length",
             "512",
         )
