@@ -96,13 +96,19 @@ def test_a_hub_model_is_downloaded_pinned_and_then_works_offline(command, tiny):
         assert json.loads(done.stdout)["revision"] == hub.head("someone/tiny")
         asked = [request for request in requests if "safetensors" in request]
         assert asked, "the weights came from the hub"
-        unknown = command("calibrate", "someone/tiny", "--revision", "v9", env=online)
-        assert "no revision v9" in only_error(unknown)
-        missing = command("calibrate", "someone/tinny", env=online)
-        assert "there is no model someone/tinny" in only_error(missing)
     words = ["calibrate", "someone/tiny", *SMALL, "--output", "again", "--json"]
     offline = command(*words, env={"HF_HUB_OFFLINE": "1"})
     assert offline.returncode == 0, offline.stderr
+
+
+def test_what_the_hub_does_not_have(zoo, tiny, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    zoo.hf.create("someone/tiny")
+    zoo.hf.commit("someone/tiny", {path.name: path.read_bytes() for path in tiny.iterdir()})
+    unknown = zoo.run("calibrate", "someone/tiny", "--revision", "v9")
+    assert "no revision v9" in only_error(unknown)
+    missing = zoo.run("calibrate", "someone/tinny")
+    assert "there is no model someone/tinny" in only_error(missing)
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
