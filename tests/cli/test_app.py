@@ -27,7 +27,9 @@ try:
     main(["--help"])
 except SystemExit as done:
     assert not done.code
-slow = {"torch", "transformers", "datasets", "modelscope", "huggingface_hub", "numpy"}
+slow = {
+    "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub", "numpy"
+}
 print(sorted(slow & set(sys.modules)))
 """
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
