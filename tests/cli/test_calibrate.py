@@ -151,10 +151,10 @@ def test_memory_does_not_grow_with_the_number_of_tokens(command):
     peak = {}
     for tokens in (4096, 16384):
         options = f"--data long.jsonl --tokens {tokens} --output out-{tokens} --batch 1 --json"
-        result = json.loads(command("calibrate", "demo", *options.split(), alone=True).stdout)
+        result = json.loads(command("calibrate", "demo", *options.split()).stdout)
         assert result["tokens"] == tokens
         peak[tokens] = result["peak_memory_bytes"]
-    # Measured 0.972, and 0.985 for a model of 32 M parameters.
+    # Measured 1.004, and 0.985 for a model of 32 M parameters.
     assert peak[16384] < 1.05 * peak[4096]
 
 
