@@ -76,6 +76,7 @@ def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, ca
     monkeypatch.setattr(
         logging.getLogger("rotationzoo"), "propagate", True
     )  # which a command before this may have ended
+    monkeypatch.setattr("rotationzoo.storage.locks._SILENCE", 0.1)
     server = lock.open("a+")  # that loads a pair
     fcntl.flock(server, fcntl.LOCK_SH)
     threading.Timer(1.5, server.close).start()
