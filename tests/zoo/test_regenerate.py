@@ -60,7 +60,7 @@ def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
     )  # no rotation is worse than any
     (zoo.folder / "configs" / "model.yaml").write_text(plain)
     words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--output", "worse"]
-    # Longer texts: with few quantized tokens the difference is within the noise. Measured 11 % +- 2 %.
+    # Longer texts: with few quantized tokens the difference is noise. Measured 11 % +- 2 %.
     text = refused(zoo.run(*words, "--to", "huggingface", "--tokens", "2048", "--length", "512"))
     assert "are worse than the published ones" in text
     assert zoo.hf.commits(ZOO) == commits
