@@ -149,7 +149,7 @@ def test_ctrl_c_is_one_sentence_in_every_command(inside, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_package_that_is_not_installed_knows_its_version(command):
+def test_a_package_that_is_not_installed_knows_its_version(command, tiny):
     """Run from a path, where Python's metadata does not know the package: that shows before the
     first pass, not after the last."""
     program = """
@@ -163,7 +163,7 @@ metadata.Distribution.from_name = find
 from rotationzoo.cli.app import main
 main()
 """
-    words = ["calibrate", "demo", "--recipe", "hadamard", "--output", "out", "--quiet"]
+    words = ["calibrate", str(tiny), "--recipe", "hadamard", "--output", "out", "--quiet"]
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
         cwd=command.folder,
