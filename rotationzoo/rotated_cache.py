@@ -12,7 +12,8 @@ from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.cache import rotated
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.settings import Storage
+from rotationzoo.cache.model_checks import check_model
+from rotationzoo.cache.settings import Reading, Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SGLANG, SIMULATED
@@ -47,6 +48,10 @@ class CacheOptions(TypedDict, total=False):
     prefill_layout: Layout
     """What a chunk of a prompt reads exact of earlier tokens: with `server`, the default, the sink
     alone; with `window` the `recent` tokens before it as well."""
+    reading: Reading
+    """What a decoding step reads: `rows` that are restored and rotated back, layer by layer, or the
+    `pages` of codes themselves. `auto`, the default, reads pages where there is a kernel for it:
+    on an NVIDIA GPU. Whatever cannot read pages reads rows."""
     slack: int
     """How many candidate tokens assisted decoding may take back, 64 by default."""
 
@@ -67,18 +72,17 @@ class RotatedCache(rotated.RotatedCache):
     def __init__(
         self, rotations: Given, model: PreTrainedModel, **options: Unpack[CacheOptions]
     ) -> None:
-        rotated.check_model(model)
+        check_model(model)
         super().__init__(build_storage(rotations, model, options), model)
 
 
 def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOptions) -> Storage:
     """What a cache of this model stores. Arguments and errors are those of `RotatedCache`."""
-    _check({**options})
+    check_options({**options})
     recipe = Recipe()
     name = "this cache"
     if isinstance(rotations, str | Path):
-        folder = Path(rotations).expanduser()
-        rotations = Artifact.open(folder) if _is_path(rotations) else pull(str(rotations))
+        rotations = open_artifact(rotations)
     if isinstance(rotations, Artifact):
         recipe, name = rotations.recipe, str(rotations.folder)
         rotations = _fitting(rotations, model)
@@ -106,7 +110,14 @@ def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOption
         settings["recent"],
         prefill_layout=settings.get("prefill_layout", "server"),
     )
-    return Storage(arm, windows, settings.get("slack", Storage.slack))
+    slack, reading = settings.get("slack", Storage.slack), settings.get("reading", Storage.reading)
+    return Storage(arm, windows, slack, reading=reading)
+
+
+def open_artifact(given: str | Path) -> Artifact:
+    """The artifact in a folder, or that of a name in the zoo, which is pulled. Raises
+    `RotationZooError` where there is none."""
+    return Artifact.open(Path(given).expanduser()) if _is_path(given) else pull(str(given))
 
 
 def _fitting(artifact: Artifact, model: PreTrainedModel) -> Rotations:
@@ -127,11 +138,12 @@ def _is_path(given: str | Path) -> bool:
     path = Path(given).expanduser()
     if path.exists() or path.is_absolute() or isinstance(given, Path) or given.startswith("."):
         return True
-    # Where `calibrate` has put other artifacts.
-    return len(path.parts) > 1 and any(path.parent.glob("*/manifest.json"))
+    # Where `calibrate` puts artifacts, or has put others.
+    in_rotations = path.parts[:1] == ("rotations",)
+    return len(path.parts) > 1 and (in_rotations or any(path.parent.glob("*/manifest.json")))
 
 
-def _check(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Raise `UsageError` for options that no cache can have."""
     known = CacheOptions.__annotations__
     if unknown := options.keys() - known:
@@ -141,7 +153,7 @@ def _check(options: dict[str, Any]) -> None:
             hint=f"give some of {', '.join(known)}",
         )
     choices = {"format": (*SIMULATED, KIVI), "rounding": get_args(Rounding)}
-    choices["prefill_layout"] = get_args(Layout)
+    choices |= {"prefill_layout": get_args(Layout), "reading": get_args(Reading)}
     for name, words in choices.items():
         if name in options and options[name] not in words:
             raise UsageError(

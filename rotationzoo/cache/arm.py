@@ -5,7 +5,9 @@ from typing import Literal, Self
 
 import torch
 
-from rotationzoo.codec import feedback, int2
+from rotationzoo.codec import cuda_encoder, feedback, int2
+from rotationzoo.codec.cuda_encoder import Encoder
+from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 
@@ -93,6 +95,25 @@ class Arm:
             factor = rotation.feedback.to(rows.device)
             return feedback.quantize(rows, factor, self.group_size, format)
         return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
+
+    def encoder(
+        self, layer: int, side: str, format: int2.Format, device: torch.device
+    ) -> Encoder | None:
+        """A kernel that does what `quantize` does; None where there is none for this device."""
+        rotation = self.rotations[layer][side]
+        group = self.group_size or rotation.dim
+        supported = cuda_encoder.supports(rotation.dim, group, format)
+        if not supported or not cuda_encoder.kernels_run_on(device):
+            return None
+        if self.rounding == "feedback" and rotation.feedback is not None:
+            return cuda_encoder.feedback_encoder(rotation.feedback, group, format, device)
+        return cuda_encoder.clip_encoder(rotation.clip, rotation.dim, group, format, device)
+
+    def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
+        """How a page of so many tokens holds what `quantize` returns."""
+        rotation = self.rotations[layer][side]
+        groups = rotation.dim // (self.group_size or rotation.dim)
+        return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, format)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
         """The inverse of `quantize`: rotated rows `[B, H, T, D]`, float32."""

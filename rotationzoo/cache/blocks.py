@@ -1,58 +1,45 @@
 """Packed codes with their scales and offsets, in blocks that grow by one and are never copied."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from rotationzoo.codec import int2
-from rotationzoo.codec.formats import Packing
+from rotationzoo.codec.pages import PageLayout
 
 READ_TOGETHER = 8
 """Blocks that are dequantized in one operation. Their packed codes are copied for it, which is far
 less than the rows that come out."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fixed number of tokens. `codes` uint8 `[B, H, N, D / 4]` are packed; `scale` and `offset`
-    `[B, H, N', G]` have the type of the format."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    offset: torch.Tensor
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The name and the tensor of each of its parts."""
-        for part in fields(self):
-            yield part.name, getattr(self, part.name)
-
-
 class Blocks:
-    """The quantized tokens of one side of one layer, in blocks of `tokens` tokens each.
+    """The quantized tokens of one side of one layer, in blocks of `layout.tokens` tokens each.
 
-    A new block is allocated when the last one is full. The others stay where they are, so that a
-    long context is never copied to append one token. `tokens` is a multiple of the tokens that
-    share a scale.
+    A block is uint8 `[B, layout.bytes]`: a page for each row of the batch. A new block is allocated
+    when the last one is full. The others stay where they are, so that a long context is never
+    copied to append one token, and a page can be read by its address alone.
     """
 
-    def __init__(self, tokens: int, packing: Packing):
-        self.tokens, self.packing = tokens, packing
+    def __init__(self, layout: PageLayout):
+        self.layout = layout
         self.length = 0
         """Tokens that were appended or skipped so far; the next one gets this number."""
-        self.table: dict[int, Block] = {}
-        """The block of each number: block b holds the tokens from `b * tokens` on."""
+        self.table: dict[int, torch.Tensor] = {}
+        """The block of each number: block b holds the tokens from `b * layout.tokens` on."""
+        self._addresses: torch.Tensor | None = None
+        self._addressed = 0
 
-    def append(self, quantized: int2.Quantized) -> None:
-        """Write rows `[B, H, T, D]` after those that are stored."""
-        codes = int2.pack(quantized.codes, self.packing)
-        rows = Block(codes, quantized.scale, quantized.offset)
-        done, count = 0, codes.shape[2]
+    def append(self, rows: int2.Quantized) -> None:
+        """Write rows with packed codes `[B, H, T, D / 4]` after those that are stored."""
+        done, count = 0, rows.codes.shape[2]
         while done < count:
-            number, start = divmod(self.length, self.tokens)
-            step = min(self.tokens - start, count - done)
-            block = self.table.get(number) or self._allocate(number, rows)
-            for (_, target), (_, source) in zip(block.tensors(), rows.tensors(), strict=True):
+            number, start = divmod(self.length, self.layout.tokens)
+            step = min(self.layout.tokens - start, count - done)
+            if number not in self.table:
+                self.allocate(number, len(rows.codes), rows.codes.device)
+            sections = _sections(self.layout.view(self.table[number]))
+            for target, source in zip(sections, _sections(rows), strict=True):
                 # Tokens for each entry: some share a scale.
                 share = count // source.shape[2]
                 target[:, :, start // share : (start + step) // share] = source[
@@ -61,64 +48,79 @@ class Blocks:
             self.length += step
             done += step
 
+    def allocate(self, number: int, batch: int, device: torch.device) -> None:
+        """Make an empty block."""
+        self.table[number] = self.layout.empty(batch, device)
+
     def skip(self, count: int) -> None:
         """Leave out tokens that nobody will read."""
         self.length += count
 
     def free_before(self, token: int) -> None:
         """Free every block whose tokens all come before this one."""
-        for number in [n for n in self.table if (n + 1) * self.tokens <= token]:
+        tokens = self.layout.tokens
+        for number in [n for n in self.table if (n + 1) * tokens <= token]:
             del self.table[number]
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, int2.Quantized]]:
-        """Yield `(first token, rows)` for the blocks with a token from `start` on, in order and
-        some blocks at a time, without the part of the last one that is not filled."""
-        numbers = [number for number in sorted(self.table) if (number + 1) * self.tokens > start]
+    def read(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield `(first token, dequantized rows)` for the blocks with a token from `start` on, in
+        order and some blocks at a time, without the part of the last one that is not filled."""
+        tokens = self.layout.tokens
+        numbers = [number for number in sorted(self.table) if (number + 1) * tokens > start]
         for begin in range(0, len(numbers), READ_TOGETHER):
             together = numbers[begin : begin + READ_TOGETHER]
-            first = together[0] * self.tokens
-            filled = min(len(together) * self.tokens, self.length - first)
+            first = together[0] * tokens
+            filled = min(len(together) * tokens, self.length - first)
+            sections = [_sections(self.layout.view(self.table[number])) for number in together]
             parts = []
-            for blocks in zip(*(self._parts_of(number) for number in together), strict=True):
-                share = self.tokens // blocks[0].shape[2]
+            for blocks in zip(*sections, strict=True):
+                share = tokens // blocks[0].shape[2]
                 parts.append(torch.cat(blocks, dim=2)[:, :, : filled // share])
-            codes, scale, offset = parts
-            yield first, int2.Quantized(int2.unpack(codes, self.packing), scale, offset)
+            yield first, self.layout.dequantize(int2.Quantized(*parts))
 
-    def _parts_of(self, number: int) -> list[torch.Tensor]:
-        return [tensor for _, tensor in self.table[number].tensors()]
+    def addresses(self) -> torch.Tensor:
+        """The address of every page, int64 `[B, blocks or more]` on their device. No block may have
+        been freed.
+
+        The table is kept, and written where blocks were added: nothing waits for the GPU.
+        """
+        count = len(self.table)
+        if self._addresses is None or count > self._addresses.shape[1]:
+            device = self.table[0].device
+            grown = torch.zeros(len(self.table[0]), 2 * count, dtype=torch.int64, device=device)
+            if self._addresses is not None:
+                grown[:, : self._addressed] = self._addresses[:, : self._addressed]
+            self._addresses = grown
+        for number in range(self._addressed, count):
+            rows = torch.arange(len(self._addresses), device=self._addresses.device)
+            start = self.table[number].data_ptr()
+            self._addresses[:, number] = rows * self.layout.bytes + start
+        self._addressed = count
+        return self._addresses
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows `[B']` of the batch, in this order. This copies every block."""
         for number, block in self.table.items():
-            chosen = [tensor.index_select(0, rows) for _, tensor in block.tensors()]
-            self.table[number] = Block(*chosen)
+            self.table[number] = block.index_select(0, rows)
+        self._addresses, self._addressed = None, 0
 
-    def restore(
-        self, tensors: Mapping[str, torch.Tensor], like: int2.Quantized, needed: range
-    ) -> None:
-        """Take over blocks from `tensors`, by part and number, such as `codes.0`.
+    def restore(self, tensors: Mapping[str, torch.Tensor], batch: int, needed: range) -> None:
+        """Take over the blocks of `needed` tokens from `tensors`, by their number.
 
-        `like` is rows of the same kind, and `needed` the tokens that must be there. Raises
-        `KeyError` for a block that is missing, and `ValueError` for one of another shape.
+        Raises `KeyError` for a block that is missing, and `ValueError` for one of another shape.
         """
-        rows = Block(int2.pack(like.codes, self.packing), like.scale, like.offset)
         self.length = needed.stop
-        for number in range(needed.start // self.tokens, -(-needed.stop // self.tokens)):
-            parts = []
-            for name, empty in self._allocate(number, rows).tensors():
-                tensor = tensors[f"{name}.{number}"]
-                if (tensor.shape, tensor.dtype) != (empty.shape, empty.dtype):
-                    raise ValueError(f"block {number} has another shape or type")
-                parts.append(tensor)
-            self.table[number] = Block(*parts)
+        tokens, shape = self.layout.tokens, (batch, self.layout.bytes)
+        for number in range(needed.start // tokens, -(-needed.stop // tokens)):
+            block = tensors[str(number)]
+            if (block.shape, block.dtype) != (shape, torch.uint8):
+                raise ValueError(f"block {number} has another shape or type")
+            self.table[number] = block
 
-    def _allocate(self, number: int, like: Block) -> Block:
-        """Make an empty block for rows of the shape of `like`."""
-        parts = []
-        for _, tensor in like.tensors():
-            share = like.codes.shape[2] // tensor.shape[2]
-            batch, heads, _, width = tensor.shape
-            parts.append(tensor.new_zeros(batch, heads, self.tokens // share, width))
-        self.table[number] = Block(*parts)
-        return self.table[number]
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has blocks of its own, elsewhere."""
+        return self.__dict__ | {"_addresses": None, "_addressed": 0}
+
+
+def _sections(stored: int2.Quantized) -> tuple[torch.Tensor, ...]:
+    return stored.codes, stored.scale, stored.offset

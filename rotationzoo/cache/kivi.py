@@ -2,12 +2,13 @@
 2402.02750)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.codec import int2
+from rotationzoo.codec.pages import PageLayout
 
 FORMAT = int2.Format(
     "row", interpolated=False, metadata="float16", offset="minimum", packing="consecutive"
@@ -64,6 +65,16 @@ class KiviArm(Arm):
             return int2.quantize(rows, 1.0, self._value_group(rows.shape[-1]), FORMAT)
         # One row per channel, cut into groups of tokens.
         return _swap(int2.quantize(rows.mT, 1.0, self.tokens, FORMAT))
+
+    def encoder(self, layer: int, side: str, format: int2.Format, device: torch.device) -> None:
+        """There is no kernel: 32 tokens at a time are few operations."""
+
+    def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
+        """How a page of so many tokens holds what `quantize` returns."""
+        layout = super().page_layout(layer, side, tokens, FORMAT)
+        if side == "value":
+            return replace(layout, groups=layout.dim // self._value_group(layout.dim))
+        return replace(layout, groups=layout.dim, tokens_per_scale=self.tokens)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
         """The inverse of `quantize`."""

@@ -19,6 +19,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, strict_json
 
 _KEY = "rotationzoo.cache"  # the description's name among a file's metadata
+_LAYOUT = 2  # of the blocks; before, codes, scales and offsets were tensors of their own
 _HINT = "read the prompt again, and save the cache anew"
 _STATE = re.compile(r"layers\.\d+\.state\.(conv|recurrent)_states\.\d+")
 Tensors = dict[str, torch.Tensor]
@@ -39,6 +40,7 @@ class _LayerCounts(strict_json.Strict):
 
 
 class _Description(strict_json.Strict):
+    layout: int = 1
     made_with: dict[str, Any]
     padding: list[_Count]
     layers: dict[str, _LayerCounts]
@@ -54,7 +56,12 @@ def write(
     """
     counts = {str(index): _counts(layer) for index, layer in layers.items()}
     padding = next(iter(layers.values())).padding.starts
-    description = {"made_with": made_with, "padding": padding, "layers": counts}
+    description = {
+        "layout": _LAYOUT,
+        "made_with": made_with,
+        "padding": padding,
+        "layers": counts,
+    }
     held = {name: _alone(tensor) for name, tensor in tensors.items()}
     partial = path.with_name(path.name + ".partial")
     try:
@@ -85,6 +92,10 @@ def read(
                 raise RotationZooError(f"{path} holds no cache", hint="give a file of cache.save")
             content = strict_json.parse(text, str(path), _HINT)
             description = strict_json.validate(_Description, content, str(path), _HINT)
+            if description.layout != _LAYOUT:
+                raise RotationZooError(
+                    f"{path} was written by another version of rotationzoo", hint=_HINT
+                )
             _check_made_with(path, description.made_with, made_with)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:

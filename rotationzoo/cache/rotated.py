@@ -13,16 +13,17 @@ from transformers.cache_utils import (
 )
 
 from rotationzoo.cache import prefix
+from rotationzoo.cache.decoding_step import reads_pages, update_lazily
 from rotationzoo.cache.fingerprint import describe
 from rotationzoo.cache.hybrid_layer import RotatedHybridLayer
+from rotationzoo.cache.model_checks import check_means, check_model
 from rotationzoo.cache.padding import Padding, watch_padding
+from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
 from rotationzoo.cache.states import layer_devices, layer_states, restore_state
-from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
-from rotationzoo.model import centering
-from rotationzoo.model.geometry import geometry_of, shifted_layers
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.loading import input_device
 
 
@@ -68,8 +69,28 @@ class RotatedCache(DynamicCache):
         self.layers = [] if one_by_one else self._planned
         next_layer: Any = self._next_layer if one_by_one else None
         self.layer_class_to_replicate = next_layer
-        _check_means(storage, model)
+        check_means(storage, model)
         watch_padding(model)
+        self.page_reading = PageReading(storage.reading != "rows")
+        watch_attention(model)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the keys and values `[B, H, T, D]` of new tokens, and return what a query reads.
+
+        Where the running model's attention can read pages, a decoding step gets `LazyRows`.
+        """
+        if self.page_reading.is_open and layer_idx < len(self.layers):
+            layer = self.layers[layer_idx]
+            if isinstance(layer, RotatedLayer) and reads_pages(layer, key_states):
+                return update_lazily(layer, key_states, value_states, self.page_reading.masks)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def rotated_layers(self) -> list[RotatedLayer]:
@@ -201,15 +222,6 @@ class RotatedCache(DynamicCache):
         return layers
 
 
-def check_model(model: object) -> None:
-    """Raise `UsageError` for what is no transformers model."""
-    if not isinstance(model, PreTrainedModel):
-        raise UsageError(
-            f"a {type(model).__name__} is no model of transformers",
-            hint="give what from_pretrained returns; of a PEFT model, model.get_base_model()",
-        )
-
-
 def _own_class(model: PreTrainedModel) -> type | None:
     """The cache class that a model insists on; None where it takes any."""
     untyped: Any = model
@@ -218,15 +230,3 @@ def _own_class(model: PreTrainedModel) -> type | None:
     ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     with torch.no_grad():
         return type(untyped(input_ids=ids, use_cache=True).past_key_values)
-
-
-def _check_means(storage: Storage, model: PreTrainedModel) -> None:
-    """Raise `RotationZooError` where keys may not lose their mean, as calibration does."""
-    rotations = storage.arm.rotations
-    if all(sides.key.mean is None for sides in rotations.values()):
-        return
-    if layers := shifted_layers(geometry_of(model)):
-        raise RotationZooError(
-            f"keys of this model cannot be centred: {centering.reason(layers)}",
-            hint="give rotations of a recipe without center_keys",
-        )

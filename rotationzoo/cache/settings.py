@@ -1,14 +1,19 @@
 """How a cache stores its tokens: what is the same for all layers, and what one layer needs."""
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
+from rotationzoo.codec.cuda_encoder import Encoder
+from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
+Reading = Literal["auto", "rows", "pages"]
+"""Restored `rows`, or the `pages` themselves. `auto` reads pages where there is a kernel for it."""
 _HINT = "give the rotations of this model"
 
 
@@ -24,6 +29,17 @@ class Storage:
     block: int = 256
     """Tokens per block, at least."""
 
+    reading: Reading = "auto"
+    """What a decoding step of a layer with full attention reads."""
+
+    _inverses: dict[tuple[int, str], torch.Tensor] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
+    _encoders: dict[tuple[int, str], Encoder | None] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
     @property
     def block_tokens(self) -> int:
         """Tokens per block: a multiple of the tokens that are quantized together."""
@@ -31,14 +47,39 @@ class Storage:
         return -(-self.block // group) * group
 
     def quantize(self, rows: torch.Tensor, layer: int, side: str) -> int2.Quantized:
-        """The codes of rows `[B, H, T, D]` of the model."""
+        """The packed codes `[B, H, T, D / 4]` of rows `[B, H, T, D]` of the model, with their
+        scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
+        cannot be quantized are reported by `check`."""
         rotated = self.arm.rotate(rows, layer, side)
-        return self.arm.quantize(rotated, layer, side, self.windows.format)
+        if encoder := self._encoder(layer, side, rows.device):
+            return encoder(rotated)
+        quantized = self.arm.quantize(rotated, layer, side, self.windows.format)
+        packing = self.page_layout(layer, side).format.packing
+        return replace(quantized, codes=int2.pack(quantized.codes, packing))
 
-    def restore(self, quantized: int2.Quantized, layer: int, side: str) -> torch.Tensor:
-        """Quantized rows in the model's frame, float32."""
-        rotated = self.arm.dequantize(quantized, side, self.windows.format)
-        return self.arm.restore(rotated, layer, side)
+    def check(self, layer: int, side: str, device: torch.device) -> None:
+        """Raise `RotationZooError` where a row since the last call could not be quantized."""
+        if encoder := self._encoder(layer, side, device):
+            encoder.check()
+
+    def _encoder(self, layer: int, side: str, device: torch.device) -> Encoder | None:
+        if (layer, side) not in self._encoders:
+            encoder = self.arm.encoder(layer, side, self.windows.format, device)
+            self._encoders[layer, side] = encoder
+        return self._encoders[layer, side]
+
+    def page_layout(self, layer: int, side: str) -> PageLayout:
+        """How a page holds the codes of a side."""
+        return self.arm.page_layout(layer, side, self.block_tokens, self.windows.format)
+
+    def inverse(self, layer: int, side: str) -> torch.Tensor:
+        """The matrices `[H, D, D]` that take dequantized rows to the model's frame: float32, and
+        contiguous as a kernel reads them. All streams of a layer share them."""
+        if (layer, side) not in self._inverses:
+            rotation = self.arm.rotations[layer][side]
+            inverse = rotation.inverse.expand(len(rotation.clip), -1, -1)
+            self._inverses[layer, side] = inverse.contiguous()
+        return self._inverses[layer, side]
 
     def for_layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> "Storage":
         """The same with the rotations of one layer alone, on the device of its keys and values

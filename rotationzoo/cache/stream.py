@@ -7,6 +7,7 @@ import torch
 
 from rotationzoo.cache.blocks import Blocks
 from rotationzoo.cache.settings import Storage
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.rotations import SIDES
 
 
@@ -21,8 +22,7 @@ class Stream:
     def __init__(self, storage: Storage, layer: int, key: torch.Tensor, value: torch.Tensor):
         """An empty stream for keys and values like these, which may hold any number of tokens."""
         self.storage, self.layer = storage, layer
-        step, packing = storage.block_tokens, storage.windows.format.packing
-        self.blocks = {side: Blocks(step, packing) for side in SIDES}
+        self.blocks = {side: Blocks(storage.page_layout(layer, side)) for side in SIDES}
         self.tail = {"key": key[:, :, :0], "value": value[:, :, :0]}
         self.head: dict[str, torch.Tensor] = {}
         self.tail_start = 0
@@ -67,6 +67,10 @@ class Stream:
             for begin in range(forgotten - start, end - start, step):
                 rows = leaving[:, :, begin : begin + step]
                 self.blocks[side].append(self.storage.quantize(rows, self.layer, side))
+            blocks = self.blocks[side]
+            if end - start > self.storage.arm.token_group or blocks.length % step == 0:
+                # Not after each token of decoding, because it waits for the GPU.
+                self.storage.check(self.layer, side, leaving.device)
             # A copy, so that a long prompt is freed when nobody reads it any more.
             self.tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
         self.tail_start = end
@@ -81,6 +85,19 @@ class Stream:
         """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
         and type. Keys are without their mean where they are centred."""
         return self._read_side("key", start), self._read_side("value", start)
+
+    def packed(self) -> PackedTokens:
+        """The quantized tokens, where they lie. This copies nothing and waits for nothing. Only for
+        layers that forget no tokens."""
+        key, value = (self._packed_side(side) for side in SIDES)
+        tail, count = self.tail["key"], self.blocks["key"].length
+        lengths = torch.full((self.batch,), count, dtype=torch.int32, device=tail.device)
+        return PackedTokens(key, value, lengths)
+
+    def windows(self) -> tuple[ExactWindow, ExactWindow]:
+        """The exact tokens before and after the quantized ones."""
+        head = self.head or {side: tail[:, :, :0] for side, tail in self.tail.items()}
+        return ExactWindow(**head), ExactWindow(**self.tail)
 
     @property
     def exact_tokens(self) -> int:
@@ -111,8 +128,7 @@ class Stream:
                 if side in exact:
                     yield f"{side}.{name}", exact[side]
             for number, block in self.blocks[side].table.items():
-                for part, tensor in block.tensors():
-                    yield f"{side}.{part}.{number}", tensor
+                yield f"{side}.block.{number}", block
 
     def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
         """Take over what `tensors` gave, with the counts that belong to it. Raises `KeyError` for a
@@ -130,24 +146,32 @@ class Stream:
             self.head[side] = tensors[f"{side}.head"]
             if self.head[side].shape != shape:
                 raise ValueError(f"the first {side}s have another shape")
-            # Any rows tell the shapes of the codes.
-            group = tail.new_zeros(*shape[:2], self.storage.arm.token_group, rotation.dim)
-            prefix = f"{side}."
+            prefix = f"{side}.block."
             stored = {
                 name.removeprefix(prefix): tensor
                 for name, tensor in tensors.items()
                 if name.startswith(prefix)
             }
-            self.blocks[side].restore(
-                stored,
-                self.storage.quantize(group, self.layer, side),
-                range(max(0, self.first - sink), self.tail_start - sink),
-            )
+            needed = range(max(0, self.first - sink), self.tail_start - sink)
+            self.blocks[side].restore(stored, self.batch, needed)
 
     def _whole_groups(self, token: int) -> int:
         """The end of the last group of tokens that ends at this token or earlier."""
         sink, group = self.storage.windows.sink, self.storage.arm.token_group
         return sink + max(0, token - sink) // group * group
+
+    def _packed_side(self, side: str) -> PackedSide:
+        blocks = self.blocks[side]
+        if not blocks.table:
+            blocks.allocate(0, self.batch, self.tail[side].device)
+        rotation = self.storage.arm.rotations[self.layer][side]
+        return PackedSide(
+            list(blocks.table.values()),
+            blocks.layout,
+            self.storage.inverse(self.layer, side),
+            rotation.mean,
+            blocks.addresses(),
+        )
 
     def _read_side(self, side: str, start: int) -> torch.Tensor:
         exact = self.storage.arm.keep_exact(self.tail[side], self.layer, side)
@@ -168,5 +192,5 @@ class Stream:
         """The first token and the rows of the sink and of every block, one at a time."""
         sink = self.storage.windows.sink
         yield 0, self.storage.arm.keep_exact(self.head[side], self.layer, side)
-        for first, quantized in self.blocks[side].read(start - sink):
-            yield sink + first, self.storage.restore(quantized, self.layer, side)
+        for first, rotated in self.blocks[side].read(start - sink):
+            yield sink + first, self.storage.arm.restore(rotated, self.layer, side)

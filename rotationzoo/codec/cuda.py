@@ -20,6 +20,7 @@ from rotationzoo.errors import RotationZooError
 SOURCE = Path(__file__).with_name("int2.cu")
 FEEDBACK_SOURCE = Path(__file__).with_name("feedback.cu")
 """The second encoder, which continues the first file: both are compiled as one program."""
+ATTENTION_SOURCE = Path(__file__).with_name("attention.cu")
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
 _LARGEST_DIM = 512
@@ -215,7 +216,15 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the
     kernel does not support.
     """
-    macros = variant.macros()
+    code = build(variant.source, tuple(variant.macros()), device)
+    return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
+
+
+@cache
+def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> Any:
+    """A program compiled with these macros for this GPU, or taken from the cache: cuda.core's
+    object code, whose `get_kernel` takes a name. Raises `RotationZooError` where cuda.core or NVRTC
+    is missing."""
     # Imported here because the package is optional.
     try:
         from cuda.core import Device, Program, ProgramOptions
@@ -228,7 +237,6 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     with torch.cuda.device(device):
         gpu = Device(torch.cuda.current_device())
         gpu.set_current()
-        options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=macros)
+        options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=[*macros])
         with FileStreamProgramCache() as programs:
-            code = Program(variant.source, "c++", options).compile("cubin", cache=programs)
-        return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
+            return Program(source, "c++", options).compile("cubin", cache=programs)

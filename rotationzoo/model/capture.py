@@ -113,7 +113,7 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
         return call
 
     try:
-        for registry in _registries(tower):
+        for registry in attention_registries(tower):
             original = registry.get(name)  # None for eager, which is in no registry
             swapped.append((registry, original))
             registry[name] = replacement(original)
@@ -204,7 +204,7 @@ def eager_attention(module: torch.nn.Module) -> AttentionFunction:
     return function
 
 
-def _registries(tower: "PreTrainedModel") -> list["AttentionInterface"]:
+def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]:
     """Every attention registry that the tower's modeling files use. Nearly all use the library's,
     but some have their own."""
     from transformers import AttentionInterface

@@ -2,6 +2,7 @@
 prefixes."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -288,6 +289,18 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
         RotatedCache.load(path, cache.storage, model)
 
 
+def test_a_prefix_in_the_layout_of_an_earlier_version_is_refused(tmp_path):
+    model, path = architectures.build("llama"), tmp_path / "prefix"
+    cache = prefix_of(model)
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        ((name, text),) = file.metadata().items()
+    earlier = {part: each for part, each in json.loads(text).items() if part != "layout"}
+    save_file(load_file(path), path, {name: json.dumps(earlier)})
+    with pytest.raises(RotationZooError, match="was written by another version of rotationzoo"):
+        RotatedCache.load(path, cache.storage, model)
+
+
 def test_a_missing_prefix_is_one_sentence(tmp_path):
     model = architectures.build("llama")
     with pytest.raises(RotationZooError, match="there is no file"):
@@ -305,11 +318,11 @@ def test_a_damaged_prefix_is_refused(damage, tmp_path):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
-    name = "layers.1.0.key.codes.0"
+    name = "layers.1.0.key.block.0"
     if damage == "missing":
         del tensors[name]
     elif damage == "shape":
-        tensors[name] = tensors[name][:, :, 1:].contiguous()
+        tensors[name] = tensors[name][:, 16:].contiguous()
     elif damage == "type":
         tensors[name] = tensors[name].float()
     elif damage == "unknown":

@@ -1,0 +1,127 @@
+"""Attention of a few new tokens over packed keys and values, in plain torch: it defines what a
+kernel computes that reads the codes themselves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rotationzoo.codec.pages import PageLayout
+
+
+@dataclass(frozen=True)
+class PackedSide:
+    """The packed keys, or the packed values, of a layer."""
+
+    blocks: Sequence[torch.Tensor]
+    """At least one, uint8 `[B, bytes of a page]` each, in the order of tokens. Pages are filled one
+    after the other."""
+    layout: PageLayout
+    matrix: torch.Tensor
+    """float32 `[H, D, D]`: what dequantized rows are multiplied by to be in the model's frame."""
+    mean: torch.Tensor | None = None
+    """float32 `[H, D]`: what these rows still lack, added to them. None: nothing."""
+    table: torch.Tensor | None = None
+    """The result of `addresses`, where it is known. It may have further columns."""
+
+    def addresses(self) -> torch.Tensor:
+        """The address of every page, int64 `[B, blocks or more]` on the device of the blocks."""
+        if self.table is not None:
+            return self.table
+        first = self.blocks[0]
+        starts = torch.tensor([block.data_ptr() for block in self.blocks], device=first.device)
+        return starts + torch.arange(len(first), device=first.device)[:, None] * self.layout.bytes
+
+    def restore(self) -> torch.Tensor:
+        """Every row of the pages in the model's frame, float32 `[B, H, T, D]`."""
+        rows = [self.layout.dequantize(self.layout.view(block)) for block in self.blocks]
+        restored = torch.cat(rows, dim=2) @ self.matrix
+        return restored if self.mean is None else restored + self.mean[:, None]
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The packed tokens of a layer."""
+
+    key: PackedSide
+    value: PackedSide
+    lengths: torch.Tensor
+    """int32 `[B]` on the device: how many tokens of each row are packed. They begin with the first
+    place of the first page."""
+
+
+@dataclass(frozen=True)
+class ExactWindow:
+    """Tokens as the model computed them: `key` `[B, H, E, D]`, `value` `[B, H, E, D_v]`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    lengths: torch.Tensor | None = None
+    """int32 `[B]` on the device: how many of the E tokens of each row count, from the first one
+    on. None: all of them."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How products of queries and keys become logits."""
+
+    scale: float
+    soft_cap: float | None = None
+    """Logits are squeezed between plus and minus this number, as in Gemma 2."""
+    sinks: torch.Tensor | None = None
+    """`[H_q]`: a logit for each query head that takes part in the softmax and reads nothing, as in
+    gpt-oss."""
+
+
+def attend(
+    query: torch.Tensor, packed: PackedTokens, head: ExactWindow, tail: ExactWindow, scores: Scores
+) -> torch.Tensor:
+    """The attention output `[B, H_q, T, D_v]` of new tokens, in the type of their queries
+    `[B, H_q, T, D]`.
+
+    `head` are the first tokens of a request, `packed` those after them, and `tail` the last ones,
+    which end with the T new ones. Each of these reads all tokens but the new ones after it.
+    Everything is computed in float32.
+    """
+    new = query.shape[2]
+    keys, values, masks = [], [], []
+    for window in (head, tail):
+        counts = _counts(window)
+        keys.append(window.key.float())
+        values.append(window.value.float())
+        # Of the new tokens at the end of the tail, a query does not read those after it.
+        later = torch.arange(new - 1, -1, -1, device=query.device) if window is tail else 0
+        masks.append(_reads(window.key.shape[2], counts[:, None] - later, new))
+    keys.append(packed.key.restore())
+    values.append(packed.value.restore())
+    masks.append(_reads(keys[-1].shape[2], packed.lengths[:, None], new))
+    # The order of tokens does not matter.
+    key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    logits = query.float() @ key.mT * scores.scale
+    if scores.soft_cap is not None:
+        logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap
+    logits = logits.masked_fill(~mask[:, None], -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float()[:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(-1)[..., : value.shape[2]]
+    # What nobody reads may be anything, even no number.
+    unread = ~mask.any(1)[:, None, :, None]
+    return (weights @ value.masked_fill(unread, 0)).to(query.dtype)
+
+
+def _counts(window: ExactWindow) -> torch.Tensor:
+    """How many tokens of each row count, int64 `[B]`."""
+    batch, _, tokens, _ = window.key.shape
+    if window.lengths is None:
+        return torch.full((batch,), tokens, device=window.key.device)
+    return window.lengths.long()
+
+
+def _reads(tokens: int, counts: torch.Tensor, new: int) -> torch.Tensor:
+    """Boolean `[B, new, tokens]`: which of the tokens each query reads, the first `counts`
+    `[B, new or 1]` of them."""
+    position = torch.arange(tokens, device=counts.device)
+    return (position < counts[..., None]).expand(-1, new, -1)

@@ -1,0 +1,126 @@
+"""A 2-bit cache on a GPU: what its kernels store and read is what torch's operations do, and a
+decoding step waits for nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import architectures
+from torch.nn.functional import scaled_dot_product_attention
+
+from rotationzoo.cache import decoding_step
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.decoding_step import LazyRows, MaskCheck, reads_pages, update_lazily
+from rotationzoo.cache.padding import Padding
+from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.cache.rotated_layer import RotatedLayer
+from rotationzoo.cache.settings import Storage
+from rotationzoo.cache.windows import Cache
+from rotationzoo.calibration.fit import fit
+from rotationzoo.codec import attention, cuda_attention
+from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.recipe import PRESETS
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def with_feedback(rotations):
+    def add(_, side, rotation):
+        if side == "value":
+            return rotation
+        shape = len(rotation.clip), rotation.dim, rotation.dim
+        above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
+        return replace(rotation, feedback=above + torch.eye(rotation.dim))
+
+    return rotations.replace(add)
+
+
+@torch.no_grad()
+def decode(model, cache):
+    logits = []
+    for start, end in [(0, 20), *((end - 1, end) for end in range(21, 41))]:
+        ids = IDS[:, start:end].to(model.device)
+        logits.append(model(input_ids=ids, past_key_values=cache).logits.float().cpu())
+    return torch.cat(logits, dim=1)
+
+
+def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
+    """With the definition in its place."""
+    model, calls = architectures.build("llama"), []
+
+    def attend(*arguments):
+        calls.append(arguments)
+        return attention.attend(*arguments)
+
+    rotations = fit(None, PRESETS["random"], geometry_of(model))
+    caches = []
+    for reading in ("auto", "auto", "rows"):
+        storage = Storage(Arm("", rotations), Cache(sink=4, recent=8), block=32, reading=reading)
+        caches.append(RotatedCache(storage, model))
+    rows = decode(model, caches[0])
+    assert not calls, "there is none on a CPU"
+    monkeypatch.setattr(cuda_attention, "attend", attend)
+    monkeypatch.setattr(decoding_step, "kernels_run_on", lambda device: True)
+    pages = decode(model, caches[1])
+    assert len(calls) == 4 * 20
+    assert torch.equal(decode(model, caches[2]), rows)
+    assert len(calls) == 4 * 20
+    # Measured: 1.3e-6.
+    assert (pages - rows).abs().max() <= 2e-5 * rows.abs().max()
+
+
+def layer_on(device, codec):
+    """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
+    rotations = with_feedback(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
+    arm = Arm("", rotations, rounding="feedback" if codec == "feedback" else "nearest")
+    windows = Cache(FORMATS.get(codec, FORMATS["sglang"]), sink=4, recent=32)
+    layer = RotatedLayer(Storage(arm, windows), 0, Padding())
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(1, 2, 201, 128, generator=generator).to(device, torch.bfloat16)
+    query = torch.randn(1, 8, 1, 128, generator=generator).to(device, torch.bfloat16)
+    layer.update(rows[:, :, :200], rows[:, :, :200])
+    return layer, rows[:, :, 200:], query
+
+
+def take_step(layer, token):
+    keys, _ = update_lazily(layer, token, token, MaskCheck())
+    assert isinstance(keys, LazyRows)
+    return keys.step
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "feedback"])
+@torch.no_grad()
+def test_a_step_reads_the_same_on_a_gpu(codec, device):
+    layer, token, query = layer_on(device, codec)
+    assert reads_pages(layer, token), "by itself"
+    step = take_step(layer, token)
+    output = step.attend(query, Scores(0.1)).float()
+    (stream,) = layer.streams
+    head, tail = stream.windows()
+    expected = attention.attend(query.float(), stream.packed(), head, tail, Scores(0.1))
+    assert (output - expected).norm() <= 5e-3 * expected.norm(), "in bfloat16"
+    rows = scaled_dot_product_attention(query, *step.rows, scale=0.1, enable_gqa=True)
+    assert (output - rows).norm() <= 2e-2 * expected.norm(), "rows are bfloat16 too"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("codec", ["sglang", "feedback"])
+@torch.no_grad()
+def test_a_decoding_step_waits_for_nothing(codec, device):
+    layer, token, query = layer_on(device, codec)
+    take_step(layer, token).attend(query, Scores(0.1))  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):  # until the second block begins
+            output = take_step(layer, token).attend(query, Scores(0.1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output.isfinite().all()
