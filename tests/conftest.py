@@ -51,7 +51,8 @@ def program(tmp_path_factory):
 @pytest.fixture
 def command(tmp_path, program):
     """Runs the real command line in a process of its own, in an empty folder, with no hub in
-    reach. `alone` means in an interpreter of its own, too, which imports everything itself."""
+    reach. `alone` means in an interpreter of its own, too, which imports everything itself.
+    `run.program` are the words that start it, for tests that need its streams."""
     environment = {
         **os.environ,
         "HF_HOME": str(tmp_path / "hf"),
@@ -61,7 +62,7 @@ def command(tmp_path, program):
     }
     environment.pop("HF_HUB_OFFLINE")
     work = tmp_path / "work"
-    work.mkdir()
+    work.mkdir(exist_ok=True)  # a test may use `command` and `inside`
 
     def run(*words, env=None, alone=False, **options) -> subprocess.CompletedProcess:
         start = [sys.executable, "-m", "rotationzoo"] if alone else program
@@ -75,7 +76,7 @@ def command(tmp_path, program):
             **options,
         )
 
-    run.folder, run.environment = work, environment
+    run.folder, run.environment, run.program = work, environment, program
     return run
 
 
@@ -95,7 +96,7 @@ def inside(tmp_path, monkeypatch):
     from rotationzoo.cli.app import main
 
     work = tmp_path / "work"
-    work.mkdir()
+    work.mkdir(exist_ok=True)  # a test may use `command` and `inside`
     monkeypatch.chdir(work)
 
     def run(*words) -> SimpleNamespace:

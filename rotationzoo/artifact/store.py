@@ -41,9 +41,6 @@ class Artifact:
     folder: Path
     content: dict[str, Any]
     """The content of `manifest.json`, as it is in the file."""
-    opened: os.stat_result | None = None
-    """The state of the folder when it was opened. Another folder of the same name may have replaced
-    it since."""
     hashes: dict[str, str] = field(default_factory=dict, compare=False)
     """The sha256 of each file that has been hashed since the artifact was opened."""
     _examined: dict[str, tuple[dict[str, torch.Tensor], list[str]]] = field(
@@ -60,15 +57,15 @@ class Artifact:
         damaged manifest.
         """
         folder = Path(folder)
-        content, opened = folders.read_settled(folder, lambda: _read_manifest(folder))
-        return cls(folder, content, opened, dict(hashes or {}))
+        content = folders.read_settled(folder, partial(_read_manifest, folder))
+        return cls(folder, content, dict(hashes or {}))
 
     def __repr__(self) -> str:
         return f"Artifact({str(self.folder)!r})"
 
     def moved_to(self, folder: Path) -> "Artifact":
         """The same artifact after its folder was renamed, with everything that was read of it."""
-        return Artifact(folder, self.content, self.opened, self.hashes, self._examined)
+        return Artifact(folder, self.content, self.hashes, self._examined)
 
     def foreign_files(self) -> list[str]:
         """Entries of the folder that do not belong to an artifact: unknown names, and known names
@@ -156,7 +153,6 @@ class Artifact:
 
             def read() -> tuple[dict[str, torch.Tensor], list[str]]:
                 examined = read_tensors(files.regular_file(self.folder, name), layout)
-                # The tensors must belong to the manifest that was opened.
                 self._check_same(name)
                 return examined
 
@@ -197,27 +193,26 @@ class Artifact:
         return tensors
 
     def _check_same(self, name: str) -> None:
-        """Raise `RotationZooError` if another artifact took the folder's place before the file was
-        read."""
-        if self.opened is None or os.path.samestat(self.opened, self.folder.stat()):
-            return
+        """Raise `RotationZooError` if another artifact took the folder's place after this one was
+        opened, so that the tensors that were just read do not belong to this manifest.
+
+        The manifests are compared, because nothing else tells: file systems give a new folder the
+        number of one that was removed.
+        """
         if Artifact.open(self.folder).manifest.files.get(name) != self.manifest.files.get(name):
             raise RotationZooError(
                 f"{self.folder} was replaced while it was read", hint="run the command again"
             )
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, Any], os.stat_result]:
-    """The content of the manifest, and the state of the folder that holds it."""
+def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if files.size_of(path) is None:
         raise RotationZooError(
             f"{folder} is no artifact: it has no {MANIFEST}",
             hint="make one with: rotationzoo calibrate demo",
         )
-    # Taken before the manifest is read, so that a later replacement shows.
-    opened = folder.stat()
-    return read_manifest(path), opened
+    return read_manifest(path)
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.compositions import identity
@@ -15,6 +15,9 @@ from rotationzoo.model.key_classes import key_classes
 from rotationzoo.model.projection import output_projections
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def fold_statistics(statistics: Statistics, equalizers: Mapping[int, Equalizers]
 
 
 @torch.no_grad()
-def add_projections(statistics: Statistics, model: PreTrainedModel, geometry: Geometry) -> None:
+def add_projections(statistics: Statistics, model: "PreTrainedModel", geometry: Geometry) -> None:
     """Add the moment `projection` to each cached layer: the columns `[D_v]` of the output
     projection's weight, of every query head that reads a KV head.
 

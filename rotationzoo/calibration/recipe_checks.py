@@ -1,8 +1,7 @@
 """Whether a recipe fits a model and a text, and how it is adapted where that is allowed."""
 
 from collections.abc import Sequence
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
@@ -12,6 +11,9 @@ from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.loading import position_count
 from rotationzoo.recipe import SELF, Recipe, tries, without
 from rotationzoo.words import counted
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
@@ -83,7 +85,7 @@ def settle_equalizing(recipe: Recipe, problem: str | None) -> tuple[Recipe, list
     return without(recipe, "equalize"), [note]
 
 
-def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
+def shorten_rows(recipe: Recipe, config: "PretrainedConfig") -> Recipe:
     """The recipe, with rows cut to the number of positions that the model has."""
     positions = position_count(config)
     if positions is None or recipe.data.length <= positions:
@@ -92,7 +94,7 @@ def shorten_rows(recipe: Recipe, config: PretrainedConfig) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def check_length(recipe: Recipe, config: PretrainedConfig) -> None:
+def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
     """Raise `RotationZooError` if the recipe's rows are too long for the model, or too short to be
     useful."""
     if not recipe.needs_statistics:

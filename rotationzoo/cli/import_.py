@@ -46,7 +46,7 @@ def import_command(
     Qwen/Qwen3-4B-Thinking-2507
     """
     out = Output(json, quiet)
-    hush_libraries()
+    hush_libraries(models=model is not None)
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.engines.import_ import Import, import_
 

@@ -15,16 +15,23 @@ class _Visible(logging.Formatter):
         return visible(redact(super().format(record)))
 
 
-def hush_libraries() -> None:
-    """Silence the logs and bars of other libraries: a command shows its own progress."""
-    import transformers
+def hush_libraries(models: bool = True) -> None:
+    """Silence the logs and bars of other libraries: a command shows its own progress. `models` says
+    whether the command may load a model; one that never does need not wait for transformers."""
+    from huggingface_hub.utils import (  # type: ignore[attr-defined, unused-ignore]
+        disable_progress_bars,
+    )
 
     _log_to_stderr()
-    settings: Any = transformers.logging  # it has no type annotations
-    settings.set_verbosity_error()
-    settings.disable_progress_bar()  # this also disables the bars of huggingface_hub
+    disable_progress_bars()
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
+    if models:
+        import transformers
+
+        settings: Any = transformers.logging  # it has no type annotations
+        settings.set_verbosity_error()
+        settings.disable_progress_bar()
 
 
 def _log_to_stderr() -> None:

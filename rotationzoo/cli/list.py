@@ -36,7 +36,7 @@ def list_command(
     rotationzoo list qwen3
     """
     out = Output(json, quiet)
-    hush_libraries()
+    hush_libraries(models=False)
     from rotationzoo.zoo.availability import check_availability
     from rotationzoo.zoo.lookup import find_index
 

@@ -43,7 +43,7 @@ def pull_command(
     rotationzoo pull Qwen/Qwen3-8B --to sglang
     """
     out = Output(json, quiet)
-    hush_libraries()
+    hush_libraries(models=to is not None)
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
 

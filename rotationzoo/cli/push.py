@@ -41,7 +41,7 @@ def push_command(
     rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
     """
     out = Output(json, quiet)
-    hush_libraries()
+    hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import extend_index_file, pinned_entry, push

@@ -65,13 +65,9 @@ def regenerate_command(
     rotationzoo regenerate Qwen/Qwen3-8B --to huggingface --repo my-org/rotationzoo
     """
     out = Output(json, quiet)
-    hush_libraries()
-    from rotationzoo.calibration.plan import Job
-    from rotationzoo.evaluation.job import Evaluation
-    from rotationzoo.recipe import load, override
+    hush_libraries(models=not plan)
     from rotationzoo.zoo.due import find_due, find_recipe_file
-    from rotationzoo.zoo.lookup import ZOO
-    from rotationzoo.zoo.regenerate import load_published_index, regenerate
+    from rotationzoo.zoo.lookup import ZOO, load_published_index
 
     if model is None and not plan:
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
@@ -87,6 +83,11 @@ def regenerate_command(
         if unknown:
             raise _partly_known(unknown)
         return
+    from rotationzoo.calibration.plan import Job
+    from rotationzoo.evaluation.job import Evaluation
+    from rotationzoo.recipe import load, override
+    from rotationzoo.zoo.regenerate import regenerate
+
     recipe = load(str(recipe_file))
     job = Job(
         model=model,

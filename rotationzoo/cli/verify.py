@@ -50,14 +50,15 @@ def verify_command(
     if run and model is None:
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.checks.membership import Candidate, check_membership
     from rotationzoo.checks.verify import verify
 
     opened = Artifact.open(artifact)
-    hush_libraries()
+    hush_libraries(models=run)
     verification = verify(opened, model, revision)
     agreement = None
     if run and model is not None and verification.orthogonality_error is not None:
+        from rotationzoo.checks.membership import Candidate, check_membership
+
         with show_progress(out) as progress:
             candidate = Candidate(model, revision, device, device_map, max_memory)
             agreement = check_membership(opened, candidate, progress)

@@ -8,7 +8,6 @@ machine.
 from functools import cache
 from itertools import product
 
-import scipy.linalg
 import torch
 
 from rotationzoo.errors import RotationZooError
@@ -42,7 +41,10 @@ def hadamard(order: int) -> torch.Tensor:
 
 def _sylvester(order: int) -> torch.Tensor:
     """The +-1 Sylvester matrix of a power of two."""
-    return torch.from_numpy(scipy.linalg.hadamard(order)).double()
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < order:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return matrix
 
 
 def _paley(order: int) -> torch.Tensor | None:

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import align_module_device
-from transformers import AttentionInterface, PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import AttentionInterface, PreTrainedModel
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
 """`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]` and the weights or
@@ -82,7 +83,7 @@ model: copy what you keep, and change nothing.
 
 
 @contextmanager
-def intercept(model: PreTrainedModel, function: Intercept) -> Iterator[None]:
+def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
     """Inside the block, every attention call of the model's decoder goes to `function` instead.
 
     Attention in other modules (vision towers, other models) is left alone. The registry is restored
@@ -125,7 +126,7 @@ def intercept(model: PreTrainedModel, function: Intercept) -> Iterator[None]:
 
 
 @contextmanager
-def capture(model: PreTrainedModel, observe: Observe) -> Iterator[None]:
+def capture(model: "PreTrainedModel", observe: Observe) -> Iterator[None]:
     """Inside the block, `observe` sees every attention call of the decoder. What the model computes
     does not change."""
 
@@ -140,7 +141,7 @@ def capture(model: PreTrainedModel, observe: Observe) -> Iterator[None]:
         yield
 
 
-def check_transparent(model: PreTrainedModel, ids: torch.Tensor) -> None:
+def check_transparent(model: "PreTrainedModel", ids: torch.Tensor) -> None:
     """Raise `UnsupportedModel` unless the logits of `ids` `[B, T]` are the same with and without
     capture.
 
@@ -168,9 +169,11 @@ def check_transparent(model: PreTrainedModel, ids: torch.Tensor) -> None:
         )
 
 
-def decoder(model: PreTrainedModel) -> PreTrainedModel:
+def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
     """The text decoder, without its language-model head and without the other towers of a vision
     model."""
+    from transformers import PreTrainedModel
+
     untyped: Any = model
     inner = untyped.get_decoder()
     if isinstance(inner, PreTrainedModel) and inner is not model:
@@ -188,6 +191,8 @@ def loaded(module: torch.nn.Module) -> Iterator[None]:
     if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
         yield  # they are in memory already, and stay there when the block ends
         return
+    from accelerate.utils import align_module_device
+
     with align_module_device(module):
         yield
 
@@ -199,9 +204,11 @@ def eager_attention(module: torch.nn.Module) -> AttentionFunction:
     return function
 
 
-def attention_registries(tower: PreTrainedModel) -> list[AttentionInterface]:
+def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]:
     """Every attention registry that the tower's modeling files use. Nearly all use the library's,
     but some have their own."""
+    from transformers import AttentionInterface
+
     registries: list[AttentionInterface] = []
     for module in tower.modules():
         modeling_file = sys.modules[type(module).__module__]

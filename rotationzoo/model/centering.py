@@ -10,12 +10,14 @@ with and without a shift.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo.model.capture import Attention, decoder, eager_attention, intercept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Changes of the output up to this, relative to the largest output, count as none. On tiny models
 # of 20 families the change is at most 2e-6 where a shift cancels, and .5 or more where it does not.
@@ -107,7 +109,7 @@ def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:
 
 
 @torch.no_grad()
-def layers_moved(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
+def layers_moved(model: "PreTrainedModel", ids: torch.Tensor) -> list[int]:
     """The layers of a loaded model whose attention weights for `ids` `[B, T]` change when the keys
     lose their mean. `ignores_shift` tries this without weights; this check on the real ones is
     final."""

@@ -8,14 +8,16 @@ a model family that cannot be calibrated, with the reason in one sentence.
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.capture import Attention, decoder, intercept
 from rotationzoo.model.centering import ignores_shift
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PROBE_TOKENS = 8
 CAUSAL_HINT = "give a decoder-only model, such as Qwen/Qwen3-8B, or demo"
@@ -103,7 +105,7 @@ class _Call:
 _Shape = tuple[int, int]  # heads and dimension
 
 
-def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
+def geometry_on_meta(model: "PreTrainedModel") -> Geometry | None:
     """The attention geometry of a model on `meta`. None where its forward needs values; the caller
     then looks at real weights. Raises `UnsupportedModel` with the reason."""
     tower = decoder(model)
@@ -118,7 +120,7 @@ def geometry_on_meta(model: PreTrainedModel) -> Geometry | None:
 
 
 @torch.no_grad()
-def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geometry:
+def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Geometry:
     """Find the layers that call attention and their heads, and check that the cache stores what was
     captured.
 
@@ -150,10 +152,9 @@ def geometry_of(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Geom
 
 
 def _run(
-    model: PreTrainedModel, ids: torch.Tensor
+    model: "PreTrainedModel", ids: torch.Tensor
 ) -> tuple[dict[int, _Call], dict[int, tuple[_Shape, _Shape]]]:
-    """Layer -> inputs of its attention; and layer -> shapes of the keys and values that its cache
-    holds."""
+    """Layer -> inputs of its attention; and layer -> shapes of its cached keys and values."""
     calls: dict[int, _Call] = {}
 
     def record(
@@ -178,8 +179,7 @@ def _layer(
     calls: Mapping[int, _Call],
     stored: Mapping[int, tuple[_Shape, _Shape]],
 ) -> Layer:
-    """The attention of one layer. Raises `UnsupportedModel` where the cache stores something other
-    than the captured keys and values."""
+    """The attention of one layer. Raises `UnsupportedModel` where the cache stores other things."""
     call = calls[index]
     key_shape, value_shape = _shape(call.key), _shape(call.value)
     differs = index in stored and stored[index] != (key_shape, value_shape)
@@ -223,7 +223,7 @@ def _same_keys(key: torch.Tensor, earlier: torch.Tensor) -> bool:
     return torch.equal(key.cpu(), earlier.cpu())
 
 
-def _is_encoder(model: PreTrainedModel) -> bool:
+def _is_encoder(model: "PreTrainedModel") -> bool:
     """Whether any attention module of the decoder declares itself not causal."""
     attentions = [module for module in decoder(model).modules() if hasattr(module, "layer_idx")]
     return any(getattr(module, "is_causal", True) is False for module in attentions)

@@ -3,19 +3,9 @@ devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from rotationzoo.errors import (
     ModelUnavailable,
@@ -30,12 +20,17 @@ from rotationzoo.model.placement import Placement
 from rotationzoo.model.source import Source, config_hash, license_of
 from rotationzoo.words import counted
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
-def load_config(source: Source) -> PretrainedConfig:
+def load_config(source: Source) -> "PretrainedConfig":
     """The model's config. Raises `ModelUnavailable` where it cannot be read, and `UnsupportedModel`
     for a model that is not a causal decoder."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     kind = read_json(source.folder / "config.json").get("model_type")
     if not kind:
         raise ModelUnavailable(
@@ -58,7 +53,7 @@ def load_config(source: Source) -> PretrainedConfig:
     return config
 
 
-def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) -> dict[str, Any]:
+def describe(source: Source, config: "PretrainedConfig", fingerprint: str | None) -> dict[str, Any]:
     """The `model` table of a manifest, which identifies the model that an artifact is for."""
     return {
         "id": source.label,
@@ -70,14 +65,16 @@ def describe(source: Source, config: PretrainedConfig, fingerprint: str | None) 
     }
 
 
-def position_count(config: PretrainedConfig) -> int | None:
+def position_count(config: "PretrainedConfig") -> int | None:
     """How many positions the model was made for; None where the config does not say."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 
 
-def _model_class(config: PretrainedConfig, name: str) -> Any:
+def _model_class(config: "PretrainedConfig", name: str) -> Any:
     """The auto class that builds models of this config. Raises `UnsupportedModel`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
@@ -86,7 +83,7 @@ def _model_class(config: PretrainedConfig, name: str) -> Any:
     )
 
 
-def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
+def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
     """Build the model from its config on `meta`: shapes without weights."""
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
@@ -97,7 +94,7 @@ def on_meta(config: PretrainedConfig, name: str) -> PreTrainedModel:
     return model
 
 
-def _implementations(config: PretrainedConfig) -> dict[str, str | None]:
+def _implementations(config: "PretrainedConfig") -> dict[str, str | None]:
     """How attention and experts are computed. `config.json` does not decide: it may name somebody's
     repository of kernels, whose code would be fetched and run.
 
@@ -113,12 +110,12 @@ def _implementations(config: PretrainedConfig) -> dict[str, str | None]:
 
 def load(
     source: Source,
-    config: PretrainedConfig,
+    config: "PretrainedConfig",
     device: str,
     dtype: torch.dtype | str,
     placement: Placement | None = None,
     predicts: bool = True,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load the model with its weights, in eval mode. Raises `ModelUnavailable`.
 
     * `device`: where the weights go, unless a `placement` spreads them with accelerate.
@@ -171,8 +168,10 @@ def load(
     return evaluated
 
 
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises `ModelUnavailable`."""
+    from transformers import AutoTokenizer
+
     missing = ModelUnavailable(
         f"{source.name} has no readable tokenizer",
         hint="save the model's tokenizer into the same folder",
@@ -209,7 +208,7 @@ def torch_dtype(dtype: str, device: str, device_map: str | None) -> torch.dtype 
     return torch.float32 if torch_device(device) == "cpu" and device_map is None else "auto"
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
+def input_device(model: "PreTrainedModel") -> torch.device:
     """The device for token ids. It is the CPU where the model's first weights are offloaded;
     accelerate moves the ids from there."""
     return torch.device("cpu") if model.device.type == "meta" else model.device

@@ -4,13 +4,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo.errors import UsageError
 from rotationzoo.model.files import weight_files
 from rotationzoo.model.source import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def memory_limits(device_map: str | None, max_memory: str | None) -> dict[int | 
     return limits
 
 
-def weights_bytes(source: Source, model: PreTrainedModel) -> int:
+def weights_bytes(source: Source, model: "PreTrainedModel") -> int:
     """Size of the weight files if they are local, and otherwise of the parameters on `meta` in the
     config's dtype."""
     if paths := weight_files(source.folder):

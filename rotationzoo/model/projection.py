@@ -7,15 +7,17 @@ layers together are as large as a small model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.capture import Attention, decoder, intercept, loaded
 from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.loading import input_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHT, DEQUANTIZED = "weight", "dequantized"
 # FP8 weights are multiplied by these, per block, per row or as a whole. Despite its name, the first
@@ -107,7 +109,7 @@ def _divide_up(sizes: Sequence[int], divisors: Sequence[int]) -> list[int]:
 
 
 @torch.no_grad()
-def output_projections(model: PreTrainedModel, geometry: Geometry) -> dict[int, OutputProjection]:
+def output_projections(model: "PreTrainedModel", geometry: Geometry) -> dict[int, OutputProjection]:
     """Layer -> its output projection: the first linear map of the right width that runs after its
     attention."""
     widths = {layer.index: layer.query_heads * layer.value_dim for layer in geometry}

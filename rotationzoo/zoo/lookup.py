@@ -84,6 +84,23 @@ def read_index(repo: str, hub_name: str) -> LoadedIndex:
     return LoadedIndex(index.parse(text, origin), origin, hub_name, repo, revision)
 
 
+def load_published_index(place: str | None, repo: str, hub_name: str) -> LoadedIndex:
+    """The index to compare with: the one at `place`, or else the repository's own.
+
+    The index is empty only if the hub says that there is no such repository, or no index in it.
+    Raises `HubError` if the hub cannot be read: an empty index would let rotations through that are
+    worse than the published ones.
+    """
+    if place is not None:
+        return find_index(place, repo)
+    try:
+        return read_index(repo, hub_name)
+    except HubError as error:
+        if not error.missing:
+            raise
+        return LoadedIndex(Index(), f"no index: {error}")
+
+
 def choose_entry(
     loaded: LoadedIndex, model: str, revision: str | None, recipe: str | None, hubs: list[str]
 ) -> tuple[Entry, list[Copy], str]:

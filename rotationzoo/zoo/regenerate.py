@@ -11,16 +11,14 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel
-from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.report import prompt_sizes
 from rotationzoo.evaluation.tasks.verdict import judge_answers
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.progress import Progress, silent
 from rotationzoo.words import counted
-from rotationzoo.zoo import lookup
 from rotationzoo.zoo.due import find_newest
-from rotationzoo.zoo.index import Index
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.pull import pull
 
@@ -28,23 +26,6 @@ _WORSE = 1e-3  # the smallest relative increase of perplexity that matters
 _LESS_LIKELY = 0.05  # the smallest loss of log probability that matters, in nats an answer
 _SHARED = ("model", "revision", "device", "dtype", "device_map", "max_memory")
 """The fields that `Job` and `Evaluation` share."""
-
-
-def load_published_index(place: str | None, repo: str, hub_name: str) -> LoadedIndex:
-    """The index to compare with: the one at `place`, or else the repository's own.
-
-    The index is empty only if the hub says that there is no such repository, or no index in it.
-    Raises `HubError` if the hub cannot be read: an empty index would let rotations through that are
-    worse than the published ones.
-    """
-    if place is not None:
-        return lookup.find_index(place, repo)
-    try:
-        return lookup.read_index(repo, hub_name)
-    except HubError as error:
-        if not error.missing:
-            raise
-        return LoadedIndex(Index(), f"no index: {error}")
 
 
 def regenerate(

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -222,8 +221,25 @@ def test_nothing_is_added_to_other_rotations(made, folder):
 
 
 @pytest.mark.hostile("crash")
+def test_other_rotations_are_told_apart_in_a_folder_of_the_same_number(made, folder, tmp_path):
+    """Disks often give a new folder the number of one that was removed. Here the folder itself
+    stays, and the other tensors have the same names and shapes."""
+    artifact, of_other = (
+        Artifact.open(folder),
+        Artifact.open(folder).rotations.with_clip("key", 0.5),
+    )
+    other = write_artifact(tmp_path / "other", of_other, None, artifact.content).folder
+    number = folder.stat().st_ino
+    for path in other.iterdir():
+        path.replace(folder / path.name)
+    assert folder.stat().st_ino == number
+    with pytest.raises(RotationZooError, match="was replaced while it was read"):
+        artifact.rotation_tensors()
+
+
+@pytest.mark.hostile("crash")
 def test_first_runs_at_once_both_end_with_the_artifact(command):
-    words = [sys.executable, "-m", "rotationzoo", "calibrate", "demo", "--recipe", "hadamard", "-q"]
+    words = [*command.program, "calibrate", "demo", "--recipe", "hadamard", "-q"]
     running = [
         subprocess.Popen(
             words, cwd=command.folder, env=command.environment, stdout=-1, stderr=-1, text=True

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.jobs import interrupt_after, job, rotation_bytes
 from support.models import save_tiny
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration import generate, model_run
 from rotationzoo.calibration.generate import (
     WritingSettings,
@@ -35,9 +36,14 @@ def self_job(model, folder, **changes) -> Job:
     return job(model, folder, Recipe(data=SELF), batch=2, **changes)
 
 
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory) -> Artifact:
+    """What a job makes that nobody stops."""
+    return calibrate(self_job(tiny, tmp_path_factory.mktemp("whole")))
+
+
 @pytest.mark.parametrize("stop", [("writing", 1), ("writing", 3), ("calibrating", 1)])
-def test_a_stopped_job_goes_on_with_what_was_written(stop, tiny, tmp_path):
-    whole = calibrate(self_job(tiny, tmp_path / "whole"))
+def test_a_stopped_job_goes_on_with_what_was_written(stop, whole, tiny, tmp_path):
     seen: list[tuple[str, int]] = []
 
     def interrupt(stage, done, total):
@@ -94,19 +100,18 @@ def test_sums_are_never_joined_to_another_text(tiny, tmp_path):
         calibrate(self_job(tiny, tmp_path))
 
 
-def test_the_artifact_says_whose_text_it_was(tiny, tmp_path):
-    artifact = calibrate(self_job(tiny, tmp_path))
-    described = artifact.content["calibration"]
+def test_the_artifact_says_whose_text_it_was(whole, tiny):
+    described = whole.content["calibration"]
     assert (described["source"], described["prompts"]) == ("self", "bundled")
     assert described["tokens"] == 1024
-    prompts = artifact.content["identity"]["text"]
+    prompts = whole.content["identity"]["text"]
     assert described["prompts_fingerprint"] == prompts != described["fingerprint"]
     assert (
         "1,024 tokens of prompts of `bundled` and of what the model made of them"
-        in (artifact.folder / "README.md").read_text()
+        in (whole.folder / "README.md").read_text()
     )
-    again = calibrate(self_job(tiny, tmp_path))
-    assert again.content["run"] == artifact.content["run"], "done already"
+    again = calibrate(self_job(tiny, whole.folder.parent))
+    assert again.content["run"] == whole.content["run"], "done already"
 
 
 def test_the_settings_of_sampling_are_part_of_the_job(tiny, tmp_path):

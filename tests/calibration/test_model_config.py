@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,15 +61,28 @@ def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.fixture(scope="module", params=["qwen3", "gemma3-vlm"])
+def plain(request, tiny, tmp_path_factory) -> SimpleNamespace:
+    """A saved model whose config names no implementation, and the artifact that is made of it."""
+    name, folder = request.param, tmp_path_factory.mktemp("plain") / "model"
+    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
+    if name.endswith("vlm"):
+        changes = {"text_config": architectures.config(name).text_config.to_dict() | changes}
+    architectures.build(name, **changes).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, folder)
+    made = calibrate(job(folder, tmp_path_factory.mktemp("expected")))
+    return SimpleNamespace(name=name, folder=folder, made=made)
+
+
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
     "key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
 )
-@pytest.mark.parametrize("name", ["qwen3", "gemma3-vlm"])
 @pytest.mark.parametrize(
     "implementation", ["someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"]
 )
-def test_a_config_names_no_code_to_fetch(key, name, implementation, tiny, tmp_path, monkeypatch):
+def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, monkeypatch):
     """Not of kernels on the hub, for the model nor for its text part."""
     for place in (
         "modeling_utils.lazy_import_flash_attention",
@@ -77,14 +91,7 @@ def test_a_config_names_no_code_to_fetch(key, name, implementation, tiny, tmp_pa
         monkeypatch.setattr(
             f"transformers.{place}", lambda *_, **__: pytest.fail("asked for a kernel")
         )
-    changes = {"vocab_size": 2048, "max_position_embeddings": 512}
-    if name.endswith("vlm"):
-        changes = {"text_config": architectures.config(name).text_config.to_dict() | changes}
-    folder = tmp_path / "model"
-    architectures.build(name, **changes).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny / file, folder)
-    expected = calibrate(job(folder, tmp_path / "expected"))
+    folder = Path(shutil.copytree(plain.folder, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     nested = {
         part: {**config[part], key: implementation}
@@ -95,7 +102,7 @@ def test_a_config_names_no_code_to_fetch(key, name, implementation, tiny, tmp_pa
     source = find(str(folder))
     loaded = loading.load_config(source)
     for model in (
-        loading.on_meta(loaded, name),
+        loading.on_meta(loaded, plain.name),
         loading.load(source, loaded, "cpu", torch.float32),
     ):
         used = {
@@ -104,7 +111,7 @@ def test_a_config_names_no_code_to_fetch(key, name, implementation, tiny, tmp_pa
             if hasattr(module, "config")
         }
         assert used <= {"sdpa", "eager"}
-    assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(expected)
+    assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(plain.made)
 
 
 def test_a_soft_cap_is_never_dropped(tmp_path):

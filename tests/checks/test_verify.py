@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.damage import edit_manifest
 from support.jobs import job
 from support.models import save_tiny
 
@@ -41,8 +42,8 @@ def test_verify_finds_each_kind_of_damage(copy):
         change(tensors)
         save_file(tensors, copy.folder / "rotations.safetensors")
         entry = file_entry(copy.folder / "rotations.safetensors")
-        files = {**copy.content["files"], "rotations.safetensors": entry}
-        verification = verify(Artifact(copy.folder, {**copy.content, "files": files}))
+        edit_manifest(copy.folder, files={**copy.content["files"], "rotations.safetensors": entry})
+        verification = verify(Artifact.open(copy.folder))
         assert not verification.ok
         return "; ".join(verification.problems)
 
@@ -85,8 +86,8 @@ def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
     def problems(tensors, **manifest):
         save_file(tensors, artifact.folder / "rotations.safetensors")
         files = {"rotations.safetensors": file_entry(artifact.folder / "rotations.safetensors")}
-        content = {**artifact.content, "files": files, **manifest}
-        return "; ".join(verify(Artifact(artifact.folder, content)).problems)
+        edit_manifest(artifact.folder, **{**artifact.content, "files": files, **manifest})
+        return "; ".join(verify(Artifact.open(artifact.folder)).problems)
 
     assert problems(tensors) == ""
     swapped = {
@@ -100,6 +101,7 @@ def test_verify_checks_what_no_statistics_back(tiny, tmp_path):
     assert "recipe in the manifest is not the one that was used" in problems(tensors, recipe=edited)
     with pytest.raises(RotationZooError, match=r"damaged: geometry\.0\.index: Field required"):
         problems(tensors, geometry=[{}])
+    edit_manifest(artifact.folder, **artifact.content)
     (artifact.folder / "rotations.safetensors").unlink()
     # Opened again: an artifact reads each of its files once.
     verification = verify(Artifact.open(artifact.folder))

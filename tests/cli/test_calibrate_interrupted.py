@@ -28,7 +28,7 @@ def start_calibration(command, *words) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    recipe = recipes.override(recipes.load("oscar"), tokens=32768)
+    recipe = recipes.override(recipes.load("oscar"), tokens=16384, length=512)
     folder = tmp_path_factory.mktemp("whole") / "out"
     return calibrate(Job(model="demo", recipe=recipe, output=folder, batch=1, device="cpu")).folder
 
@@ -36,8 +36,8 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize(
     "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "kill", "kill -9"]
 )
-def test_stopped_half_way_and_run_again(command, uninterrupted, how):
-    words = ["--tokens", "32768", "--batch", "1", "--output", "out"]
+def test_stopped_half_way_and_run_again(command, inside, uninterrupted, how):
+    words = ["--tokens", "16384", "--length", "512", "--batch", "1", "--output", "out"]
     running = start_calibration(command, *words)
     checkpoint = command.folder / "out.checkpoint.safetensors"
     deadline = time.monotonic() + 120
@@ -57,7 +57,7 @@ def test_stopped_half_way_and_run_again(command, uninterrupted, how):
         ["out.checkpoint.safetensors"],
         ["out.checkpoint.safetensors", "out.checkpoint.safetensors.partial"],
     )
-    resumed = command("calibrate", "demo", *words)
+    resumed = inside("calibrate", "demo", *words)
     assert resumed.returncode == 0, resumed.stderr
     for name in ("rotations.safetensors", "statistics.safetensors"):
         assert (command.folder / "out" / name).read_bytes() == (uninterrupted / name).read_bytes()

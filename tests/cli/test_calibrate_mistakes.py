@@ -120,9 +120,8 @@ def test_a_disk_that_fills_up(command):
 
     # At the first checkpoint, and while the artifact is written.
     for recipe in ("oscar", "hadamard"):
-        says = only_error(
-            command("calibrate", "demo", "--recipe", recipe, alone=True, preexec_fn=limit)
-        )
+        words = ["calibrate", "demo", "--recipe", recipe, *SMALL]
+        says = only_error(command(*words, preexec_fn=limit))
         assert "cannot be written" in says
         assert left_behind(command) == []
 

@@ -5,7 +5,6 @@ import os
 import pty
 import shutil
 import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
@@ -104,11 +103,12 @@ def test_json_has_no_raw_characters_and_no_nan(capsys):
     assert json.loads(printed, parse_constant=pytest.fail) == hostile | {"a": [None, [None, 1.5]]}
 
 
-def test_what_stdout_cannot_encode_is_escaped(command):
-    """`±` of a table where the locale is ASCII."""
-    words = ["calibrate", "demo", "--tokens", "2048", "--output", "ä", "--quiet"]
-    done = command(*words, env={"PYTHONIOENCODING": "ascii"}, alone=True)
-    assert (done.returncode, done.stdout) == (0, "\\xe4\n"), done.stderr
+def test_what_stdout_cannot_encode_is_escaped(command, made):
+    """A name where the locale is ASCII."""
+    shutil.copytree(made, command.folder / "ä")
+    done = command("verify", "ä", env={"PYTHONIOENCODING": "ascii"}, alone=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("\\xe4 is sound")
 
 
 # ---- lines and their ends
@@ -164,7 +164,7 @@ def run_in_terminal(command, words: list[str], width: int) -> str:
     """What a pseudo-terminal of this width was sent by a command that succeeded."""
     main, side = pty.openpty()
     running = subprocess.Popen(
-        [sys.executable, "-m", "rotationzoo", *words],
+        [*command.program, *words],
         cwd=command.folder,
         env={**command.environment, "COLUMNS": str(width), "TERM": "xterm"},
         stdout=side,
@@ -180,11 +180,10 @@ def run_in_terminal(command, words: list[str], width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_on_a_real_terminal(command, width):
+def test_on_a_real_terminal(command, made, width):
     """inspect and export in a pseudo-terminal: no line is longer than it is wide, but for those to
     copy."""
-    made = command("calibrate", "demo", "--tokens", "2048", "--output", "out", "--quiet")
-    assert made.returncode == 0
+    shutil.copytree(made, command.folder / "out")
     for words in (["inspect", "out"], ["export", "out", "--to", "sglang", "-o", "e"]):
         lines = plain(run_in_terminal(command, words, width)).split("\r\n")
         assert all(line.isprintable() for line in lines), lines

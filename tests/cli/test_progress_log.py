@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -83,30 +81,13 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
     )
 
 
-PROGRAM = """
-from rotationzoo.cli import progress_log
-progress_log.QUICK = 0.0
-from rotationzoo.cli.app import main
-main()
-"""
-
-
 @pytest.mark.parametrize("flag", [None, "--json", "--quiet"])
-def test_the_command_line_writes_it_to_a_log(flag, command):
+def test_the_command_line_writes_it_to_a_log(flag, inside, monkeypatch):
     """For a run that lasts: here every run counts as one at once."""
+    monkeypatch.setattr(progress_log, "QUICK", 0.0)
     words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", *([flag] if flag else [])]
-    with open(command.folder / "log", "w+") as log:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *words],
-            cwd=command.folder,
-            env=command.environment,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            timeout=300,
-        )
-        log.seek(0)
-        lines = log.read().splitlines()
+    done = inside(*words)
+    lines = done.stderr.splitlines()
     assert done.returncode == 0, lines
     if flag == "--json":
         assert json.loads(done.stdout)["tokens"] == 1024
@@ -126,5 +107,5 @@ def test_the_command_line_writes_it_to_a_log(flag, command):
     ]
 
 
-def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(command):
-    assert command("calibrate", "demo", "--tokens", "1000").stderr.startswith("Error: ")
+def test_a_run_of_seconds_leaves_the_log_to_what_went_wrong(inside):
+    assert inside("calibrate", "demo", "--tokens", "1000").stderr.startswith("Error: ")

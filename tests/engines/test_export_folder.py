@@ -3,9 +3,8 @@
 import fcntl
 import json
 import logging
-import multiprocessing
 import shutil
-import time
+import threading
 
 import pytest
 from support.engine_artifacts import (
@@ -61,14 +60,6 @@ def test_servers_that_run_as_somebody_else_can_read_the_files(engine, made, tmp_
     assert modes == dict.fromkeys((*done.files, "export.json"), "0o644")
 
 
-def reader_holds(path: str, started, seconds: float) -> None:
-    """A server that loads a pair under its shared lock."""
-    with open(path, "a+") as handle:
-        fcntl.flock(handle.fileno(), fcntl.LOCK_SH)
-        started.set()
-        time.sleep(seconds)
-
-
 def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SGLANG_OSCAR_CALIBRATION_LOCK_DIR", str(tmp_path / "locks"))
     artifact, other = (
@@ -85,17 +76,13 @@ def test_a_pair_is_replaced_alone_and_never_half(made, tmp_path, monkeypatch, ca
     monkeypatch.setattr(
         logging.getLogger("rotationzoo"), "propagate", True
     )  # which a command before this may have ended
-    started = multiprocessing.get_context("spawn").Event()
-    reader = multiprocessing.get_context("spawn").Process(
-        target=reader_holds, args=(str(lock), started, 2.0)
-    )
-    reader.start()
-    assert started.wait(60)
-    begun = time.monotonic()
+    monkeypatch.setattr("rotationzoo.storage.locks._SILENCE", 0.1)
+    server = lock.open("a+")  # that loads a pair
+    fcntl.flock(server, fcntl.LOCK_SH)
+    threading.Timer(1.5, server.close).start()
     exported("sglang", artifact, tmp_path)
-    assert time.monotonic() - begun > 0.5, "it waits for the server that reads the pair"
+    assert server.closed, "it waits for the server that reads the pair"
     assert "that is reading or writing" in caplog.text, "and says so"
-    reader.join()
 
     monkeypatch.setattr("rotationzoo.storage.locks.WAIT", 0.2)
     with lock.open("a+") as server:

@@ -5,7 +5,8 @@ import math
 import pytest
 from scipy import stats
 
-from rotationzoo.evaluation.tasks.verdict import compare_answers, judge_answers, mcnemar
+from rotationzoo.evaluation.tasks.verdict import compare_answers, judge_answers
+from rotationzoo.evaluation.verdict import mcnemar
 
 
 def answered(correct: str, shift: float = 0.0, wobble: float = 0.01) -> dict:
@@ -27,6 +28,12 @@ def test_mcnemar_is_computed_from_the_pairs_that_differ():
     assert (paired["only_arm"], paired["only_other"]) == (7, 1)
     assert paired["answers_p_value"] == pytest.approx(2 * (8 + 1) / 2**8)
     assert mcnemar(0, 0) == mcnemar(3, 3) == 1.0
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (5, 0), (3, 4), (40, 60), (700, 500)])
+def test_mcnemar_is_the_exact_binomial_test(first, second):
+    expected = stats.binomtest(first, first + second).pvalue
+    assert mcnemar(first, second) == pytest.approx(expected, rel=1e-12)
 
 
 def test_log_probabilities_are_compared_by_prompts():

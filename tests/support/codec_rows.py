@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])
-many = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
-)
+many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @st.composite

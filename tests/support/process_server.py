@@ -1,9 +1,9 @@
 """Processes of the command line that start from one in which torch is imported already.
 
 Importing torch takes most of the time of a short command. A server imports it once, and every
-command is a fork of it: a process of its own, with its own environment, folder, streams and exit
-code. What reads the environment when it is imported, as the hub's client does, is not imported
-before the fork.
+command is a fork of it: a process of its own, with its own environment, folder, streams, limit on
+the size of files, and exit code. What reads the environment when it is imported, as the hub's
+client does, is not imported before the fork.
 
     python process_server.py SOCKET     serves until its standard input ends
 """
@@ -12,6 +12,7 @@ import array
 import gc
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -23,18 +24,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IMPORTED = (
-    "pydantic", "rich.console", "safetensors.torch", "scipy.linalg", "torch._dynamo",
-    "torch.distributed.tensor", "typer", "yaml",
+    "PIL.Image", "jinja2", "pydantic", "rich.console", "safetensors.torch", "scipy.linalg",
+    "scipy.ndimage", "scipy.stats", "torch._dynamo", "torch.distributed.tensor", "typer", "yaml",
 )  # fmt: skip
 _STREAMS = 3
 # It hands on its own streams, and waits for the exit code. It is a script, because shells start it
 # too, and imports as little as it can.
 CLIENT = """
-import array, json, os, socket, sys
+import array, json, os, resource, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))
-    request = {"words": sys.argv[2:], "environment": dict(os.environ), "folder": os.getcwd()}
+    request = {
+        "words": sys.argv[2:], "environment": dict(os.environ), "folder": os.getcwd(),
+        "file_size": resource.getrlimit(resource.RLIMIT_FSIZE),
+    }
     server.sendmsg([b"x"], [rights])
     server.sendall(json.dumps(request).encode())
     server.shutdown(socket.SHUT_WR)
@@ -90,6 +94,7 @@ def _answer(connection: socket.socket) -> list[str] | None:
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(request["folder"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, tuple(request["file_size"]))
     os.environ.clear()
     os.environ.update(request["environment"])
     return request["words"]

@@ -50,8 +50,8 @@ def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
     from rotationzoo.zoo import regenerate
 
     revision = planned(zoo)[0]["revision"]
-    words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--json"]
-    ok(zoo.run(*words, "--revision", revision, "--output", "first"))
+    recipe = ["--recipe", "configs/model.yaml", "--revision", revision, "--output", "first"]
+    ok(zoo.run("calibrate", model, *recipe, "--device", "cpu", "--json"))
     ok(zoo.run("push", "first", ZOO, "--json"))
     commits = zoo.hf.commits(ZOO)
     change_weights(zoo, model)
@@ -59,20 +59,9 @@ def test_worse_rotations_are_not_published(zoo, model, monkeypatch):
         "extends: oscar", "extends: identity\nname: plain"
     )  # no rotation is worse than any
     (zoo.folder / "configs" / "model.yaml").write_text(plain)
-    # Longer texts and a small window: with few quantized tokens the difference is within the noise.
-    text = refused(
-        zoo.run(
-            *words,
-            "--output",
-            "worse",
-            "--to",
-            "huggingface",
-            "--tokens",
-            "8192",
-            "--length",
-            "512",
-        )
-    )
+    words = ["regenerate", model, "--repo", ZOO, *EVALUATED, "--device", "cpu", "--output", "worse"]
+    # Longer texts: with few quantized tokens the difference is noise. Measured 11 % +- 2 %.
+    text = refused(zoo.run(*words, "--to", "huggingface", "--tokens", "2048", "--length", "512"))
     assert "are worse than the published ones" in text
     assert zoo.hf.commits(ZOO) == commits
     assert regenerate.is_worse(0.01, 0.001)

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from scipy.stats import binomtest
-
 from rotationzoo.cache.windows import Cache
+from rotationzoo.evaluation.verdict import mcnemar
 
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import Row
@@ -94,9 +93,7 @@ def compare_answers(exact: dict[int, float], arm: dict[int, float]) -> Pairing:
     """McNemar's exact test on scores of 0 and 1, by question."""
     lost = sum(exact[question] > arm[question] for question in exact)
     gained = sum(exact[question] < arm[question] for question in exact)
-    # Without any difference there is nothing to test.
-    p_value = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
-    return {"lost": lost, "gained": gained, "p_value": p_value}
+    return {"lost": lost, "gained": gained, "p_value": mcnemar(lost, gained)}
 
 
 def _metrics(metrics: dict[str, Any]) -> TaskMeasures:

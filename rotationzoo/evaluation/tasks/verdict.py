@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 import torch
-from scipy.stats import binomtest
 
 from rotationzoo.evaluation.tasks.scores import Records
-from rotationzoo.evaluation.verdict import LEVEL, holm, p_value, pair_up
+from rotationzoo.evaluation.verdict import LEVEL, holm, mcnemar, p_value, pair_up
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.words import counted
 
@@ -117,14 +116,6 @@ def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -
         "standard_error": error,
         "log_probability_p_value": p_value(difference, error, len(prompts)),
     }
-
-
-def mcnemar(first: int, second: int) -> float:
-    """The two-sided p value of McNemar's exact test, from the numbers of questions that only the
-    first and only the second arm answers."""
-    if first + second == 0:
-        return 1.0
-    return float(binomtest(first, first + second).pvalue)
 
 
 def outcome_of(paired: PairedAnswers) -> Outcome:

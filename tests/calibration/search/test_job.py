@@ -10,11 +10,11 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data, Search, from_dict
 
 # Small windows, so that short rows have room for questions.
-SHORT = {"sink": 16, "recent": 32, "data": Data(tokens=3072, length=512)}
+SHORT = {"sink": 16, "recent": 32, "data": Data(tokens=1536, length=512)}
 
 
 def test_best_makes_an_artifact_of_the_demo_model(tmp_path):
-    settings = Search(steps=2, starts=1, queries=8, prompts=2, equalize=(True,))
+    settings = Search(steps=2, starts=1, queries=8, prompts=1, equalize=(True,))
     recipe = PRESETS["best"].model_copy(update={**SHORT, "search": settings})
     artifact = calibrate(Job("demo", recipe, tmp_path / "best", device="cpu"))
     assert verify(artifact, "demo").ok, verify(artifact, "demo").problems

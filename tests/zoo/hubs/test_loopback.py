@@ -8,6 +8,8 @@ import pytest
 from support.hubs import huggingface, modelscope
 from support.hubs.calls import Fault
 
+from rotationzoo.zoo.hubs.registry import open_hub
+
 NAME = "org/zoo"
 TENSORS = b"\x00tensors" * 50_000
 CARD = json.dumps({"rotations": 3}).encode()
@@ -178,6 +180,9 @@ def test_leaks_are_noticed(hub):
 
 
 def test_modelscope_round_trip(tmp_path):
+    # The client reads its settings when it is imported. Without those of the product, it would
+    # repeat failed requests for a minute in every later test of this process.
+    open_hub("modelscope")
     client = pytest.importorskip("modelscope_hub")
     errors = importlib.import_module("modelscope_hub.errors")
     source = tmp_path / "source"
