@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that wants a GPU, in one go: the GPU tests, the rest of the suite on this machine's
-# versions, the CUDA codec on every shape, the statistics against a direct computation, and what a
-# calibration and an evaluation cost.
+# versions, the CUDA codec and decode attention on every shape, the statistics against a direct
+# computation, and what a calibration and an evaluation cost.
 #     scripts/check_gpu.sh [MODEL [DATA]]
 set -u
 cd "$(dirname "$0")/.."
@@ -13,6 +13,7 @@ python3 -m pytest -m gpu -v -rs || failed=1
 python3 -m pytest -n 8 -m "not gpu" --deselect tests/test_style.py || failed=1
 python3 scripts/check_int2.py || failed=1
 python3 scripts/check_feedback.py || failed=1
+python3 scripts/check_decode.py || failed=1
 for model in demo ${1-}; do
     data="${2-bundled}"
     python3 scripts/check_statistics.py "$model" --data "$data" --dtype float32 || failed=1

@@ -2,27 +2,31 @@
 //
 // The definition is rotationzoo/codec/attention.py. Nothing is dequantized. With x = scale * code + offset,
 //     q . k = scale * (q . codes) + offset * sum(q)   and   sum_t p_t v_t = sum_t (p_t * scale_t) codes_t + sum_t p_t * offset_t,
-// so tensor cores multiply codes, and scales and offsets cost one multiplication a row. A 2-bit field of a 16-bit word whose
-// other bits are masked away *is* a float16, a subnormal one: code * 4^field * 2^-24. Tensor cores multiply subnormals exactly and
-// at full speed, so unpacking costs one AND for two codes. The powers of 4 are undone in the query and in the output.
+// so tensor cores multiply codes, and scales and offsets cost one multiplication a row. Unpacking is one AND:
+//   * Keys: a 2-bit field of a byte whose other bits are masked away is the integer code * 4^field. The query is rounded to 16
+//     bits, and its upper and lower bytes are two columns of an integer product. Fields are summed apart, and weighed at the end.
+//   * Values: a field of a 16-bit word is a float16, a subnormal one, code * 4^field * 2^-24. Tensor cores multiply subnormals
+//     exactly and at full speed. A weight is the sum of two float16, which are two columns of the product.
 //
-// Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to eight
+// Work is split over tokens (flash-decoding): a block of `attend` handles one range of tokens of one KV head for up to COLUMNS
 // columns, which are the query heads of the group times the query tokens. It writes a maximum, a sum and an output without
 // their scale; `finish` merges them. Every warp takes tiles of 32 tokens through a ring of its own in shared memory.
 //
 // Compile with -D: KEY_DIM and VALUE_DIM (multiples of 16, at most 256), KEY_GROUP and VALUE_GROUP (channels that share a scale),
-// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), TYPE (of queries and exact rows: 0 float32, 1 float16, 2 bfloat16), SOFT_CAP, and of
-// the format HALF (scales and offsets in float16), MINIMUM (offset as in `formats`), STRIDED (packing).
+// PAGE (tokens a page, a multiple of 32), WARPS (of a block of `attend`), COLUMNS (4 or 8), TYPE (of queries and exact rows: 0
+// float32, 1 float16, 2 bfloat16), SOFT_CAP, and of the format HALF (scales and offsets in float16), MINIMUM (offset as in
+// `formats`), STRIDED (packing).
 // Needs sm_80 or newer. No header is included: NVRTC compiles this file on machines without a CUDA toolkit.
 
 typedef unsigned long long Address;
 typedef long long Count;
 
-constexpr int COLUMNS = 8;
+constexpr int SETS = COLUMNS / 4;  // of columns that one product takes
 constexpr int TILE = 32, HALVES = TILE / 16;  // tokens; a product takes 16
 constexpr int KEY_WORDS = KEY_DIM / 16, VALUE_WORDS = VALUE_DIM / 16;  // of 16 codes, a row
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4, VALUE_CHUNKS = (VALUE_WORDS + 7) / 8;
+constexpr int PREPARED = KEY_CHUNKS * 64;  // bytes of a prepared column, each of two
 constexpr unsigned ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504088896341f, LOWEST = -1e30f;
 #define MINUS_INFINITY __int_as_float(0xff800000)
@@ -42,9 +46,8 @@ typedef unsigned short Element;
 
 constexpr int KEY_ROW = KEY_DIM / 4, VALUE_ROW = VALUE_DIM / 4;  // bytes of codes
 constexpr int KEY_NUMBERS = KEY_GROUPS * sizeof(Metadata), VALUE_NUMBERS = VALUE_GROUPS * sizeof(Metadata);
-constexpr int KEY_SCALE = TILE * KEY_ROW, KEY_OFFSET = KEY_SCALE + TILE * KEY_NUMBERS;
-constexpr int VALUE = KEY_OFFSET + TILE * KEY_NUMBERS;
-constexpr int VALUE_SCALE = VALUE + TILE * VALUE_ROW, VALUE_OFFSET = VALUE_SCALE + TILE * VALUE_NUMBERS;
+constexpr int VALUE = TILE * KEY_ROW, KEY_SCALE = VALUE + TILE * VALUE_ROW, KEY_OFFSET = KEY_SCALE + TILE * KEY_NUMBERS;
+constexpr int VALUE_SCALE = KEY_OFFSET + TILE * KEY_NUMBERS, VALUE_OFFSET = VALUE_SCALE + TILE * VALUE_NUMBERS;
 constexpr int STAGE = VALUE_OFFSET + TILE * VALUE_NUMBERS;
 // A row that does not fill its chunk is read a little beyond its end, where a query of zeros or no output belongs.
 constexpr int MARGIN = 64;
@@ -55,7 +58,7 @@ constexpr int STAGES = ROOM / WARPS / STAGE >= 4 ? 4 : ROOM / WARPS / STAGE;
 constexpr int RING = STAGES * STAGE, MERGED = (COLUMNS * (VALUE_DIM + 2)) * sizeof(float);
 constexpr int SHARED = WARPS * (RING > MERGED ? RING : MERGED) + MARGIN;
 // Blocks that a multiprocessor should hold, as far as their registers go.
-constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? 4 : 2;
+constexpr int BLOCKS = VALUE_CHUNKS == 1 && KEY_CHUNKS < 3 && KEY_GROUPS * VALUE_GROUPS == 1 ? (SETS == 1 ? 4 : 3) : 2;
 static_assert(STAGES >= 2 && SHARED <= ROOM + MARGIN, "too large");
 
 // ---- instructions ----------------------------------------------------------------------------------------------------------
@@ -116,11 +119,25 @@ __device__ Element rounded(float x) {
 #endif
 }
 
-// d += a b for a [16, 16] of codes and b [16, 8], as lanes hold them.
+// d += a b for float16 codes a [16, 16] and b [16, 8], as lanes hold them.
 __device__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d += a b for 8-bit codes a [16, 32] and signed b [32, 8].
+__device__ void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same for a [16, 16].
+__device__ void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned b0) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
 }
 
 // Transpose the 8 x 8 matrix of 16-bit numbers of which every lane holds a pair.
@@ -148,6 +165,20 @@ __device__ float read_number(unsigned from, unsigned index) {  // scale or offse
   return x;
 #else
   return __uint_as_float(read_word(from + 4 * index));
+#endif
+}
+
+// A kernel may start before the one before it in the stream has ended, where the launch allows it: until it waits, it must not read
+// what that one writes, nor write anything.
+__device__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -195,7 +226,8 @@ __host__ __device__ constexpr int value_members(int chunk, int field, int group)
   return members;
 }
 
-__device__ constexpr unsigned field_mask(int field) { return 0x00030003u << 2 * field; }
+__device__ constexpr unsigned byte_mask(int field) { return 0x03030303u << 2 * field; }
+__device__ constexpr unsigned half_mask(int field) { return 0x00030003u << 2 * field; }
 
 // Byte `byte` of two words, each at the bottom of one half of the result; the other bytes are not cleared.
 template <int BYTE>
@@ -207,40 +239,46 @@ __device__ unsigned bytes_of(unsigned low, unsigned high) {
 
 // What `attend` needs of a column beside its numbers.
 struct Header {
-  float unit;               // score = unit * scale * (tensor cores' product) + ...
+  float unit;               // score = unit * scale * (the integer product) + ...
   float bias;               // of every packed score: keys are stored without their mean
   float sums[KEY_GROUPS];   // ... + offset * sum: the query summed over a group, times the scale of scores
 };
 
 // query [B, H, columns, D], matrix [H, D, D] with restored = stored @ matrix, mean [H, D] or null.
-// prepared float16 [B, H, padded, D] and headers [B, H, padded], where padded is a multiple of COLUMNS.
+// prepared int8 [B, H, padded, 2, KEY_CHUNKS * 64], upper and lower bytes, and headers [B, H, padded], where padded is a
+// multiple of COLUMNS. Channels are in the order of words, fields and bytes, so that a lane of `attend` reads 16 bytes a word.
 extern "C" __global__ void __launch_bounds__(1024) prepare(
-    const Element* query, Count columns, const float* matrix, const float* mean, double scale, unsigned short* prepared,
+    const Element* query, Count columns, const float* matrix, const float* mean, double scale, signed char* prepared,
     Header* headers) {
-  constexpr int D = KEY_DIM, EACH = (D + 31) / 32;
+  constexpr int D = KEY_DIM, EACH = (D + 31) / 32, WARPS_OF_BLOCK = 32, ROWS = (D + 31) / 32;
   __shared__ float given[COLUMNS][D], turned[COLUMNS][D], largest[32];
   const int head = blockIdx.x, heads = gridDim.x, tile = blockIdx.y, tiles = gridDim.y, batch = blockIdx.z;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int first = tile * COLUMNS;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
   const Count row = Count(batch) * heads + head;
+  const float* rows = matrix + Count(head) * D * D;
+  let_next_start();
+  // The matrix is on its way while the query is read.
+  float numbers[ROWS][EACH];
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++)
+    #pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int j = r * WARPS_OF_BLOCK + warp, i = e * 32 + lane;
+      numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
+    }
   for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
     int column = first + i / D;
     given[i / D][i % D] = column < columns ? element(query[(row * columns + column) * D + i % D]) : 0.0f;
   }
   __syncthreads();
-  const float* rows = matrix + Count(head) * D * D;
-  #pragma unroll 4
-  for (int j = warp; j < D; j += warps) {
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int j = r * WARPS_OF_BLOCK + warp;
     float sums[COLUMNS] = {};
     #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      int i = e * 32 + lane;
-      if (i < D) {
-        float x = rows[j * D + i];
-        #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) sums[c] += x * given[c][i];
-      }
-    }
+    for (int e = 0; e < EACH; e++)
+      #pragma unroll
+      for (int c = 0; c < COLUMNS; c++) sums[c] += e * 32 + lane < D ? numbers[r][e] * given[c][e * 32 + lane] : 0.0f;
     // Sum over lanes. Each step also halves the columns that a lane holds, until lane l has the column l % COLUMNS.
     #pragma unroll
     for (int step = COLUMNS / 2; step; step /= 2)
@@ -252,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       }
     #pragma unroll
     for (int step = COLUMNS; step < 32; step *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], step);
-    if (lane < COLUMNS) turned[lane][j] = sums[0];
+    if (lane < COLUMNS && j < D) turned[lane][j] = sums[0];
   }
   __syncthreads();
   float top = 0.0f;
@@ -260,67 +298,93 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
   if (!lane) largest[warp] = top;
   __syncthreads();
-  for (int w = 0; w < warps; w++) top = fmaxf(top, largest[w]);
-  // All columns share a power of two, which brings the largest number to between 2^13 and 2^14. The last field of a byte is
-  // multiplied by 4^-3, so that leaves float16 numbers 2^-21 of the largest before their precision drops.
-  const int exponent = 140 - int(__float_as_uint(fmaxf(top, 1e-30f)) >> 23);
-  const float power = exp2f(float(exponent));
-  for (int c = warp; c < COLUMNS; c += warps) {
+  for (int w = 0; w < WARPS_OF_BLOCK; w++) top = fmaxf(top, largest[w]);
+  // All columns share a unit. The upper byte is rounded, so that the lower one may have a sign.
+  const float unit = fmaxf(top, 1e-30f) / 32512.0f;
+  for (int c = warp; c < COLUMNS; c += WARPS_OF_BLOCK) {
     const Count at = (row * tiles + tile) * COLUMNS + c;
+    signed char* upper = prepared + at * 2 * PREPARED;
     float sums[KEY_GROUPS] = {}, bias = 0.0f;
-    for (int i = lane; i < D; i += 32) {
-      unsigned bits = half_pair(turned[c][i] * power, 0.0f) & 0xffff;
-      prepared[at * D + i] = bits;
+    for (int i = lane; i < PREPARED; i += 32) {
+      const int ch = channel<KEY_DIM>(i / 16, i % 4, i / 4 % 4);
+      const int x = i / 16 < KEY_WORDS ? __float2int_rn(turned[c][ch] / unit) : 0;
+      const int high = (x + 128) >> 8;
+      upper[i] = high, upper[PREPARED + i] = x - 256 * high;
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++)
-        if (i / KEY_GROUP == g) sums[g] += from_half(bits);
-      if (mean) bias += given[c][i] * mean[head * D + i];
+        if (i / 16 < KEY_WORDS && ch / KEY_GROUP == g) sums[g] += float(x);
     }
+    if (mean)
+      for (int i = lane; i < D; i += 32) bias += given[c][i] * mean[head * D + i];
+    #pragma unroll
     for (int step = 16; step; step /= 2) {
       bias += __shfl_xor_sync(ALL, bias, step);
       #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++) sums[g] += __shfl_xor_sync(ALL, sums[g], step);
     }
     if (!lane) {
-      const float unit = float(scale) * LOG2E / power;
-      headers[at].unit = unit * 16777216.0f;
+      const float scaled = unit * float(scale) * LOG2E;
+      headers[at].unit = scaled / 64.0f;
       headers[at].bias = bias * float(scale) * LOG2E;
-      for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * unit;
+      for (int g = 0; g < KEY_GROUPS; g++) headers[at].sums[g] = sums[g] * scaled;
     }
   }
 }
 
 // ---- packed tokens ---------------------------------------------------------------------------------------------------------
 
-struct Tables {  // [B, pages] addresses of pages
+struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages
   const Address *key, *value;
-  Count pages;
+  Count key_pages, value_pages;
 };
 
 // Where a warp is in the pages of its row, and what each lane copies from there.
 struct Cursor {
-  const Address *keys, *values;
-  int head, heads, lane, page;
-  Address key, key_numbers, value, value_numbers;
+  static constexpr int KEY_PIECES = TILE * KEY_NUMBERS / 16, VALUE_PIECES = TILE * VALUE_NUMBERS / 16;  // of scales: 16 bytes
+  static constexpr int PIECES = 2 * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
 
-  // Start copying a tile to this address in shared memory.
-  __device__ void fetch(int tile, unsigned stage) {
+  const Address *keys, *values;
+  int head, heads, lane;
+  int pages;  // that there are
+  int left;   // tiles in this page
+  Address key, value, numbers[ROUNDS];
+  Address next_key, next_value;  // of the next page: read ahead, because nothing can be copied before they are known
+
+  // Go to a tile.
+  __device__ void turn(int tile) {
     constexpr int TILES = PAGE / TILE;
-    if (tile / TILES != page) turn(tile / TILES);
-    const unsigned step = tile % TILES;
-    copy_rows<KEY_ROW>(stage, key + step * (TILE * KEY_ROW));
-    copy_rows<VALUE_ROW>(stage + VALUE, value + step * (TILE * VALUE_ROW));
-    copy_numbers<KEY_NUMBERS>(stage + KEY_SCALE, key_numbers + step * (TILE * KEY_NUMBERS));
-    copy_numbers<VALUE_NUMBERS>(stage + VALUE_SCALE, value_numbers + step * (TILE * VALUE_NUMBERS));
+    const int page = tile / TILES, token = tile % TILES * TILE;
+    left = TILES - tile % TILES;
+    const Address this_key = next_key, this_value = next_value;
+    if (page + 1 < pages) next_key = keys[page + 1], next_value = values[page + 1];
+    const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
+    key = this_key + row * KEY_ROW + lane * 16;
+    value = this_value + row * VALUE_ROW + lane * 16;
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      // Scales of keys and their offsets, which follow all scales of the page, and then those of values.
+      const int piece = i * 32 + lane;
+      const bool of_keys = piece < 2 * KEY_PIECES;
+      const int index = of_keys ? piece : piece - 2 * KEY_PIECES, count = of_keys ? KEY_PIECES : VALUE_PIECES;
+      const Count width = of_keys ? KEY_NUMBERS : VALUE_NUMBERS;
+      numbers[i] = (of_keys ? this_key : this_value) + rows * (of_keys ? KEY_ROW : VALUE_ROW) + row * width +
+                   (index < count ? index * 16 : rows * width + (index - count) * 16);
+    }
   }
 
-  __device__ void turn(int to) {
-    page = to;
-    const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE;
-    key = keys[page] + row * KEY_ROW + lane * 16;
-    value = values[page] + row * VALUE_ROW + lane * 16;
-    key_numbers = keys[page] + rows * KEY_ROW + row * KEY_NUMBERS;
-    value_numbers = values[page] + rows * VALUE_ROW + row * VALUE_NUMBERS;
+  // Start copying the next tile to this address in shared memory.
+  __device__ void fetch(int tile, unsigned stage) {
+    if (!left) turn(tile);
+    left--;
+    copy_rows<KEY_ROW>(stage, key);
+    copy_rows<VALUE_ROW>(stage + VALUE, value);
+    key += TILE * KEY_ROW, value += TILE * VALUE_ROW;
+    #pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int piece = i * 32 + lane;
+      if (PIECES % 32 == 0 || piece < PIECES) copy_async(stage + KEY_SCALE + piece * 16, numbers[i]);
+      numbers[i] += TILE * (piece < 2 * KEY_PIECES ? KEY_NUMBERS : VALUE_NUMBERS);
+    }
   }
 
   template <int ROW>
@@ -330,99 +394,120 @@ struct Cursor {
     for (int i = 0; i < PIECES; i += 32)
       if (i + 32 <= PIECES || i + lane < PIECES) copy_async(to + (i + lane) * 16, from + i * 16);
   }
-
-  // Scales, and the offsets, which follow all scales of the page.
-  template <int NUMBERS>
-  __device__ void copy_numbers(unsigned to, Address from) {
-    constexpr int PIECES = TILE * NUMBERS / 16;
-    #pragma unroll
-    for (int i = 0; i < 2 * PIECES; i += 32) {
-      const int piece = i + lane;
-      if (piece < 2 * PIECES) {
-        const Count offsets = piece < PIECES ? 0 : (Count(heads) * PAGE - TILE) * NUMBERS;
-        copy_async(to + piece * 16, from + offsets + piece * 16);
-      }
-    }
-  }
 };
 
-// The columns of a lane in products: 2 * part and 2 * part + 1, for rows `row` and `row + 8` of a tile. Index 2 * r + c below.
+// The columns of a lane are `part` of every set, and its rows of a product are `row` and `row + 8`.
 struct State {
-  float top[2];                                     // what scores are compared with
-  float sum[2];                                     // of weights, this lane's rows
-  float offsets[VALUE_GROUPS][2];                   // what rounding and the values' offsets add to the output
-  float output[VALUE_CHUNKS][4][2][4];              // per field and pair of bytes, as products come out
+  float top[SETS];                                  // what scores are compared with
+  float sum[SETS];                                  // of weights, this lane's rows
+  float offsets[VALUE_GROUPS][SETS];                // what the values' offsets add to the output
+  float output[SETS][VALUE_CHUNKS][4][2][4];        // per field and pair of bytes, as products come out
 };
 
 // A row of a product is a token of its half in this order, which makes the reads of values free of bank conflicts.
 __device__ constexpr int token_of(int row) { return (row & 8) + (row & 7) / 2 + (row & 1) * 4; }
 
-__device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned row, int part) {
+// Where a lane reads in a stage, so that it is not computed for each.
+struct Place {
+  int lane, row, part, token;
+  unsigned key, key_number, value, value_number;
+
+  __device__ Place() {
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // volatile, or the compiler would ask again for every tile
+    row = lane / 4, part = lane % 4, token = token_of(row);
+    key = token * KEY_ROW + 4 * key_word(0, part), value = VALUE + part * VALUE_ROW + 4 * row;
+    key_number = KEY_SCALE + token * KEY_NUMBERS, value_number = VALUE_SCALE + token * VALUE_NUMBERS;
+  }
+};
+
+// The words of a lane in a key's row.
+__device__ void read_words(unsigned (&words)[KEY_CHUNKS], unsigned from) {
   if constexpr (KEY_WORDS == 8 && (KEY_GROUPS == 1 || STRIDED)) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(row + 8 * part));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
   } else if constexpr (KEY_WORDS == 16 && (KEY_GROUPS == 1 || STRIDED)) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(row + 16 * part));
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from));
   } else {
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(row + 4 * key_word(chunk, part));
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) words[chunk] = read_word(from + 4 * key_word(chunk, 0));
   }
 }
 
-struct Columns {  // of a lane: 2 * part and 2 * part + 1
-  float sums[KEY_GROUPS][2], unit, cap;
+struct Query {  // what a lane needs of it
+  unsigned words[SETS][KEY_CHUNKS][4];  // for products: column lane / 4 of a set, of which even ones are upper bytes
+  float sums[KEY_GROUPS][SETS], unit, cap;
+  float biases[SETS];  // of scores before they are capped
 };
 
-// Scores of a half, less `top`.
+// Scores of a half, less `top`, for two rows of each set.
 __device__ void compare(
-    float (&scores)[4], unsigned stage, const int (&tokens)[2], const unsigned (&query)[KEY_CHUNKS][4][2],
-    const Columns& columns, const float (&top)[2], int part) {
+    float (&scores)[SETS][2], unsigned stage, int half, const Place& place, const Query& query, const float (&top)[SETS]) {
   unsigned keys[2][KEY_CHUNKS];
   #pragma unroll
-  for (int r = 0; r < 2; r++) read_words(keys[r], stage + tokens[r] * KEY_ROW, part);
+  for (int r = 0; r < 2; r++) read_words(keys[r], stage + place.key + (16 * half + 8 * r) * KEY_ROW);
   #pragma unroll
   for (int group = 0; group < KEY_GROUPS; group++) {
-    float products[4] = {};
+    int products[SETS][4][4] = {};  // by field
     #pragma unroll
-    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk += 2)
       #pragma unroll
       for (int field = 0; field < 4; field++) {
-        const int members = key_members(chunk, field, group);
-        if (!members) continue;
-        const unsigned mask = field_mask(field);
-        unsigned b0 = query[chunk][field][0], b1 = query[chunk][field][1];
-        if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, part), field) != group) b0 = b1 = 0;
-        multiply(products, keys[0][chunk] & mask, keys[1][chunk] & mask, keys[0][chunk] >> 8 & mask,
-                 keys[1][chunk] >> 8 & mask, b0, b1);
+        constexpr bool ODD = KEY_CHUNKS % 2;
+        const bool alone = ODD && chunk + 1 == KEY_CHUNKS;
+        const int next = alone ? chunk : chunk + 1;
+        const int members = key_members(chunk, field, group), others = alone ? members : key_members(next, field, group);
+        if (!members && !others) continue;
+        const unsigned mask = byte_mask(field);
+        #pragma unroll
+        for (int set = 0; set < SETS; set++) {
+          unsigned b0 = query.words[set][chunk][field], b1 = query.words[set][next][field];
+          if (members < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(chunk, place.part), field) != group) b0 = 0;
+          if (others < 4 && group_of<KEY_DIM, KEY_GROUP>(key_word(next, place.part), field) != group) b1 = 0;
+          if (alone)
+            multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, b0);
+          else
+            multiply(products[set][field], keys[0][chunk] & mask, keys[1][chunk] & mask, keys[0][next] & mask,
+                     keys[1][next] & mask, b0, b1);
+        }
       }
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const unsigned at = tokens[r] * KEY_GROUPS + group;
-      float scale = read_number(stage + KEY_SCALE, at), offset = read_number(stage + KEY_OFFSET, at);
+      const unsigned at = stage + place.key_number + (16 * half + 8 * r) * KEY_NUMBERS;
+      float scale = read_number(at, group), offset = read_number(at + TILE * KEY_NUMBERS, group);
       if (!MINIMUM) offset *= -scale;
-      scale *= columns.unit;
+      scale *= query.unit;
       #pragma unroll
-      for (int c = 0; c < 2; c++) {
+      for (int set = 0; set < SETS; set++) {
+        // 64 times the product, whose upper and lower bytes are neighbours. At most 2^7 * 3 * 64 * 256 * 2^8, which fits.
+        int product = 0;
+        #pragma unroll
+        for (int field = 0; field < 4; field++) {
+          const int(&of)[4] = products[set][field];
+          product += (of[2 * r] * 256 + of[2 * r + 1]) * (64 >> 2 * field);
+        }
         // Before it is capped, a score is not compared with anything.
-        const float base = group ? scores[2 * r + c] : SOFT_CAP ? 0.0f : -top[c];
-        scores[2 * r + c] = scale * products[2 * r + c] + (offset * columns.sums[group][c] + base);
+        const float base = group ? scores[set][r] : SOFT_CAP ? query.biases[set] : -top[set];
+        scores[set][r] = scale * float(product) + (offset * query.sums[group][set] + base);
       }
     }
   }
   if (SOFT_CAP)
     #pragma unroll
-    for (int i = 0; i < 4; i++) scores[i] = soft_capped(scores[i], columns.cap) - top[i % 2];
+    for (int set = 0; set < SETS; set++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) scores[set][r] = soft_capped(scores[set][r], query.cap) - top[set];
 }
 
 struct Values {  // scales and offsets of the values of a half
   float scales[VALUE_GROUPS][2], offsets[VALUE_GROUPS][2];
 };
 
-// Move `top` so that weights of a tile are at most 2^8, and recompute them. After the first tile it is only raised.
-__device__ void raise(
-    State& state, const float (&scores)[HALVES][4], float (&weights)[HALVES][4], const Values (&values)[HALVES], bool first) {
+typedef float Scores[HALVES][SETS][2];
+
+// Move `top` so that scaled weights of a tile are at most 2^8, and recompute the weights. After the first tile it only rises.
+__device__ void raise(State& state, const Scores& scores, Scores& weights, const Values (&values)[HALVES], bool first) {
   #pragma unroll
-  for (int c = 0; c < 2; c++) {
+  for (int set = 0; set < SETS; set++) {
     float top = LOWEST;
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
@@ -431,104 +516,103 @@ __device__ void raise(
         float scale = 0x1p-40f;
         #pragma unroll
         for (int group = 0; group < VALUE_GROUPS; group++) scale = fmaxf(scale, values[half].scales[group][r]);
-        top = fmaxf(top, scores[half][2 * r + c] + __log2f(scale) - 8.0f);
+        top = fmaxf(top, scores[half][set][r] + __log2f(scale) - 8.0f);
       }
     #pragma unroll
     for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
     const float rise = first ? top : fmaxf(top, 0.0f), factor = exp2_of(-rise);
-    state.top[c] += rise, state.sum[c] *= factor;
+    state.top[set] += rise, state.sum[set] *= factor;
     #pragma unroll
-    for (int group = 0; group < VALUE_GROUPS; group++) state.offsets[group][c] *= factor;
+    for (int group = 0; group < VALUE_GROUPS; group++) state.offsets[group][set] *= factor;
     #pragma unroll
     for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
       #pragma unroll
       for (int field = 0; field < 4; field++)
         #pragma unroll
         for (int pair = 0; pair < 2; pair++)
-          state.output[chunk][field][pair][c] *= factor, state.output[chunk][field][pair][2 + c] *= factor;
+          #pragma unroll
+          for (int i = 0; i < 4; i++) state.output[set][chunk][field][pair][i] *= factor;
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
-      for (int r = 0; r < 2; r++) weights[half][2 * r + c] = exp2_of(scores[half][2 * r + c] - rise);
+      for (int r = 0; r < 2; r++) weights[half][set][r] = exp2_of(scores[half][set][r] - rise);
   }
 }
 
-// Whether weights leave what float16 holds.
-__device__ bool too_large(const float (&weights)[HALVES][4], const Values (&values)[HALVES]) {
-  float scaled = 0.0f, largest = 0.0f;
+// Whether scaled weights leave what float16 holds. Where a scale may be 0, a weight alone might leave what float32 holds.
+__device__ bool too_large(const Scores& weights, const Values (&values)[HALVES]) {
+  float largest = 0.0f;
   #pragma unroll
   for (int half = 0; half < HALVES; half++)
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      largest = fmaxf(largest, weights[half][i]);
+    for (int set = 0; set < SETS; set++)
       #pragma unroll
-      for (int group = 0; group < VALUE_GROUPS; group++)
-        scaled = fmaxf(scaled, weights[half][i] * values[half].scales[group][i / 2]);
-    }
-  return fmaxf(scaled, largest * 0x1p-40f) > 32768.0f;
+      for (int r = 0; r < 2; r++) {
+        if (HALF) largest = fmaxf(largest, weights[half][set][r] * 0x1p-40f);
+        #pragma unroll
+        for (int group = 0; group < VALUE_GROUPS; group++)
+          largest = fmaxf(largest, weights[half][set][r] * values[half].scales[group][r]);
+      }
+  return largest > 32768.0f;
 }
 
 // Add a half's weighted values to the output. Two tokens' codes of a channel become a pair by taking a byte of each.
 __device__ void accumulate(
-    State& state, unsigned stage, const float (&weights)[4], const Values& values, int half, int lane) {
-  const int row = lane / 4, part = lane % 4;
+    State& state, unsigned stage, const float (&weights)[SETS][2], const Values& values, int half, const Place& place) {
+  unsigned pairs[VALUE_GROUPS][SETS][2];
   #pragma unroll
-  for (int c = 0; c < 2; c++) state.sum[c] += weights[c] + weights[2 + c];
-  unsigned pairs[VALUE_GROUPS][2];
-  #pragma unroll
-  for (int group = 0; group < VALUE_GROUPS; group++)
+  for (int set = 0; set < SETS; set++) {
+    state.sum[set] += weights[set][0] + weights[set][1];
     #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float low = weights[2 * r] * values.scales[group][r], high = weights[2 * r + 1] * values.scales[group][r];
-      const unsigned pair = half_pair(low, high);
-      // Codes average 1.5, so that is what rounding costs where many weights are rounded in the same direction.
-      float(&sum)[2] = state.offsets[group];
-      sum[0] = (weights[2 * r] * values.offsets[group][r] + sum[0]) + 1.5f * (low - from_half(pair & 0xffff));
-      sum[1] = (weights[2 * r + 1] * values.offsets[group][r] + sum[1]) + 1.5f * (high - from_half(pair >> 16));
-      pairs[group][r] = transpose(pair);
-    }
+    for (int group = 0; group < VALUE_GROUPS; group++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float scaled = weights[set][r] * values.scales[group][r];
+        state.offsets[group][set] += weights[set][r] * values.offsets[group][r];
+        const float rest = scaled - from_half(half_pair(scaled, 0.0f) & 0xffff);
+        pairs[group][set][r] = transpose(half_pair(scaled, rest));
+      }
+  }
   #pragma unroll
   for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++) {
     unsigned words[4];
     #pragma unroll
     for (int i = 0; i < 4; i++)
-      words[i] = read_word(stage + VALUE + (16 * half + part + 4 * i) * VALUE_ROW + 4 * (8 * chunk + row));
+      words[i] = read_word(stage + place.value + (16 * half + 4 * i) * VALUE_ROW + 32 * chunk);
     #pragma unroll
-    for (int group = 0; group < VALUE_GROUPS; group++)
+    for (int field = 0; field < 4; field++)
       #pragma unroll
-      for (int field = 0; field < 4; field++) {
+      for (int group = 0; group < VALUE_GROUPS; group++) {
         const int members = value_members(chunk, field, group);
         if (!members) continue;
-        unsigned mask = field_mask(field);
-        if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + row, field) != group) mask = 0;
-        const unsigned b0 = pairs[group][0], b1 = pairs[group][1];
-        multiply(state.output[chunk][field][0], bytes_of<0>(words[0], words[1]) & mask,
-                 bytes_of<1>(words[0], words[1]) & mask, bytes_of<0>(words[2], words[3]) & mask,
-                 bytes_of<1>(words[2], words[3]) & mask, b0, b1);
-        multiply(state.output[chunk][field][1], bytes_of<2>(words[0], words[1]) & mask,
-                 bytes_of<3>(words[0], words[1]) & mask, bytes_of<2>(words[2], words[3]) & mask,
-                 bytes_of<3>(words[2], words[3]) & mask, b0, b1);
+        unsigned mask = half_mask(field);
+        if (members < 8 && group_of<VALUE_DIM, VALUE_GROUP>(8 * chunk + place.row, field) != group) mask = 0;
+        #pragma unroll
+        for (int set = 0; set < SETS; set++) {
+          float(&sums)[2][4] = state.output[set][chunk][field];
+          const unsigned b0 = pairs[group][set][0], b1 = pairs[group][set][1];
+          multiply(sums[0], bytes_of<0>(words[0], words[1]) & mask, bytes_of<1>(words[0], words[1]) & mask,
+                   bytes_of<0>(words[2], words[3]) & mask, bytes_of<1>(words[2], words[3]) & mask, b0, b1);
+          multiply(sums[1], bytes_of<2>(words[0], words[1]) & mask, bytes_of<3>(words[0], words[1]) & mask,
+                   bytes_of<2>(words[2], words[3]) & mask, bytes_of<3>(words[2], words[3]) & mask, b0, b1);
+        }
       }
   }
 }
 
 // Add a tile of which `valid` tokens count.
-__device__ void process(
-    State& state, unsigned stage, int valid, const unsigned (&query)[KEY_CHUNKS][4][2], const Columns& columns, int lane,
-    bool first) {
-  const int row = lane / 4, part = lane % 4;
-  float scores[HALVES][4];
+__device__ void process(State& state, unsigned stage, int valid, const Query& query, const Place& place, bool first) {
+  Scores scores, weights;
   Values values[HALVES];
   #pragma unroll
   for (int half = 0; half < HALVES; half++) {
-    const int tokens[2] = {16 * half + token_of(row), 16 * half + token_of(row) + 8};
-    compare(scores[half], stage, tokens, query, columns, state.top, part);
+    compare(scores[half], stage, half, place, query, state.top);
     #pragma unroll
     for (int group = 0; group < VALUE_GROUPS; group++)
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const unsigned at = tokens[r] * VALUE_GROUPS + group;
-        float scale = read_number(stage + VALUE_SCALE, at), offset = read_number(stage + VALUE_OFFSET, at);
+        const unsigned at = stage + place.value_number + (16 * half + 8 * r) * VALUE_NUMBERS;
+        float scale = read_number(at, group), offset = read_number(at + TILE * VALUE_NUMBERS, group);
         if (!MINIMUM) offset *= -scale;
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
       }
@@ -538,22 +622,24 @@ __device__ void process(
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
       for (int r = 0; r < 2; r++)
-        if (16 * half + token_of(row) + 8 * r >= valid) {
-          scores[half][2 * r] = scores[half][2 * r + 1] = MINUS_INFINITY;
+        if (16 * half + place.token + 8 * r >= valid) {
+          #pragma unroll
+          for (int set = 0; set < SETS; set++) scores[half][set][r] = MINUS_INFINITY;
           #pragma unroll
           for (int group = 0; group < VALUE_GROUPS; group++)
             values[half].scales[group][r] = values[half].offsets[group][r] = 0.0f;
         }
-  // `top` need not be the maximum. It is raised when a weight leaves the range of float16, which is seldom: a rise leaves room
-  // for a factor of 2^7 until the next.
-  float weights[HALVES][4];
   #pragma unroll
   for (int half = 0; half < HALVES; half++)
     #pragma unroll
-    for (int i = 0; i < 4; i++) weights[half][i] = exp2_of(scores[half][i]);
+    for (int set = 0; set < SETS; set++)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) weights[half][set][r] = exp2_of(scores[half][set][r]);
+  // `top` need not be the maximum. It is raised when a weight leaves the range of float16, which is seldom: a rise leaves room
+  // for a factor of 2^7 until the next.
   if (__any_sync(ALL, first || too_large(weights, values))) raise(state, scores, weights, values, first);
   #pragma unroll
-  for (int half = 0; half < HALVES; half++) accumulate(state, stage, weights[half], values[half], half, lane);
+  for (int half = 0; half < HALVES; half++) accumulate(state, stage, weights[half], values[half], half, place);
 }
 
 // ---- one range of tokens of one KV head ------------------------------------------------------------------------------------
@@ -574,44 +660,40 @@ struct Job {
 };
 
 __device__ void attend_packed(
-    const Job& job, const Tables& tables, int begin, int end, int length, const unsigned short* prepared,
-    const Header* headers, float cap, float2* totals, float* outputs, char* shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, part = lane % 4;
+    const Job& job, const Tables& tables, int begin, int end, int length, const signed char* prepared, const Header* headers,
+    float cap, float2* totals, float* outputs, char* shared) {
+  const Place place;
+  const int warp = threadIdx.x / 32, row = place.row, part = place.part;
   const unsigned ring = __cvta_generic_to_shared(shared) + warp * RING;
   const int each = (end - begin + WARPS - 1) / WARPS;
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 
-  const Address* keys = tables.key + job.batch * tables.pages;
-  const Address* values = tables.value + job.batch * tables.pages;
-  Cursor cursor = {keys, values, job.head, job.heads, lane, -1};
+  Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages, job.head, job.heads, place.lane,
+                   int(min(tables.key_pages, tables.value_pages))};
+  if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
     if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
     end_group();
   }
 
-  // A lane holds the query of column `row` for the channels of its words, and sums for the columns of its products.
-  const Count column = (Count(job.batch) * job.heads + job.head) * job.tiles * COLUMNS + job.tile * COLUMNS;
-  const unsigned short* numbers = prepared + (column + row) * KEY_DIM;
-  unsigned query[KEY_CHUNKS][4][2];
+  wait_for_previous();
+  const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
+  Query query;
   #pragma unroll
-  for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
+  for (int set = 0; set < SETS; set++) {
+    const signed char* bytes = prepared + (column + 4 * set) * 2 * PREPARED + row * PREPARED;
     #pragma unroll
-    for (int field = 0; field < 4; field++) {
-      const int word = key_word(chunk, part);
-      const float power = field == 0 ? 1.0f : field == 1 ? 0.25f : field == 2 ? 0.0625f : 0.015625f;
-      float x[4];
-      #pragma unroll
-      for (int byte = 0; byte < 4; byte++)
-        x[byte] = word < KEY_WORDS ? power * from_half(numbers[channel<KEY_DIM>(word, byte, field)]) : 0.0f;
-      query[chunk][field][0] = half_pair(x[0], x[2]), query[chunk][field][1] = half_pair(x[1], x[3]);
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bytes + 16 * key_word(chunk, part));
+      unsigned(&words)[4] = query.words[set][chunk];
+      words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
     }
-  Columns mine;
-  #pragma unroll
-  for (int group = 0; group < KEY_GROUPS; group++)
     #pragma unroll
-    for (int c = 0; c < 2; c++) mine.sums[group][c] = headers[column + 2 * part + c].sums[group];
-  mine.unit = headers[column].unit, mine.cap = cap;
+    for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
+    query.biases[set] = headers[column + 4 * set + part].bias;
+  }
+  query.unit = headers[column].unit, query.cap = cap;
 
   State state = {};
   int slot = 0;
@@ -621,20 +703,21 @@ __device__ void attend_packed(
     const int ahead = tile + STAGES - 1, free = slot ? slot - 1 : STAGES - 1;
     if (ahead < last) cursor.fetch(ahead, ring + free * STAGE);
     end_group();
-    process(state, ring + slot * STAGE, length - tile * TILE, query, mine, lane, tile == first);
+    process(state, ring + slot * STAGE, length - tile * TILE, query, place, tile == first);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   wait_groups<0>();
+  let_next_start();
 
   // The sum over the rows that other lanes have.
   #pragma unroll
   for (int step = 4; step < 32; step *= 2)
     #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      state.sum[c] += __shfl_xor_sync(ALL, state.sum[c], step);
+    for (int set = 0; set < SETS; set++) {
+      state.sum[set] += __shfl_xor_sync(ALL, state.sum[set], step);
       #pragma unroll
       for (int group = 0; group < VALUE_GROUPS; group++)
-        state.offsets[group][c] += __shfl_xor_sync(ALL, state.offsets[group][c], step);
+        state.offsets[group][set] += __shfl_xor_sync(ALL, state.offsets[group][set], step);
     }
 
   // Merge the warps. [warp][column][VALUE_DIM + 2]: the outputs, the reference and the sum.
@@ -642,28 +725,26 @@ __device__ void attend_packed(
   constexpr int WIDTH = VALUE_DIM + 2;
   float* merged = reinterpret_cast<float*>(shared);
   #pragma unroll
-  for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
+  for (int set = 0; set < SETS; set++) {
+    float* to = merged + (warp * COLUMNS + 4 * set + part) * WIDTH;
     #pragma unroll
-    for (int field = 0; field < 4; field++)
+    for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
       #pragma unroll
-      for (int pair = 0; pair < 2; pair++)
+      for (int field = 0; field < 4; field++)
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int word = 8 * chunk + row, byte = 2 * pair + i / 2, c = i % 2;
+        for (int byte = 0; byte < 4; byte++) {
+          const int word = 8 * chunk + row;
           if (word >= VALUE_WORDS) continue;
-          float offset = state.offsets[0][c];
+          float offset = state.offsets[0][set];
           #pragma unroll
           for (int group = 1; group < VALUE_GROUPS; group++)
-            if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][c];
+            if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][set];
           const float power = 16777216.0f / (1 << 2 * field);
-          float* to = merged + (warp * COLUMNS + 2 * part + c) * WIDTH;
-          to[channel<VALUE_DIM>(word, byte, field)] = power * state.output[chunk][field][pair][i] + offset;
+          const float(&sums)[4] = state.output[set][chunk][field][byte / 2];
+          to[channel<VALUE_DIM>(word, byte, field)] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
         }
-  if (!row)
-    for (int c = 0; c < 2; c++) {
-      float* to = merged + (warp * COLUMNS + 2 * part + c) * WIDTH + VALUE_DIM;
-      to[0] = first < last ? state.top[c] : LOWEST, to[1] = state.sum[c];
-    }
+    if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];
+  }
   __syncthreads();
   const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS);
   for (int c = 0; c < columns; c++) {
@@ -682,7 +763,7 @@ __device__ void attend_packed(
       for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
       outputs[job.at(c) * VALUE_DIM + d] = x;
     }
-    if (!threadIdx.x) totals[job.at(c)] = {top + headers[column + c].bias, total};
+    if (!threadIdx.x) totals[job.at(c)] = {top + (SOFT_CAP ? 0.0f : headers[column + c].bias), total};
   }
 }
 
@@ -696,7 +777,7 @@ __device__ void attend_exact(
   float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
   const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
   const Count group = Count(job.batch) * job.heads + job.head;
-  const int count = min(Count(WINDOW), (rows.lengths ? rows.lengths[job.batch] : rows.room) - begin);
+  const int length = rows.lengths ? rows.lengths[job.batch] : int(rows.room), count = min(WINDOW, length - begin);
   const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
   for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
     const int c = i / KEY_DIM, d = i % KEY_DIM;
@@ -705,6 +786,12 @@ __device__ void attend_exact(
   }
   float key[SHARE] = {};
   if (token < count) load<SHARE>(key, rows.key + (group * rows.room + begin + token) * KEY_DIM + side * SHARE);
+  // Values are on their way while keys are compared.
+  Element values[WINDOW];
+  const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM;
+  #pragma unroll
+  for (int i = 0; i < WINDOW; i++) values[i] = i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
+  wait_for_previous();
   __syncthreads();
   #pragma unroll 2
   for (int c = 0; c < COLUMNS; c++) {
@@ -718,7 +805,7 @@ __device__ void attend_exact(
     #pragma unroll
     for (int step = 1; step < COMPARERS; step *= 2) score += __shfl_xor_sync(ALL, score, step);
     const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
-    if (side == c % COMPARERS) scores[token * COLUMNS + c] = token < count - later ? soft_capped(score, cap) : MINUS_INFINITY;
+    if (side == c % COMPARERS) scores[token * COLUMNS + c] = begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
   }
   __syncthreads();
   const int lane = threadIdx.x % 32;
@@ -734,11 +821,13 @@ __device__ void attend_exact(
   }
   __syncthreads();
   for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
-    const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM + d;
+    if (d >= THREADS)
+      #pragma unroll
+      for (int i = 0; i < WINDOW; i++) values[i] = i < count ? value[i * VALUE_DIM + d] : 0;
     float sums[COLUMNS] = {};
-    #pragma unroll 8
+    #pragma unroll
     for (int i = 0; i < WINDOW; i++) {
-      const float x = i < count ? element(value[i * VALUE_DIM]) : 0.0f;
+      const float x = element(values[i]);
       #pragma unroll
       for (int c = 0; c < COLUMNS; c++) sums[c] += scores[i * COLUMNS + c] * x;
     }
@@ -751,8 +840,8 @@ __device__ void attend_exact(
 // columns, z = batch. `lengths` [B]: how many tokens are packed.
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
-    const Element* query, Count columns, Count tokens, const unsigned short* prepared, const Header* headers,
-    const Address* key_pages, const Address* value_pages, Count pages, const int* lengths, Count splits, Count tiles,
+    const Element* query, Count columns, Count tokens, const signed char* prepared, const Header* headers,
+    const Address* keys, const Address* values, Count key_pages, Count value_pages, const int* lengths, Count splits, Count tiles,
     const Element* sink_key, const Element* sink_value, const int* sink_lengths, Count sink_room, const Element* recent_key,
     const Element* recent_value, const int* recent_lengths, Count recent_room, double scale, double cap, float2* totals,
     float* outputs) {
@@ -772,82 +861,93 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
   }
   const int length = lengths[job.batch], count = (length + TILE - 1) / TILE;
   const int each = (count + splits - 1) / splits, begin = min(count, int(blockIdx.x - windows) * each);
-  const Tables tables = {key_pages, value_pages, pages};
+  const Tables tables = {keys, values, key_pages, value_pages};
   attend_packed(job, tables, begin, min(count, begin + each), length, prepared, headers, capped, totals, outputs, shared);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------------
 
-// Merge the parts of a column: packed ones, which come after `windows` exact ones, are rotated back first.
-// Grid: x = columns, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM], mean [H, VALUE_DIM] or null, sinks [H_q] or null
-// (logits that take part in the softmax and read nothing), result [B, H, columns, VALUE_DIM].
-extern "C" __global__ void __launch_bounds__(512) finish(
-    const float2* totals, const float* outputs, Count padded, Count parts, Count windows, Count tokens, const float* matrix,
+// Merge the parts of TOGETHER columns, by as many groups of threads: packed parts, which come after `windows` exact ones, are rotated
+// back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM], mean [H, VALUE_DIM] or
+// null, sinks [H_q] or null (logits that take part in the softmax and read nothing), result [B, H, columns, VALUE_DIM].
+constexpr int LANES = VALUE_DIM <= 128 ? 128 : 256, GROUPS = 512 / LANES, MOST_TOTALS = 1024;  // columns times parts, of a block
+
+template <int TOGETHER>
+__device__ void merge(
+    const float2* totals, const float* outputs, int columns, int padded, int parts, int windows, int tokens, const float* matrix,
     const float* mean, const float* sinks, Element* result) {
-  constexpr int D = VALUE_DIM, LANES = D <= 128 ? 128 : 256, GROUPS = 512 / LANES;
-  __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES], joined[LANES], weights[512], reduced[3][16];
-  const int column = blockIdx.x, columns = gridDim.x, head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
-  const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Count at = ((Count(batch) * heads + head) * padded + column) * parts;
-  const float sink = sinks ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
+  constexpr int D = VALUE_DIM, HELPERS = GROUPS / TOGETHER, SHARE = D / HELPERS;
+  constexpr bool EARLY = SHARE <= 32;  // numbers of the matrix for a thread, where they fit into registers
+  __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES];
+  __shared__ float2 all_totals[MOST_TOTALS];
+  const int head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
+  const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, helper = group % HELPERS, base = group - helper;
+  const int column = blockIdx.x * TOGETHER + group / HELPERS;
+  const bool works = column < columns && d < D;
+  const float* rows = matrix + Count(head) * D * D;
+  float numbers[EARLY ? SHARE : 1] = {};
+  if (EARLY && d < D)
+    #pragma unroll
+    for (int i = 0; i < (EARLY ? SHARE : 0); i++) numbers[i] = rows[(i * HELPERS + helper) * D + d];
+  wait_for_previous();
 
-  float top = sink;
-  for (int i = threadIdx.x; i < parts; i += 512) {
-    const float2 part = totals[at + i];
-    if (part.y > 0.0f) top = fmaxf(top, part.x);
-  }
+  const Count of_head = (Count(batch) * heads + head) * padded * parts;
+  const int first = blockIdx.x * TOGETHER * parts;
+  for (int i = threadIdx.x; i < TOGETHER * parts; i += 512) all_totals[i] = totals[of_head + first + i];
+  __syncthreads();
+  const float2* mine = all_totals + group / HELPERS * parts;
+  const float* of = outputs + (of_head + Count(column) * parts) * D + d;
+  // Every warp has one column, and finds out for itself what all its threads need.
+  const float sink = sinks && column < columns ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
+  float top = sink, total = 0.0f, share = 0.0f;
+  for (int i = threadIdx.x % 32; i < parts; i += 32) top = fmaxf(top, mine[i].x);
+  #pragma unroll
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-  if (!lane) reduced[0][warp] = top;
-  __syncthreads();
-  for (int w = 0; w < 16; w++) top = fmaxf(top, reduced[0][w]);
-
-  float of_packed = 0.0f, of_exact = 0.0f, share = 0.0f, total = 0.0f;
-  for (int start = 0; start < parts; start += 512) {
-    const int i = start + threadIdx.x;
-    __syncthreads();
-    float weight = 0.0f;
-    if (i < parts) {
-      const float2 part = totals[at + i];
-      if (part.y > 0.0f) weight = exp2_of(part.x - top);
-      total += weight * part.y;
-      if (i >= windows) share += weight * part.y;
-    }
-    weights[threadIdx.x] = weight;
-    __syncthreads();
-    const int count = min(Count(512), parts - start);
-    if (d < D) {
-      #pragma unroll 8
-      for (int j = group; j < count; j += GROUPS) {
-        const float x = weights[j] * outputs[(at + start + j) * D + d];
-        of_exact += start + j < windows ? x : 0.0f, of_packed += start + j < windows ? 0.0f : x;
-      }
-    }
+  for (int i = threadIdx.x % 32; i < parts; i += 32) {
+    const float sum = exp2_of(mine[i].x - top) * mine[i].y;
+    total += sum, share += i < windows ? 0.0f : sum;
   }
-  packed[group][d] = of_packed, exact[group][d] = of_exact;
-  for (int step = 16; step; step /= 2) {
+  #pragma unroll
+  for (int step = 16; step; step /= 2)
     total += __shfl_xor_sync(ALL, total, step), share += __shfl_xor_sync(ALL, share, step);
-  }
-  if (!lane) reduced[1][warp] = total, reduced[2][warp] = share;
-  __syncthreads();
-  total = share = 0.0f;
-  for (int w = 0; w < 16; w++) total += reduced[1][w], share += reduced[2][w];
-  total += exp2_of(sink - top);
-  if (!group) {
-    float x = 0.0f;
-    for (int g = 0; g < GROUPS; g++) x += packed[g][d];
-    joined[d] = x;
-  }
+  total += sinks ? exp2_of(sink - top) : 0.0f;
+  float of_packed = 0.0f, of_exact = 0.0f;
+  if (works)
+    #pragma unroll 8
+    for (int i = helper; i < parts; i += HELPERS) {
+      const float x = exp2_of(mine[i].x - top) * of[Count(i) * D];
+      of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
+    }
+  packed[group][d] = of_packed, exact[group][d] = of_exact;
   __syncthreads();
   float turned = 0.0f;
-  const float* rows = matrix + Count(head) * D * D;
-  if (d < D)
-    #pragma unroll 16
-    for (int j = group; j < D; j += GROUPS) turned += joined[j] * rows[j * D + d];
+  if (works)
+    #pragma unroll (EARLY ? SHARE : 8)
+    for (int i = 0; i < SHARE; i++) {
+      float x = 0.0f;
+      #pragma unroll
+      for (int h = 0; h < HELPERS; h++) x += packed[base + h][i * HELPERS + helper];
+      turned += x * (EARLY ? numbers[EARLY ? i : 0] : rows[(i * HELPERS + helper) * D + d]);
+    }
+  __syncthreads();
   packed[group][d] = turned;
   __syncthreads();
-  if (!group && d < D) {
-    float x = mean ? share * mean[head * D + d] : 0.0f;
-    for (int g = 0; g < GROUPS; g++) x += packed[g][d] + exact[g][d];
-    result[((Count(batch) * heads + head) * columns + column) * D + d] = rounded(x / total);
-  }
+  if (!works || helper) return;
+  float x = mean ? share * mean[head * D + d] : 0.0f;
+  #pragma unroll
+  for (int h = 0; h < HELPERS; h++) x += packed[base + h][d] + exact[base + h][d];
+  result[((Count(batch) * heads + head) * columns + column) * D + d] = rounded(x / total);
+}
+
+// One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.
+extern "C" __global__ void __launch_bounds__(512) finish(
+    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result) {
+  merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 3) finish_many(
+    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result) {
+  merge<GROUPS>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
 }

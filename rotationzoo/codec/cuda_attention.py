@@ -15,8 +15,9 @@ from rotationzoo.errors import RotationZooError
 
 SOURCE = Path(__file__).with_name("attention.cu")
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
-_COLUMNS = 8  # that a block handles: query heads of a KV head, times query tokens
 _PREPARE_THREADS, _FINISH_THREADS = 1024, 512
+_EARLY = {"programmatic_stream_serialization": True}
+_MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
 _WAVES = 3
@@ -33,6 +34,8 @@ class Variant:
     dtype: torch.dtype
     """Of queries and exact rows."""
     soft_cap: bool
+    columns: int
+    """That a block handles: query heads of a KV head times query tokens, or a part of them."""
 
     @property
     def warps(self) -> int:
@@ -54,6 +57,7 @@ class Variant:
             "VALUE_GROUP": self.value.dim // self.value.groups,
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
+            "COLUMNS": self.columns,
             "TYPE": TYPES[self.dtype],
             "SOFT_CAP": self.soft_cap,
             "HALF": format.metadata == "float16",
@@ -70,6 +74,7 @@ class Kernels:
     prepare: Any
     attend: Any
     finish: Any
+    finish_many: Any
     threads: int
     """Of a block of `attend`."""
     blocks: int
@@ -118,11 +123,16 @@ def attend(
     each; by default as many as keep the GPU busy. Nothing waits for the GPU. Raises
     `RotationZooError` for layouts and types that `supports` says no to.
     """
+    result_type = query.dtype
+    for window in (head, tail):
+        query = query.to(torch.promote_types(query.dtype, window.key.dtype))
     layout = packed.key.layout
     batch, query_heads, tokens, _ = query.shape
     columns = query_heads // layout.heads * tokens
-    tiles = -(-columns // _COLUMNS)
-    variant = Variant(layout, packed.value.layout, query.dtype, scores.soft_cap is not None)
+    soft_cap = scores.soft_cap is not None
+    width = choose_columns(columns, layout, packed.value.layout)
+    tiles = -(-columns // width)
+    variant = Variant(layout, packed.value.layout, query.dtype, soft_cap, width)
     if not supports(variant.key, variant.value, query.dtype):
         raise RotationZooError(
             f"the CUDA kernel does not read pages of {variant.key} and {variant.value} with "
@@ -130,15 +140,17 @@ def attend(
             hint="use codec.attention.attend",
         )
     kernels = compiled(variant, query.device)
+    # A block of `finish` keeps a maximum and a sum of every part.
     windows = sum(-(-window.key.shape[2] // kernels.window) for window in (head, tail))
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
         splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
-    parts, padded = windows + splits, tiles * _COLUMNS
+    splits = min(splits, _MOST_TOTALS - windows)
+    parts, padded = windows + splits, tiles * width
 
     query = query.contiguous()
     rows = batch, layout.heads, padded
-    prepared = query.new_empty(*rows, layout.dim, dtype=torch.float16)
+    prepared = query.new_empty(*rows, 2, -(-layout.dim // 64) * 64, dtype=torch.int8)
     headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
@@ -151,24 +163,36 @@ def attend(
         _PREPARE_THREADS,
         *(query, columns, matrix, mean, scores.scale, prepared, headers),
     )
-    tables = packed.key.addresses(), packed.value.addresses()
+    tables = [side.addresses().contiguous() for side in (packed.key, packed.value)]
+    pages = [table.shape[1] for table in tables]
     launch(
         kernels.attend,
         (parts, layout.heads * tiles, batch),
         kernels.threads,
-        *(query, columns, tokens, prepared, headers, *tables, tables[0].stride(0)),
-        *(packed.lengths, splits, tiles, *_window(head), *_window(tail)),
+        *(query, columns, tokens, prepared, headers, *tables, *pages),
+        *(packed.lengths, splits, tiles, *_window(head, query.dtype), *_window(tail, query.dtype)),
         *(scores.scale, scores.soft_cap or 0.0, totals, outputs),
+        early=True,
     )
     matrix, mean = _transform(packed.value)
     sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
+    groups = _FINISH_THREADS // (128 if variant.value.dim <= 128 else 256)
+    many = columns * layout.heads * batch > kernels.blocks and groups * parts <= _MOST_TOTALS
     launch(
-        kernels.finish,
-        (columns, layout.heads, batch),
+        kernels.finish_many if many else kernels.finish,
+        (-(-columns // groups) if many else columns, layout.heads, batch),
         _FINISH_THREADS,
-        *(totals, outputs, padded, parts, windows, tokens, matrix, mean, sinks, result),
+        *(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result),
+        early=True,
     )
-    return result
+    return result.to(result_type)
+
+
+def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:
+    """How many of so many columns one block handles."""
+    # Beyond that, a warp's sums do not fit into its registers.
+    wide = max(key.dim, value.dim) <= 128 and key.groups == value.groups == 1
+    return 8 if columns > 4 and wide else 4
 
 
 def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
@@ -199,12 +223,16 @@ class Launcher:
         grid: tuple[int, int, int],
         threads: int,
         *arguments: torch.Tensor | float | None,
+        early: bool = False,
     ) -> None:
+        """Launch a kernel with the arguments of the function in the source. With `early` it may
+        start before the one before it has ended, which it must wait for itself."""
         from cuda.core import LaunchConfig, launch
 
         values = [_value(argument) for argument in arguments]
+        config = LaunchConfig(grid=grid, block=threads, **_EARLY if early else {})
         with torch.cuda.device(self.device):
-            launch(self.stream, LaunchConfig(grid=grid, block=threads), kernel, *values)
+            launch(self.stream, config, kernel, *values)
 
 
 def _value(argument: torch.Tensor | float | None) -> int | float:
@@ -219,8 +247,10 @@ def _transform(side: PackedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
     return side.matrix.float().contiguous(), None if mean is None else mean.float().contiguous()
 
 
-def _window(window: ExactWindow) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
-    rows = window.key.contiguous(), window.value.contiguous()
+def _window(
+    window: ExactWindow, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+    rows = window.key.to(dtype).contiguous(), window.value.to(dtype).contiguous()
     return *rows, window.lengths, window.key.shape[2]
 
 
@@ -237,6 +267,7 @@ def compiled(variant: Variant, device: torch.device) -> Kernels:
         code.get_kernel("prepare"),
         attend,
         code.get_kernel("finish"),
+        code.get_kernel("finish_many"),
         threads,
         resident * processors,
     )

@@ -1,0 +1,158 @@
+"""Random caches of one layer for the benchmarks of decoding, in bfloat16 and in 2 bits."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rotationzoo.cache.kivi import FORMAT as KIVI
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.codec.pages import PageLayout
+
+LAYOUTS = FORMATS | {"kivi": KIVI}
+KIVI_TOKENS, KIVI_CHANNELS = 32, 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer of attention: requests of the same length, one new token each."""
+
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.context:,}"
+
+    @property
+    def group(self) -> int:
+        """Query heads that read the same KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in bfloat16."""
+        return 2 * 2 * self.kv_heads * self.dim
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the bfloat16 cache, all of which a step reads."""
+        return self.batch * self.context * self.token_bytes
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a 2-bit cache is stored."""
+
+    format: str
+    page: int = 256
+    sink: int = 64
+    recent: int = 256
+    group_size: int | None = None
+
+    @property
+    def exact(self) -> int:
+        """Tokens of a request that stay in bfloat16."""
+        return self.sink + self.recent
+
+    def layouts(self, heads: int, dim: int) -> tuple[PageLayout, PageLayout]:
+        """The pages of keys and of values."""
+        format, groups = LAYOUTS[self.format], dim // (self.group_size or dim)
+        if self.format == "kivi":
+            values = dim // math.gcd(KIVI_CHANNELS, dim)
+            return (
+                PageLayout(heads, dim, dim, self.page, format, KIVI_TOKENS),
+                PageLayout(heads, dim, values, self.page, format),
+            )
+        layout = PageLayout(heads, dim, groups, self.page, format)
+        return layout, layout
+
+    def token_bytes(self, heads: int, dim: int) -> float:
+        """Bytes of a packed token's keys and values, without what fills the last page."""
+        sides = self.layouts(heads, dim)
+        return sum(side.heads * (side.dim / 4 + metadata_bytes(side)) for side in sides)
+
+    def bytes(self, shape: Shape) -> int:
+        """Bytes of packed and exact tokens that a step reads."""
+        packed = (shape.context - self.exact) * self.token_bytes(shape.kv_heads, shape.dim)
+        return int(shape.batch * (packed + self.exact * shape.token_bytes))
+
+
+@dataclass(frozen=True)
+class PackedCache:
+    """The cache of one layer in 2 bits: the arguments of `attend` after the query."""
+
+    packed: PackedTokens
+    head: ExactWindow
+    tail: ExactWindow
+
+
+def metadata_bytes(side: PageLayout) -> float:
+    """Bytes of a token's scales and offsets in one head."""
+    return 2 * side.groups * side.format.metadata_bits / 8 / side.tokens_per_scale
+
+
+def packed_caches(
+    shape: Shape, storage: Storage, copies: int, device: str, spare: int = 0
+) -> list[PackedCache]:
+    """Caches of random codes with scales and offsets as those of rows of variance 1 have.
+
+    `spare` more exact tokens fit into the tail and into the pages than the context has.
+    """
+    tokens = shape.context - storage.exact
+    sides = [
+        _sides(layout, shape.batch, tokens + spare, copies, device)
+        for layout in storage.layouts(shape.kv_heads, shape.dim)
+    ]
+    lengths = torch.full((shape.batch,), tokens, dtype=torch.int32, device=device)
+    recent = torch.full((shape.batch,), storage.recent, dtype=torch.int32, device=device)
+    caches = []
+    for key, value in zip(*sides, strict=True):
+        head = ExactWindow(*_window(shape, storage.sink, device))
+        tail = ExactWindow(*_window(shape, storage.recent + spare, device), recent)
+        caches.append(PackedCache(PackedTokens(key, value, lengths), head, tail))
+    return caches
+
+
+def random_pages(layout: PageLayout, count: int, device: str) -> torch.Tensor:
+    """Pages of random codes, uint8 `[count, bytes of a page]`."""
+    size = count, layout.bytes
+    pages = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+    sections = layout.view(pages)
+    sections.scale.uniform_(1.2, 1.8)
+    # Both put the middle of the codes near zero.
+    low, high = (1.2, 1.8) if layout.format.offset == "zero" else (-2.4, -2.0)
+    sections.offset.uniform_(low, high)
+    return pages
+
+
+def _sides(
+    layout: PageLayout, batch: int, tokens: int, copies: int, device: str
+) -> list[PackedSide]:
+    count = -(-tokens // layout.tokens)
+    pages = random_pages(layout, copies * count * batch, device)
+    matrix = torch.linalg.qr(torch.randn(layout.heads, layout.dim, layout.dim, device=device)).Q
+    matrix = matrix.contiguous()  # or every launch would copy it
+    numbers = torch.arange(copies * count * batch, device=device)
+    table = (pages.data_ptr() + numbers * layout.bytes).view(copies, count, batch)
+    blocks = pages.view(copies, count, batch, layout.bytes)
+    return [
+        PackedSide(blocks[copy].unbind(), layout, matrix, table=table[copy].mT.contiguous())
+        for copy in range(copies)
+    ]
+
+
+def _window(shape: Shape, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    size = 2, shape.batch, shape.kv_heads, tokens, shape.dim
+    key, value = torch.randn(size, dtype=torch.bfloat16, device=device)
+    return key, value
+
+
+def exact_caches(shape: Shape, copies: int, device: str) -> torch.Tensor:
+    """Random keys and values, bfloat16 `[copies, 2, B * T * H * D]`. Each way of reading them lays
+    out the last dimension as it likes."""
+    size = copies, 2, shape.bytes // 4
+    return torch.randn(size, dtype=torch.bfloat16, device=device)

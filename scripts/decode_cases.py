@@ -1,0 +1,220 @@
+"""Cases of attention over packed codes, and the rows, queries and windows of each."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from decode_caches import KIVI_CHANNELS, KIVI_TOKENS, LAYOUTS
+from torch.nn.functional import pad
+
+from rotationzoo.codec import int2
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.pages import PageLayout
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one call of `attend` gets."""
+
+    purpose: str
+    """The group of cases that it is reported with."""
+    format: str = "sglang"
+    dim: int = 128
+    value_dim: int | None = None
+    group_size: int | None = None
+    """Channels that share a scale. Keys of `kivi` have one scale a channel."""
+    kv_heads: int = 2
+    group: int = 4
+    """Query heads of each KV head."""
+    new: int = 1
+    lengths: tuple[int, ...] = (333, 70)
+    """Packed tokens of each row of the batch."""
+    head: tuple[int, ...] | int = 16
+    """Tokens of the first window, for each row or for all."""
+    tail: tuple[int, ...] | int = 40
+    page: int = 64
+    query_type: torch.dtype = torch.bfloat16
+    window_type: torch.dtype = torch.bfloat16
+    soft_cap: float | None = None
+    sinks: bool = False
+    means: bool = False
+    query_scale: float = 1.0
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    uneven: float = 0.0
+    """Standard deviation of the logarithm of each value row's magnitude."""
+    equal_rows: bool = False
+    """Whether all packed rows have the same scale, one that float16 does not hold."""
+    peak: tuple[str, float] | None = None
+    """Where a key points along the queries (`first`, `last`, `head` or `tail`), and how high its
+    logit is above the others'."""
+    unread: float = 1e4
+    """What is in places that nobody may read."""
+    splits: int | None = None
+    replayed: bool = False
+    """Whether the call is captured in a CUDA graph, and the packed lengths grow from 0 to theirs
+    between capture and replay."""
+    seed: int = 0
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """What a kernel may be compiled for: cases with the same are run by the same process."""
+        shape = self.dim, self.value_dim, self.format, self.group_size, self.page
+        return *shape, self.query_type, self.window_type, self.soft_cap is None
+
+    def __str__(self) -> str:
+        changed = [
+            f"{name} {value}"
+            for name, value in vars(self).items()
+            if name != "purpose" and value != getattr(_DEFAULT, name)
+        ]
+        return ", ".join(changed) or "as by default"
+
+
+_DEFAULT = Case("")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of `attend`."""
+
+    query: torch.Tensor
+    packed: PackedTokens
+    head: ExactWindow
+    tail: ExactWindow
+    scores: Scores
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.query, self.packed, self.head, self.tail, self.scores
+
+
+class Drawing:
+    """Draws the inputs of a case."""
+
+    def __init__(self, case: Case, device: str):
+        self.case, self.device = case, device
+        self.generator = torch.Generator(device).manual_seed(case.seed)
+        self.batch = len(case.lengths)
+        self.value_dim = case.value_dim or case.dim
+
+    def inputs(self) -> Inputs:
+        case = self.case
+        base = self.normal(self.batch, case.kv_heads, 1, 1, case.dim)
+        noise = self.normal(self.batch, case.kv_heads, case.group, case.new, case.dim)
+        # With a peak, all queries of a group point the same way but for a little.
+        query = base + 0.1 * noise if case.peak else noise
+        query = (query * case.query_scale).flatten(1, 2).to(case.query_type)
+        self.direction = base[:, :, 0, 0]
+        packed, head, tail = self.packed(), self.window("head"), self.window("tail")
+        sinks = self.normal(case.kv_heads * case.group) * 2 + 3 if case.sinks else None
+        return Inputs(query, packed, head, tail, Scores(case.dim**-0.5, case.soft_cap, sinks))
+
+    def normal(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.generator, device=self.device)
+
+    def rows(self, side: str, tokens: int) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]`, float32, in the model's frame."""
+        case, dim = self.case, self.case.dim if side == "key" else self.value_dim
+        rows = self.normal(self.batch, case.kv_heads, tokens, dim)
+        if side == "key":
+            return rows * case.key_scale
+        return rows * case.value_scale * (case.uneven * self.normal(*rows.shape[:3], 1)).exp()
+
+    def peak(self, place: str, keys: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Keys with the one that a peak asks for, if it lies here."""
+        if self.case.peak is None or self.case.peak[0] != place:
+            return keys
+        index = [max(0, count - 1) if place in ("last", "tail") else 0 for count in counts]
+        # The logit of a key that equals its query is about the root of the head dimension.
+        height = self.case.peak[1] / math.sqrt(self.case.dim) / self.case.query_scale
+        for row, token in enumerate(index):
+            keys[row, :, token] = height * self.direction[row]
+        return keys
+
+    def packed(self) -> PackedTokens:
+        case = self.case
+        count = max(1, -(-max(case.lengths) // case.page)) + 1  # and a page that nobody reads
+        sides = []
+        for side, layout in zip(("key", "value"), self.layouts(), strict=True):
+            rows = self.rows(side, count * case.page)
+            if side == "key":
+                for place in ("first", "last"):
+                    rows = self.peak(place, rows, list(case.lengths))
+            mean = self.normal(case.kv_heads, rows.shape[-1]) if case.means else None
+            sides.append(self.side(layout, rows, mean))
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self.device)
+        key, value = sides
+        return PackedTokens(key, value, lengths)
+
+    def layouts(self) -> tuple[PageLayout, PageLayout]:
+        case, format, both = self.case, LAYOUTS[self.case.format], []
+        for dim in (case.dim, self.value_dim):
+            group = case.group_size or dim
+            if case.format == "kivi":
+                group = math.gcd(KIVI_CHANNELS, dim)
+            both.append(PageLayout(case.kv_heads, dim, dim // group, case.page, format))
+        key, value = both
+        if case.format == "kivi":
+            key = PageLayout(case.kv_heads, case.dim, case.dim, case.page, format, KIVI_TOKENS)
+        return key, value
+
+    def side(self, layout: PageLayout, rows: torch.Tensor, mean: torch.Tensor | None) -> PackedSide:
+        """Rows in pages. They are stored in a frame of their own, rotated and equalized."""
+        dim, heads = layout.dim, layout.heads
+        rotation = torch.linalg.qr(self.normal(heads, dim, dim)).Q
+        equalizer = (0.3 * self.normal(heads, dim, 1)).exp()
+        centred = rows if mean is None else rows - mean[:, None]
+        stored = quantize(layout, centred @ (rotation / equalizer.mT))
+        if self.case.equal_rows:
+            stored.scale.fill_(1.4142)
+            stored.offset.fill_(1.5)
+        blocks = []
+        for page in range(rows.shape[2] // layout.tokens):
+            block = layout.empty(self.batch, self.device)
+            sections = layout.view(block)
+            for name, share in (("codes", 1), ("scale", layout.tokens_per_scale)):
+                part = slice(page * layout.tokens // share, (page + 1) * layout.tokens // share)
+                getattr(sections, name)[:] = getattr(stored, name)[:, :, part]
+            sections.offset[:] = stored.offset[:, :, part]
+            self.spoil(layout, sections, page * layout.tokens)
+            blocks.append(block)
+        packed = PackedSide(blocks, layout, (equalizer * rotation.mT).contiguous(), mean)
+        if self.case.replayed:  # a table on the device, with columns to spare
+            packed = replace(packed, table=pad(packed.addresses(), (0, 3)))
+        return packed
+
+    def spoil(self, layout: PageLayout, sections: int2.Quantized, first: int) -> None:
+        """Overwrite what is beyond the length of each row."""
+        share = layout.tokens_per_scale
+        for row, length in enumerate(self.case.lengths):
+            filled = max(0, length - first)
+            sections.codes[row, :, filled:] = 255
+            whole = -(-filled // share)
+            sections.scale[row, :, whole:] = sections.offset[row, :, whole:] = self.case.unread
+
+    def window(self, part: str) -> ExactWindow:
+        case = self.case
+        counts = getattr(case, part)
+        lengths = None
+        if isinstance(counts, tuple):
+            lengths = torch.tensor(counts, dtype=torch.int32, device=self.device)
+        every = list(counts) if isinstance(counts, tuple) else [counts] * self.batch
+        key, value = (self.rows(side, max(every)) for side in ("key", "value"))
+        if max(every):
+            key = self.peak(part, key, every)
+        for row, count in enumerate(every):
+            key[row, :, count:] = value[row, :, count:] = case.unread
+        return ExactWindow(key.to(case.window_type), value.to(case.window_type), lengths)
+
+
+def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
+    """Rows `[B, H, T, D]` as the sections of pages hold them, of any number of pages."""
+    format = layout.format
+    if layout.tokens_per_scale == 1:
+        stored = int2.quantize(rows, 0.96, layout.dim // layout.groups, format)
+        codes, scale, offset = stored.codes, stored.scale, stored.offset
+    else:
+        stored = int2.quantize(rows.mT, 1.0, layout.tokens_per_scale, format)
+        codes, scale, offset = stored.codes.mT, stored.scale.mT, stored.offset.mT
+    return int2.Quantized(int2.pack(codes, format.packing), scale, offset)
