@@ -23,7 +23,7 @@ from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
 from rotationzoo.cache.states import layer_devices, layer_states, restore_state
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
 from rotationzoo.model.loading import input_device
 
 
@@ -60,6 +60,8 @@ class RotatedCache(DynamicCache):
         check_model(model)
         super().__init__()
         self.storage = storage
+        self.lent = False
+        """Whether the layers are in use by steps that run outside the cache: a `DecodingGraph`."""
         self._model = weakref.ref(model)
         self.padding = Padding()
         self._planned = self._build_layers(model)
@@ -84,13 +86,25 @@ class RotatedCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values `[B, H, T, D]` of new tokens, and return what a query reads.
 
-        Where the running model's attention can read pages, a decoding step gets `LazyRows`.
+        Where the running model's attention can read pages, a decoding step gets `LazyRows`. Raises
+        `UsageError` while the layers are lent.
         """
+        if self.lent:
+            raise UsageError("a DecodingGraph has the tokens of this cache", hint="close it first")
         if self.page_reading.is_open and layer_idx < len(self.layers):
             layer = self.layers[layer_idx]
             if isinstance(layer, RotatedLayer) and reads_pages(layer, key_states):
                 return update_lazily(layer, key_states, value_states, self.page_reading.masks)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Whether the cache was made for this very model."""
+        return self._model() is model
+
+    @property
+    def has_models_class(self) -> bool:
+        """Whether the cache is of a class that the model insists on."""
+        return self._planned is not self.layers
 
     @property
     def rotated_layers(self) -> list[RotatedLayer]:
@@ -130,7 +144,7 @@ class RotatedCache(DynamicCache):
         """Write what the cache holds to a safetensors file, for `load`. Raises `RotationZooError`
         where the disk refuses."""
         model = self._model()
-        if model is None or self._planned is not self.layers:
+        if model is None or self.has_models_class:
             raise RotationZooError(
                 "a cache without its model, or of a class of the model's own, is not saved"
             )
@@ -177,7 +191,7 @@ class RotatedCache(DynamicCache):
     def reset(self) -> None:
         """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
         cache class of its own: what that keeps is not known."""
-        if self.layers is not self._planned:
+        if self.has_models_class:
             raise RotationZooError(
                 f"a {type(self).__mro__[2].__name__} cannot be emptied", hint="make a new cache"
             )

@@ -1,0 +1,236 @@
+"""Decoding steps of a model with a 2-bit cache, replayed as a CUDA graph."""
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from rotationzoo.cache.decoding_step import MaskCheck, has_kernel
+from rotationzoo.cache.fixed_layer import Attend, Counters, FixedLayer
+from rotationzoo.cache.paged_attention import PageReading
+from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.cache.rotated_layer import RotatedLayer
+from rotationzoo.codec import attention, cuda_attention
+from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+
+_HINT = "use the cache without a DecodingGraph"
+
+
+class DecodingGraph:
+    """Decoding steps of a model with a `RotatedCache` that has read a prompt.
+
+        with DecodingGraph(model, cache) as step:
+            for _ in range(100):
+                ids = step(ids).argmax(-1, keepdim=True)
+
+    A step computes what `model(ids, past_key_values=cache)` does. Where the cache lies on an NVIDIA
+    GPU and there is a kernel for its pages, the step is a CUDA graph: the CPU launches all layers
+    at once. Elsewhere it runs as the model does, and so it does with `eager`.
+
+    Tokens that leave the recent window wait until there are `room` of them, and are then quantized
+    together, outside the graph. Until then they are read exact: at most `room - 1` tokens more than
+    `recent`. The cache cannot be used otherwise before `close`, which gives it its tokens back.
+
+    Raises `UsageError` for arguments that do not belong together, and `UnsupportedModel` for a
+    model whose steps cannot be replayed: one with layers that are not `RotatedLayer`, with weights
+    on several devices, or that waits for the GPU.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: RotatedCache, room: int = 64, eager: bool = False
+    ):
+        layers = _check(model, cache, room)
+        (stream,) = layers[0].streams
+        self.model: Any = model
+        self.cache, self.device = cache, layers[0].device
+        self.captures = not eager and has_kernel(stream, stream.tail["key"])
+        """Whether steps are replays of a graph."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: torch.Tensor
+        cache.lent = True
+        with self._on_device(), torch.no_grad():
+            has_pages = has_kernel(stream, stream.tail["key"])
+            attend: Attend = cuda_attention.attend if has_pages else attention.attend
+            self._counters = Counters(stream.batch, self.device)
+            self._layers = [FixedLayer(layer, self._counters, room, attend) for layer in layers]
+            self._fixed = _FixedCache(self._layers)
+            self._ids = torch.zeros_like(self._counters.position)
+            # A mask of four dimensions is passed on as it is, so the model makes none of its own.
+            self._mask = torch.zeros(stream.batch, 1, 1, 1, dtype=model.dtype, device=self.device)
+            for layer in self._layers:
+                layer.masks = MaskCheck(self._mask, passed=True)
+            self._settle()
+            try:
+                if self.captures:
+                    self._capture()
+            except BaseException:
+                self.close()
+                raise
+
+    @torch.no_grad()
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The logits `[B, vocabulary]` after one more token of every row, `token_ids` `[B, 1]`.
+
+        Raises `UsageError` for ids of another shape, and after `close`.
+        """
+        if not self._layers:
+            raise UsageError("these steps have ended", hint="make another DecodingGraph")
+        if token_ids.shape != self._ids.shape:
+            raise UsageError(
+                f"a step takes one token of every row, {[*self._ids.shape]}, and not "
+                f"{[*token_ids.shape]}",
+                hint="give the last tokens alone: ids[:, -1:]",
+            )
+        with self._on_device():
+            if self._length == self._layers[0].limit:
+                self._flush()
+            self._ids.copy_(token_ids)
+            if self._graph is not None:
+                self._graph.replay()
+                logits = self._logits.clone()  # the next step writes to the same place
+            else:
+                logits = self._run()
+        self._length += 1
+        return logits
+
+    def close(self) -> None:
+        """Give the tokens back to the cache, with those that have left its window quantized."""
+        self._graph = None
+        with self._on_device():
+            for layer in self._layers:
+                layer.close(self._length)
+        self._layers = []
+        self.cache.lent = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _flush(self) -> None:
+        for layer in self._layers:
+            layer.flush(self._length)
+        before = self._tables
+        self._settle()
+        moved = any(old is not new for old, new in zip(before, self._tables, strict=True))
+        if self.captures and moved:
+            self._capture()
+
+    def _settle(self) -> None:
+        """Take over lengths and tables of addresses from the streams."""
+        self._length = self._layers[0].stream.exact_tokens
+        # A graph remembers where the tables are; they grow by doubling.
+        self._tables = [
+            side.addresses() for layer in self._layers for side in layer.packed.sides
+        ]
+        self._set_counters()
+
+    def _set_counters(self) -> None:
+        stream = self._layers[0].stream
+        head = self.cache.storage.windows.sink if stream.head else 0
+        self._counters.set(head, stream.tail_start - head, self._length)
+
+    def _run(self) -> torch.Tensor:
+        """A step from `_ids` to logits."""
+        output = self.model(
+            input_ids=self._ids,
+            attention_mask=self._mask,
+            position_ids=self._counters.position,
+            past_key_values=self._fixed,
+            use_cache=True,
+        )
+        self._counters.advance()
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _capture(self) -> None:
+        """Capture a step; what it writes is overwritten by the next one."""
+        self._graph = None  # frees its memory
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run()  # compiles, and allocates what libraries keep
+            self._set_counters()
+            self._check_waits()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._set_counters()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._logits = self._run()
+        self._graph = graph
+
+    def _check_waits(self) -> None:
+        """Run a step. Raises `UnsupportedModel` where it waits for the GPU, which no graph can."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._run()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            raise UnsupportedModel(
+                f"a step of {type(self.model).__name__} waits for the GPU, so it cannot be a CUDA "
+                "graph",
+                hint=_HINT + ", or give it eager=True",
+            ) from error
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+class _FixedCache(Cache):
+    """The cache that a model sees during steps."""
+
+    def __init__(self, layers: list[FixedLayer]):
+        super().__init__(layers=layers)
+        self.page_reading = PageReading(wanted=True)
+
+
+def _check(model: PreTrainedModel, cache: RotatedCache, room: int) -> list[RotatedLayer]:
+    """The layers of a cache whose steps can be replayed. Raises as `DecodingGraph` does."""
+    if not isinstance(cache, RotatedCache) or not cache.is_of(model):
+        raise UsageError(
+            "the cache is no RotatedCache of this model", hint="make one: RotatedCache(..., model)"
+        )
+    if not isinstance(room, int) or room < 1:
+        raise UsageError(f"room must be a whole number of at least 1, not {room!r}", hint="room=64")
+    if cache.lent:
+        raise UsageError("another DecodingGraph has this cache", hint="close it first")
+    name = type(model).__name__
+    layers = [layer for layer in cache.layers if type(layer) is RotatedLayer]
+    if cache.has_models_class or len(layers) < len(cache.layers):
+        others = {type(layer).__name__ for layer in cache.layers if type(layer) is not RotatedLayer}
+        what = f"layers of type {', '.join(sorted(others))}" if others else "a cache of its own"
+        raise UnsupportedModel(
+            f"{name} has {what}, and a DecodingGraph needs full attention in all layers", hint=_HINT
+        )
+    if not all(layer.is_initialized for layer in layers):
+        raise UsageError(
+            "the cache is empty", hint="read the prompt first: model(ids, past_key_values=cache)"
+        )
+    if any(layer.starts != [0] for layer in layers):
+        raise UsageError(
+            "the rows of the cache begin with padding, and a DecodingGraph needs rows without it",
+            hint="give prompts of the same length",
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{name} takes no position ids", hint=_HINT)
+    devices = {str(weights.device) for weights in model.parameters()}
+    if devices != {str(layers[0].device)}:
+        raise UnsupportedModel(
+            f"the weights of {name} are on {', '.join(sorted(devices))}, and a DecodingGraph needs "
+            "all of them on the device of the cache",
+            hint=_HINT,
+        )
+    return layers
