@@ -49,10 +49,18 @@ def test_settings_come_from_the_recipe_and_the_options(demo, made):
     assert (storage.windows.sink, storage.windows.recent) == (64, 256)
     assert (storage.windows.format, storage.arm.group_size, storage.slack) == (SGLANG, None, 64)
     assert storage.windows.prefill_layout == "server"
-    options = {"format": "mlx", "group_size": 32, "slack": 7, "prefill_layout": "window"}
+    assert storage.reading == "auto"
+    options = {
+        "format": "mlx",
+        "group_size": 32,
+        "slack": 7,
+        "prefill_layout": "window",
+        "reading": "rows",
+    }
     storage = RotatedCache(made, demo, **options).storage
     assert (storage.windows.format, storage.arm.group_size, storage.slack) == (MLX, 32, 7)
     assert storage.windows.prefill_layout == "window"
+    assert storage.reading == "rows"
 
 
 def test_keys_get_codes_by_error_feedback_where_an_artifact_has_its_factors(demo, made):
@@ -81,6 +89,7 @@ def test_without_a_rotation_and_with_scales_per_channel(demo, made):
         ({"format": "gguf"}, "there is no format 'gguf'"),
         ({"format": "sgland"}, "did you mean 'sglang'"),
         ({"rounding": "feedbak"}, "no rounding 'feedbak' .did you mean 'feedback'"),
+        ({"reading": "page"}, "no reading 'page' .did you mean 'pages'"),
         ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
         ({"sinks": 4}, "no option 'sinks' .did you mean 'sink'"),
         ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),

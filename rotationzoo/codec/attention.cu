@@ -147,7 +147,13 @@ __device__ unsigned transpose(unsigned pair) {
   return x;
 }
 
-// Addresses in shared memory are 32-bit numbers, so that they are computed once.
+// A number that the compiler must keep: it would rather compute again what it can, for every tile.
+__device__ unsigned kept(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Addresses in shared memory are 32-bit numbers.
 __device__ void copy_async(unsigned to, Address from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -413,10 +419,10 @@ struct Place {
   unsigned key, key_number, value, value_number;
 
   __device__ Place() {
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // volatile, or the compiler would ask again for every tile
+    lane = kept(threadIdx.x % 32);
     row = lane / 4, part = lane % 4, token = token_of(row);
-    key = token * KEY_ROW + 4 * key_word(0, part), value = VALUE + part * VALUE_ROW + 4 * row;
-    key_number = KEY_SCALE + token * KEY_NUMBERS, value_number = VALUE_SCALE + token * VALUE_NUMBERS;
+    key = kept(token * KEY_ROW + 4 * key_word(0, part)), value = kept(VALUE + part * VALUE_ROW + 4 * row);
+    key_number = kept(KEY_SCALE + token * KEY_NUMBERS), value_number = kept(VALUE_SCALE + token * VALUE_NUMBERS);
   }
 };
 
@@ -664,7 +670,7 @@ __device__ void attend_packed(
     float cap, float2* totals, float* outputs, char* shared) {
   const Place place;
   const int warp = threadIdx.x / 32, row = place.row, part = place.part;
-  const unsigned ring = __cvta_generic_to_shared(shared) + warp * RING;
+  const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
   const int each = (end - begin + WARPS - 1) / WARPS;
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 
