@@ -46,14 +46,13 @@ class DecodingGraph:
         (stream,) = layers[0].streams
         self.model: Any = model
         self.cache, self.device = cache, layers[0].device
-        self.captures = not eager and has_kernel(stream, stream.tail["key"])
+        has_pages_kernel = has_kernel(stream, stream.tail["key"])
+        attend: Attend = cuda_attention.attend if has_pages_kernel else attention.attend
+        self.captures = has_pages_kernel and not eager
         """Whether steps are replays of a graph."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor
-        cache.lent = True
         with self._on_device(), torch.no_grad():
-            has_pages = has_kernel(stream, stream.tail["key"])
-            attend: Attend = cuda_attention.attend if has_pages else attention.attend
             self._counters = Counters(stream.batch, self.device)
             self._layers = [FixedLayer(layer, self._counters, room, attend) for layer in layers]
             self._fixed = _FixedCache(self._layers)
@@ -63,8 +62,10 @@ class DecodingGraph:
             for layer in self._layers:
                 layer.masks = MaskCheck(self._mask, passed=True)
             self._settle()
+            cache.lent = True
             try:
                 if self.captures:
+                    self._make_room()
                     self._capture()
             except BaseException:
                 self.close()
@@ -85,8 +86,7 @@ class DecodingGraph:
                 hint="give the last tokens alone: ids[:, -1:]",
             )
         with self._on_device():
-            if self._length == self._layers[0].limit:
-                self._flush()
+            self._make_room()
             self._ids.copy_(token_ids)
             if self._graph is not None:
                 self._graph.replay()
@@ -119,13 +119,16 @@ class DecodingGraph:
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _flush(self) -> None:
+    def _make_room(self) -> None:
+        """Quantize tokens where the tail has no place for another."""
+        if self._length < self._layers[0].limit:
+            return
         for layer in self._layers:
             layer.flush(self._length)
         before = self._tables
         self._settle()
         moved = any(old is not new for old, new in zip(before, self._tables, strict=True))
-        if self.captures and moved:
+        if self._graph is not None and moved:
             self._capture()
 
     def _settle(self) -> None:

@@ -61,16 +61,17 @@ class FixedLayer(CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.layer, self.counters, self.attend, self.room = layer, counters, attend, room
         (self.stream,) = layer.streams
-        sink = layer.storage.windows.sink
-        self.head, self.tail = self._buffers(sink), self._buffers(self.limit)
+        room_for_all = max(self.limit, self.stream.exact_tokens)
+        self.head = self._buffers(layer.storage.windows.sink)
+        self.tail = self._buffers(room_for_all)
         self.masks = MaskCheck()
         """Knows the mask that a step is given: one that hides nothing."""
         self.is_initialized = True
-        self._settle()
+        self._take_over()
 
     @property
     def limit(self) -> int:
-        """The length of the tail with which it must be flushed before the next step."""
+        """The length of the tail from which on it is flushed before the next step."""
         # A group of tokens may wait for its last one, and the sink for the first quantized token.
         waiting = self.layer.storage.arm.token_group - 1
         if not self.stream.head:
@@ -80,7 +81,8 @@ class FixedLayer(CacheLayerMixin):
     def flush(self, length: int) -> None:
         """Quantize those of `length` tokens in the tail that the next token need not read exact."""
         self._hand_back(length)
-        self._settle()
+        self.stream.quantize_before(self.stream.length - self._kept)
+        self._take_over()
 
     def close(self, length: int) -> None:
         """Give the stream its tail of `length` tokens, so that the layer is what it was before."""
@@ -137,10 +139,9 @@ class FixedLayer(CacheLayerMixin):
     def _hand_back(self, length: int) -> None:
         self.stream.tail = {side: rows[:, :, :length] for side, rows in self.tail.items()}
 
-    def _settle(self) -> None:
-        """Quantize what the next token need not read exact, and copy the rest into the buffers."""
+    def _take_over(self) -> None:
+        """Copy the exact tokens of the stream into the buffers, and know its pages."""
         stream = self.stream
-        stream.quantize_before(stream.length - self._kept)
         for side in SIDES:
             rows = stream.tail[side]
             kept = self.tail[side][:, :, : rows.shape[2]]
