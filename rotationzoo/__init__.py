@@ -1,6 +1,6 @@
 """Orthogonal rotations for 2-bit key/value caches, calibrated on any causal language model.
 
->>> from rotationzoo import Artifact, RotatedCache, Rotations, calibrate, evaluate, pull
+>>> from rotationzoo import Artifact, RotatedCache, Rotations, calibrate, evaluate, generate, pull
 
 Importing this package is cheap: torch and transformers load when one of these names is first used.
 """
@@ -16,6 +16,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "evaluate",
+    "generate",
     "pull",
 ]
 
@@ -23,6 +24,7 @@ __all__ = [
 if TYPE_CHECKING:
     from rotationzoo.api import calibrate, evaluate, pull
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.generation.public import generate
     from rotationzoo.rotated_cache import RotatedCache
     from rotationzoo.rotations import Rotations
 
@@ -32,6 +34,7 @@ _MODULES = {
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",
     "evaluate": "rotationzoo.api",
+    "generate": "rotationzoo.generation.public",
     "pull": "rotationzoo.api",
 }
 

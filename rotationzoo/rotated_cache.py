@@ -78,12 +78,11 @@ class RotatedCache(rotated.RotatedCache):
 
 def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOptions) -> Storage:
     """What a cache of this model stores. Arguments and errors are those of `RotatedCache`."""
-    _check({**options})
+    check_options({**options})
     recipe = Recipe()
     name = "this cache"
     if isinstance(rotations, str | Path):
-        folder = Path(rotations).expanduser()
-        rotations = Artifact.open(folder) if _is_path(rotations) else pull(str(rotations))
+        rotations = open_artifact(rotations)
     if isinstance(rotations, Artifact):
         recipe, name = rotations.recipe, str(rotations.folder)
         rotations = _fitting(rotations, model)
@@ -115,6 +114,12 @@ def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOption
     return Storage(arm, windows, slack, reading=reading)
 
 
+def open_artifact(given: str | Path) -> Artifact:
+    """The artifact in a folder, or that of a name in the zoo, which is pulled. Raises
+    `RotationZooError` where there is none."""
+    return Artifact.open(Path(given).expanduser()) if _is_path(given) else pull(str(given))
+
+
 def _fitting(artifact: Artifact, model: PreTrainedModel) -> Rotations:
     """An artifact's rotations for what this model's weights compute. Raises `RotationZooError` for
     another model's artifact, and for weights that carry the equalizer of another one."""
@@ -133,11 +138,12 @@ def _is_path(given: str | Path) -> bool:
     path = Path(given).expanduser()
     if path.exists() or path.is_absolute() or isinstance(given, Path) or given.startswith("."):
         return True
-    # Where `calibrate` has put other artifacts.
-    return len(path.parts) > 1 and any(path.parent.glob("*/manifest.json"))
+    # Where `calibrate` puts artifacts, or has put others.
+    in_rotations = path.parts[:1] == ("rotations",)
+    return len(path.parts) > 1 and (in_rotations or any(path.parent.glob("*/manifest.json")))
 
 
-def _check(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Raise `UsageError` for options that no cache can have."""
     known = CacheOptions.__annotations__
     if unknown := options.keys() - known:

@@ -36,6 +36,7 @@ ORDER = [
     "zoo",
     "api",
     "rotated_cache",
+    "generation",
     "cli",
     "__main__",
 ]

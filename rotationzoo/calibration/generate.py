@@ -26,7 +26,7 @@ _TOLERANCE = 0.2
 _SEED_STRIDE = 1_000_003  # keeps the batches of one seed apart from those of the next
 # Generation settings that a model's makers cannot override: exactly one text per prompt, sampled
 # token by token to its end.
-_PLAIN: dict[str, Any] = {
+PLAIN: dict[str, Any] = {
     "do_sample": True,
     "num_beams": 1,
     "use_cache": True,
@@ -135,7 +135,7 @@ def _decodes_as_in_one_pass(model: PreTrainedModel, prompts: Sequence[torch.Tens
 
     The other prompts are continued beside it in the same batch.
     """
-    options = _PLAIN | {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
+    options = PLAIN | {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
     generated = model.generate(  # type: ignore[operator]
         **_pad_left(model, prompts), **options, output_logits=True, max_new_tokens=2
     )
@@ -174,7 +174,7 @@ def _continue_prompts(
         torch.manual_seed(seed)
         generated: torch.Tensor = model.generate(  # type: ignore[operator]
             **_pad_left(model, prompts),
-            **_PLAIN,
+            **PLAIN,
             **settings.sampling,
             max_new_tokens=settings.length - width,
             eos_token_id=settings.end_tokens or None,

@@ -14,6 +14,7 @@ from rotationzoo import __version__
 from rotationzoo.cli.calibrate import calibrate_command
 from rotationzoo.cli.evaluate import evaluate_command
 from rotationzoo.cli.export import export_command
+from rotationzoo.cli.generate import generate_command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.list import list_command
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect_command,
     "verify": verify_command,
     "evaluate": evaluate_command,
+    "generate": generate_command,
     "validate": validate_command,
     "report": report_command,
     "export": export_command,

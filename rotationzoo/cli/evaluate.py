@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -25,6 +25,7 @@ from rotationzoo.cli.options import (
     Json,
     Lengths,
     MaxMemory,
+    PrefillLayout,
     Questions,
     Quiet,
     Revision,
@@ -73,13 +74,7 @@ def evaluate_command(
             min=1, help="Prefill in chunks of so many tokens, which read the quantized history."
         ),
     ] = None,
-    prefill_layout: Annotated[
-        Literal["server", "window"] | None,
-        typer.Option(
-            help="Exact between chunks: the sink alone, as OSCAR's server has it (server), or the "
-            "recent window too."
-        ),
-    ] = None,
+    prefill_layout: PrefillLayout = None,
     real_cache: Annotated[
         bool,
         typer.Option(

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     HubOrBoth = str
     HubOrAny = str
     Format = str
+    CacheFormat = str
 else:
     # Typer reads the choices from the type at run time, but mypy rejects a computed Literal.
     HubOrBoth = Literal[(*HUB_NAMES, "both")]
     HubOrAny = Literal[(*HUB_NAMES, "any")]
     Format = Literal[tuple(SIMULATED)]
+    CacheFormat = Literal[(*SIMULATED, "kivi")]
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
@@ -50,6 +52,14 @@ Clip = Annotated[
 ]
 Windows = Annotated[
     str | None, typer.Option("--windows", help="Sink and recent tokens kept exact, as 64/256.")
+]
+
+PrefillLayout = Annotated[
+    Literal["server", "window"] | None,
+    typer.Option(
+        help="Exact between chunks: the sink alone, as OSCAR's server has it (server), or the "
+        "recent window too."
+    ),
 ]
 
 Tasks = Annotated[

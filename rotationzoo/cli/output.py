@@ -6,6 +6,7 @@ come from hubs, files and other libraries, and a terminal obeys the control char
 
 import json
 import math
+import re
 import sys
 import textwrap
 import traceback
@@ -26,6 +27,8 @@ _LONGEST = 1000  # characters of an error message, which may quote a hub's endle
 _UNLIMITED = 10_000  # columns, to measure the natural width of a table
 _NAME = 16  # columns that a table keeps for names on a narrow terminal
 _COMMAND = ": rotationzoo "
+# A model's text is not limited to printable characters: many scripts need others to join letters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _answered: ContextVar[bool] = ContextVar("answered", default=False)
 """Whether this command has printed its JSON object."""
 
@@ -65,6 +68,11 @@ class Output:
         """Print a remark for people, on stderr in every mode."""
         _print((text,), sys.stderr)
 
+    def suggest(self, text: str) -> None:
+        """Print what to do next, on stderr, for a person at a terminal alone."""
+        if self.mode is Mode.HUMAN and sys.stderr.isatty():
+            self.note(text)
+
     def notes(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.note(f"Note: {text}")
@@ -79,6 +87,17 @@ def show_lines(*lines: str) -> None:
     """Print lines on stdout that people copy, and which are therefore never wrapped."""
     for line in lines:
         print(visible(line))
+
+
+def write_text(text: str) -> None:
+    """Print a piece of a model's text on stdout at once, without a line end.
+
+    A terminal gets escapes for the control characters in it, other than line ends and tabs. A file
+    or a program gets the text as it is.
+    """
+    if sys.stdout.isatty():
+        text = _CONTROL.sub(lambda control: _escape(control[0]), text)
+    print(text, end="", flush=True)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], apart: bool = False) -> None:

@@ -1,5 +1,6 @@
 """`rotationzoo pull`: fetch published rotations and, if asked, export them for an engine."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,3 +97,6 @@ def show_pull(out: Output, pulled: "Pulled") -> None:
     if entry.format == "oscar":
         command = f"rotationzoo import {pulled.path} --model {entry.model}"
         out.note(f"Note: make an artifact of them with: {command}")
+    else:
+        words = ["rotationzoo", "generate", entry.model, "--rotations", str(pulled.path)]
+        out.suggest(f"Next, text through a 2-bit cache: {shlex.join(words)}")

@@ -69,11 +69,11 @@ def notes_for_reader(
     if text.note:
         notes.append(text.note)
     for artifact in artifacts:
-        name, calibrated_model = artifact.folder.resolve().name, artifact.manifest.model
+        name = artifact.folder.resolve().name
         if artifact.recipe.equalize:
             notes.append(_equalizer_note(name, folded_record(artifact, source)))
-        if _of_other_weights(artifact, source):
-            notes.append(f"{name} was made for other weights than these: {calibrated_model.id}")
+        if note := other_weights_note(artifact, source):
+            notes.append(note)
         calibration = artifact.manifest.calibration
         if calibration is not None and calibration.fingerprint == text.fingerprint:
             notes.append(f"{name} was calibrated on this very text")
@@ -81,6 +81,14 @@ def notes_for_reader(
             reason = centering.reason(layers)
             notes.append(f"{name} centres keys, which this model does not bear: {reason}")
     return notes
+
+
+def other_weights_note(artifact: Artifact, source: Source) -> str | None:
+    """A note for an artifact that was made for other weights than these, or None."""
+    if not _of_other_weights(artifact, source):
+        return None
+    made_for = artifact.manifest.model.id
+    return f"{artifact.folder.resolve().name} was made for other weights than these: {made_for}"
 
 
 def _of_other_weights(artifact: Artifact, source: Source) -> bool:

@@ -151,7 +151,7 @@ def load(
                 **_implementations(config),
             )
     except ModelUnavailable as error:
-        if _is_out_of_memory(error.__cause__):
+        if is_out_of_memory(error.__cause__):
             raise ModelUnavailable(
                 f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
             ) from error
@@ -224,7 +224,7 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         with as_unavailable(f"{model} fails when it runs"):
             yield
     except ModelUnavailable as error:
-        if not _is_out_of_memory(error.__cause__):
+        if not is_out_of_memory(error.__cause__):
             raise
         smaller = (
             f"--batch {batch // 2}" if batch > 1 else "--device-map auto, or a shorter --length"
@@ -236,7 +236,8 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
         ) from error
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that a device's memory is full."""
     # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does.
     signs = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate")
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)

@@ -40,7 +40,9 @@ def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
     assert "2 bits: answers to questions about its context, then" in inside("--help").stdout
     monkeypatch.setenv("COLUMNS", "80")
     shown = inside("--help").stdout
-    journey = "calibrate inspect verify evaluate validate report export import list pull push"
+    journey = (
+        "calibrate inspect verify evaluate generate validate report export import list pull push"
+    )
     places = [shown.index(f"│ {name} ") for name in journey.split()]
     assert places == sorted(places)
     assert places[-1] < shown.index("│ regenerate ")

@@ -1,0 +1,168 @@
+"""`rotationzoo generate`: write text with a model whose cache stores 2 bits."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import (
+    CacheFormat,
+    Device,
+    DeviceMap,
+    Dtype,
+    Json,
+    MaxMemory,
+    PrefillLayout,
+    Revision,
+)
+from rotationzoo.cli.output import Mode, Output
+from rotationzoo.cli.prompt_text import read_prompt
+from rotationzoo.cli.text_screen import TextScreen
+from rotationzoo.errors import Interrupted, UsageError
+from rotationzoo.words import counted
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+
+NO_ROTATION = "none"
+
+
+def generate_command(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    rotations: Annotated[
+        str | None,
+        typer.Option(
+            help="Artifact folder, name in the zoo, or none. By default the newest artifact of the "
+            "model in rotations."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text to continue.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="A file with that text, or - for a pipe.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The text is a user's message to a chat model.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to write at most (256).")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, help="Sample at this temperature, and not the most probable token."),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most probable tokens up to this share.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the samples (0).")] = None,
+    format: Annotated[CacheFormat, typer.Option(help="The 2-bit format of the cache.")] = "sglang",
+    rounding: Annotated[
+        Literal["nearest", "feedback"] | None,
+        typer.Option(help="How keys get their codes (feedback, where the artifact has it)."),
+    ] = None,
+    sink: Annotated[
+        int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")
+    ] = None,
+    recent: Annotated[
+        int | None, typer.Option(min=0, help="Last tokens kept exact (the recipe's).")
+    ] = None,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=1, help="Read the prompt in chunks of so many tokens.")
+    ] = 2048,
+    prefill_layout: PrefillLayout = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also show what the exact model writes.")
+    ] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    json: Json = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the text and nothing else.")
+    ] = False,
+) -> None:
+    """Write text with a model whose cache is stored in 2 bits.
+
+    rotationzoo generate demo
+
+    rotationzoo generate Qwen/Qwen3-8B --chat --prompt "Why is the sky blue?"
+
+    rotationzoo generate Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --compare < long.txt
+    """
+    out = Output(json, quiet)
+    if quiet and compare:
+        raise UsageError(
+            "--quiet prints one text, and --compare makes two", hint="--json prints both"
+        )
+    text = read_prompt(prompt, file, out.note)
+    from rotationzoo.cli.generate_view import show_generation
+    from rotationzoo.generation.job import generate
+    from rotationzoo.generation.settings import Generation, Sampling
+
+    hush_libraries()
+    _check_order(model, rotations)
+    options = {"format": format, "rounding": rounding, "sink": sink, "recent": recent}
+    options["prefill_layout"] = prefill_layout
+    cache: Any = {name: value for name, value in options.items() if value is not None}
+    job = Generation(
+        model=model,
+        prompt=text,
+        rotations=None,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_p, seed),
+        cache=cache,
+        prefill_chunk=prefill_chunk,
+        compare=compare,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
+    job.check()  # before rotations are looked for
+    job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
+    with TextScreen(out) as screen:
+        report = generate(job, screen.progress, None if json else screen.write)
+    show_generation(out, report, model)
+    if "interrupted" in (report["stop"], report.get("exact_stop")):
+        raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
+
+
+def _choose_rotations(
+    out: Output, model: str, rotations: str | None, revision: str | None
+) -> "str | Artifact | None":
+    """What the user named; without a name, the newest artifact that `calibrate` made of this
+    model."""
+    if rotations == NO_ROTATION:
+        return None
+    if rotations is not None:
+        return rotations
+    from rotationzoo.generation.local_artifacts import newest_artifact
+    from rotationzoo.model.source import find
+
+    artifact, count = newest_artifact(Path("rotations"), find(model, revision))
+    if out.mode is not Mode.QUIET:
+        others = f", the newest of {count}" if count > 1 else ""
+        out.note(f"Rotations: {artifact.folder}{others}")
+    return artifact
+
+
+def _check_order(model: str, rotations: str | None) -> None:
+    """Raise `UsageError` for an artifact in the model's place."""
+    if rotations is not None or not (Path(model) / "manifest.json").is_file():
+        return
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.artifact.weights import model_words
+
+    words = [*model_words(Artifact.open(model)), "--rotations", model]
+    raise UsageError(
+        f"{model} is an artifact and no model",
+        hint=f"give it with its model: {shlex.join(['rotationzoo', 'generate', *words])}",
+    )

@@ -1,0 +1,86 @@
+"""What `generate` prints beside the text: the exact model's text, speed and bytes, or one JSON
+object."""
+
+import json
+import shlex
+from typing import Any
+
+from rotationzoo.cli.output import Mode, Output, say, write_text
+from rotationzoo.words import counted
+
+_SHOWN = 24  # characters of each text after the place where two part
+
+
+def show_generation(out: Output, report: dict[str, Any], model: str) -> None:
+    """Print the report of a text that is on stdout already, unless a program reads the output.
+
+    `model`: as the user named it, for the next command.
+    """
+    out.notes(report["notes"])
+    if out.mode is Mode.QUIET:
+        return
+    out.result(report, "", lambda: _say_generation(out, report, model))
+
+
+def _say_generation(out: Output, report: dict[str, Any], model: str) -> None:
+    if "answer" in report:
+        say(f"The statement in the prompt says: {report['answer'].strip()}")
+    if "exact_text" in report:
+        _say_exact(report)
+    out.note(_summary(report))
+    out.suggest(_next_command(report, model))
+
+
+def _say_exact(report: dict[str, Any]) -> None:
+    parted = report["parted_at"]
+    if parted is None:
+        say(f"The exact model writes the same {counted(report['exact_tokens'], 'token')}.")
+        return
+    text, exact = report["text"], report["exact_text"]
+    say("", "The exact model writes:")
+    write_text(report.get("question", "") + exact.removesuffix("\n") + "\n")
+    start = parted["character"]
+    same = f"{counted(start, 'character')} ({counted(parted['token'], 'token')})"
+    say("", f"The two part after {same}: here {_quote(text, start)}, exact {_quote(exact, start)}.")
+
+
+def _quote(text: str, start: int) -> str:
+    """The text from a place on, or its end in words."""
+    if start == len(text):
+        return "the text ends"
+    return json.dumps(text[start : start + _SHOWN], ensure_ascii=False)
+
+
+def _summary(report: dict[str, Any]) -> str:
+    """Speed and bytes in one line."""
+    words = counted(report["tokens"], "token")
+    if report["tokens_per_second"] is not None:
+        words += f" at {report['tokens_per_second']:,.1f} a second"
+    words += f"; prompt of {report['prompt_tokens']:,}"
+    if report["prompt_tokens_per_second"] is not None:
+        words += f" at {report['prompt_tokens_per_second']:,.0f} a second"
+    held, exact = report["cache_bytes"], report["bf16_cache_bytes"]
+    words += f"; cache {_size(held)}, and {_size(exact)} in bf16"
+    if held and exact > held:
+        words += f" ({exact / held:.1f} times smaller)"
+    if report["rotations"] is None:
+        words += "; no rotation"
+    return words
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def _next_command(report: dict[str, Any], model: str) -> str:
+    if "answer" in report:
+        command = ["generate", model, "--prompt", "def ", "--compare"]
+        return f"Next, your own text beside the exact model's: {_words(command)}"
+    if report["rotations"] is None:
+        return f"Next, a rotation for this model: {_words(['calibrate', model])}"
+    command = ["evaluate", model, report["rotations"]]
+    return f"Next, what the rotations cost the model: {_words(command)}"
+
+
+def _words(command: list[str]) -> str:
+    return shlex.join(["rotationzoo", *command])

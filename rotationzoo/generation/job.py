@@ -1,0 +1,162 @@
+"""The generation job: from the name of a model and a prompt to a text, written through a 2-bit
+cache, and what the cache took."""
+
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.evaluation.compatibility import (
+    check_artifacts,
+    check_weights,
+    other_weights_note,
+)
+from rotationzoo.generation.decoding import INTERRUPTED, Continuation, continue_prompt
+from rotationzoo.generation.example import write_example
+from rotationzoo.generation.prompt import Prompt, encode_prompt
+from rotationzoo.generation.report import compare_texts, describe_text
+from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
+from rotationzoo.generation.stream import TextStream, Write
+from rotationzoo.model import loading
+from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.placement import place_weights
+from rotationzoo.model.source import Source, fetch, find
+from rotationzoo.progress import Progress, silent
+from rotationzoo.recipe import Recipe
+from rotationzoo.rotated_cache import CacheOptions, RotatedCache, open_artifact
+
+
+def generate(
+    job: Generation, progress: Progress = silent, write: Write | None = None
+) -> dict[str, Any]:
+    """Continue a prompt through a 2-bit cache, and return the report that `generate --json` prints.
+
+    `write` gets the text piece by piece; without it, `progress` is told of the tokens. A text that
+    Ctrl-C ends is reported with `stop` `interrupted`. Raises `UsageError` for settings that exclude
+    each other or a prompt that the model has no positions for, and `RotationZooError` for rotations
+    that do not fit the model. Where the config is enough to tell, the error comes before any
+    weights are fetched.
+    """
+    job.check()
+    device = loading.torch_device(job.device)
+    artifact = _open(job, progress)
+    progress("looking at the model", 0, 0)
+    source = find(job.model, job.revision)
+    config = loading.load_config(source)
+    geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    artifacts = [artifact] if artifact else []
+    if geometry is not None:
+        check_artifacts(job.model, artifacts, geometry)
+    fetch(source, weights=False)
+    check_weights(artifacts, source)
+    tokenizer = loading.load_tokenizer(source)
+    windows = _windows(job, artifact)
+    prompt = _encode(job, tokenizer, windows)
+    prompt.check_positions(job.model, config)
+    progress("fetching the weights", 0, 0)
+    fetch(source)
+    with place_weights(job.device_map, job.max_memory) as placement:
+        progress("loading the model", 0, 0)
+        dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
+        model = loading.load(source, config, device, dtype, placement)
+        writer = _Writer(job, model, tokenizer, prompt, progress)
+        cache = RotatedCache(artifact, model, **job.cache)
+        shown = _after(prompt.question, write) if write else writer.counting("writing")
+        written = writer.write(shown, cache)
+        sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
+        del cache  # the exact model's own needs more room
+        exact = None
+        if job.compare and written.stop != INTERRUPTED:
+            exact = writer.write(writer.counting("writing with the exact model"))
+    report = {
+        "model": source.label,
+        "revision": source.revision,
+        **_rotations(artifact, source),
+        "format": job.cache.get("format", "sglang"),
+        **windows,
+        **sizes,
+        **describe_text(prompt, written),
+    }
+    if exact is not None:
+        report |= compare_texts(written, exact)
+    return report
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """A loaded model with a prompt, which it can continue with one cache or another."""
+
+    job: Generation
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt
+    progress: Progress
+
+    def write(self, write: Write, cache: RotatedCache | None = None) -> Continuation:
+        """Continue the prompt, in an exact cache if none is given."""
+        stream = TextStream(self.tokenizer, self.prompt.ids, write)
+        return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
+
+    def counting(self, stage: str) -> Write:
+        """What shows no text, but tells of each piece of it as progress."""
+        pieces = 0
+
+        def count(text: str) -> None:
+            nonlocal pieces
+            pieces += 1
+            self.progress(stage, pieces, self.prompt.max_new_tokens)
+
+        return count
+
+
+def _rotations(artifact: Artifact | None, source: Source) -> dict[str, Any]:
+    """What the report says of the rotations."""
+    if artifact is None:
+        return {"rotations": None, "notes": []}
+    note = other_weights_note(artifact, source)
+    return {"rotations": str(artifact.folder), "notes": [note] if note else []}
+
+
+def _after(question: str, write: Write) -> Write:
+    """Write the line that a text completes before it."""
+    beginnings = chain([question], repeat(""))
+    return lambda text: write(next(beginnings) + text)
+
+
+def _open(job: Generation, progress: Progress) -> Artifact | None:
+    if job.rotations is None or isinstance(job.rotations, Artifact):
+        artifact = job.rotations
+    else:
+        progress("opening the rotations", 0, 0)
+        try:
+            artifact = open_artifact(job.rotations)
+        except HubError as error:
+            folder = f"{job.rotations} is no folder, and pulling it from the zoo fails"
+            raise HubError(
+                f"{folder}: {error}", hint="check the spelling and the network, or give a folder"
+            ) from error
+    feedback = job.cache.get("rounding") == "feedback"
+    if feedback and (artifact is None or not artifact.rotations.has_feedback):
+        name = artifact.folder if artifact else "a cache without rotations"
+        raise RotationZooError(
+            f"{name} has no factors to choose key codes by error feedback with",
+            hint="calibrate with --feedback, or leave out --rounding",
+        )
+    return artifact
+
+
+def _windows(job: Generation, artifact: Artifact | None) -> CacheOptions:
+    """How many first and last tokens stay exact, from the options or the recipe."""
+    recipe = artifact.recipe if artifact else Recipe()
+    sink, recent = job.cache.get("sink", recipe.sink), job.cache.get("recent", recipe.recent)
+    return {"sink": sink, "recent": recent}
+
+
+def _encode(job: Generation, tokenizer: PreTrainedTokenizerBase, windows: CacheOptions) -> Prompt:
+    if job.prompt is not None:
+        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat)
+        return Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
+    return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)

@@ -1,0 +1,77 @@
+"""The tokens that a model reads before it writes: a text as it is, or a user's message in the chat
+template."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
+from rotationzoo.model.loading import position_count
+from rotationzoo.text.tokenizing import start_tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model reads, and how much it may write."""
+
+    ids: torch.Tensor
+    """Token ids `[T]`."""
+    max_new_tokens: int
+    question: str = ""
+    """In the demo's own prompt, the line at its end that the model is to complete."""
+    answer: str = ""
+    """The rest of that line."""
+
+    def check_positions(self, model: str, config: PretrainedConfig) -> None:
+        """Raise `UsageError` if prompt and new tokens together exceed the model's positions."""
+        positions = position_count(config)
+        if positions is None or len(self.ids) + self.max_new_tokens <= positions:
+            return
+        room = positions - len(self.ids)
+        hint = f"give a prompt of fewer than {positions:,} tokens"
+        if room > 0:
+            hint = f"add: --max-new-tokens {room}, or give a shorter prompt"
+        raise UsageError(
+            f"a prompt of {len(self.ids):,} tokens and {self.max_new_tokens:,} new ones exceed the "
+            f"{positions:,} positions of {model}",
+            hint=hint,
+        )
+
+
+def encode_prompt(
+    text: str, tokenizer: PreTrainedTokenizerBase, model: str, chat: bool
+) -> torch.Tensor:
+    """The ids `[T]` of a text after the tokenizer's start tokens, or of a chat in which a user has
+    said it and the model is to answer.
+
+    Raises `UsageError` for a chat where there is no template, and `RotationZooError` for a text
+    that the tokenizer or the template refuses.
+    """
+    start = start_tokens(tokenizer)
+    if chat:
+        text, start = _apply_template(text, tokenizer, model), []
+    with as_unavailable(f"the prompt cannot be tokenized for {model}", hint="give another prompt"):
+        # `check_positions` says in its place what the tokenizer would warn of.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    if not ids:
+        raise RotationZooError(
+            f"the tokenizer of {model} makes no token of the prompt", hint="give another prompt"
+        )
+    return torch.tensor([*start, *ids])
+
+
+def _apply_template(text: str, tokenizer: PreTrainedTokenizerBase, model: str) -> str:
+    """The text of a chat up to the point where the model's answer begins."""
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            f"the tokenizer of {model} has no chat template",
+            hint="leave out --chat, and the model continues the prompt as a text",
+        )
+    messages = [{"role": "user", "content": text}]
+    with as_unavailable(
+        f"the chat template of {model} refuses the prompt", hint="leave out --chat"
+    ):
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )

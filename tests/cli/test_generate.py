@@ -1,0 +1,217 @@
+"""`rotationzoo generate`: where the prompt comes from, what is printed where, and how it ends."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.command_line import only_error, without_stages
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rotationzoo import RotatedCache
+from rotationzoo.cli import generate_view, text_screen
+from rotationzoo.cli.output import Output, write_text
+from rotationzoo.model.source import DEMO
+
+PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self):"
+SMALL = ["--sink", "2", "--recent", "8", "--max-new-tokens", "24"]
+SUMMARY = re.compile(
+    r"\d+ tokens at [\d,.]+ a second; prompt of [\d,]+ at [\d,]+ a second; "
+    r"cache \d+\.\d\d MB, and \d+\.\d\d MB in bf16( \(\d+\.\d times smaller\))?(; no rotation)?"
+)
+
+
+@pytest.fixture(scope="module")
+def expected(made) -> str:
+    """What the library alone writes with the same cache."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    cache = RotatedCache(made, model, sink=2, recent=8)
+    ids = model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=24)[0]
+    return tokenizer.decode(ids[inputs["input_ids"].shape[1] :])
+
+
+# ---- what is printed
+
+
+def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
+    words = ["generate", "demo", "--rotations", made, *SMALL]
+    shown = command(*words, input=PROMPT + "\n")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == expected + "\n"
+    (summary,) = without_stages(shown.stderr)
+    assert SUMMARY.fullmatch(summary)
+
+
+def test_quiet_prints_nothing_else(inside, made, expected):
+    shown = inside("generate", "demo", "--rotations", made, "--prompt", PROMPT, *SMALL, "--quiet")
+    assert (shown.stdout, shown.stderr) == (expected + "\n", "")
+
+
+def test_json_is_one_object_with_these_keys(inside, made, expected, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT + "\n")
+    words = ["generate", "demo", "--rotations", made, "--file", file, *SMALL, "--json"]
+    shown = inside(*words, "--compare")
+    report = json.loads(shown.stdout)
+    assert report["text"] == expected
+    keys = "tokens tokens_per_second cache_bytes bf16_cache_bytes prompt_tokens prompt_seconds"
+    assert all(report[key] > 0 for key in keys.split())
+    assert (report["stop"], report["format"]) == ("length", "sglang")
+    assert report["rotations"] == str(made)
+    parted = report["parted_at"]
+    assert parted is not None, "the prompt leaves the small windows, so that the cache is read"
+    start = parted["character"]
+    assert report["text"][:start] == report["exact_text"][:start]
+    assert report["text"][start] != report["exact_text"][start]
+    assert without_stages(shown.stderr) == []
+
+
+def test_the_exact_model_is_shown_after_the_text(inside, made):
+    words = ["generate", "demo", "--prompt", PROMPT, "--compare"]
+    shown = inside(*words, "--rotations", "none", *SMALL)
+    text, exact = shown.stdout.split("\n\nThe exact model writes:\n")
+    assert text.strip()
+    assert re.search(
+        r'\n\nThe two part after [\d]+ characters? \(\d+ tokens?\): here ".+", exact ".+"\.$',
+        exact.rstrip(),
+    )
+    assert shown.stderr.rstrip().endswith("; no rotation")
+    shown = inside(*words, "--rotations", made, "--max-new-tokens", "8")
+    assert shown.stdout.endswith("\nThe exact model writes the same 8 tokens.\n")
+
+
+def test_a_terminal_gets_the_next_command_and_no_control_characters(terminal, monkeypatch):
+    screen = terminal(80)
+    write_text("größe\t👩‍👧\x1b[2J\u202e\n")
+    assert screen.getvalue() == "größe\t👩‍👧\\x1b[2J\\u202e\n"
+    report = {"rotations": "rotations/demo oscar"}
+    shown = generate_view._next_command(report, "demo")
+    assert shown.endswith(": rotationzoo evaluate demo 'rotations/demo oscar'")
+    report = {"rotations": None}
+    assert generate_view._next_command(report, "demo").endswith(": rotationzoo calibrate demo")
+    errors = type(screen)()
+    monkeypatch.setattr(sys, "stderr", errors)
+    for out in (Output(), Output(json=True), Output(quiet=True)):
+        out.suggest("Next")
+    assert errors.getvalue() == "Next\n"
+
+
+def test_a_bar_and_the_text_are_never_on_the_screen_together(monkeypatch):
+    events = []
+
+    @contextmanager
+    def show(out):
+        yield lambda stage, *_: events.append(stage)
+        events.append("closed")
+
+    monkeypatch.setattr(text_screen, "show_progress", show)
+    monkeypatch.setattr(text_screen, "write_text", events.append)
+    with text_screen.TextScreen(Output()) as screen:
+        screen.progress("loading", 0, 0)
+        screen.progress("reading", 0, 1)
+        screen.write("a b\n")
+        screen.write("c")
+        screen.progress("comparing", 0, 1)
+    assert events == ["loading", "reading", "closed", "a b\n", "c", "\n", "comparing", "closed"]
+
+
+# ---- which rotations, without --rotations
+
+
+def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
+    words = ["generate", "demo", "--prompt", PROMPT, *SMALL]
+    error = only_error(inside(*words), 2)
+    assert "there are no rotations of demo in the folder rotations" in error
+    assert error.endswith("Hint: make one with: rotationzoo calibrate demo\n")
+    folder = inside.folder / "rotations"
+    for name, source in (("old", made), ("new", made), ("of-another-model", artifact)):
+        shutil.copytree(source, folder / name)
+    os.utime(folder / "old" / "rotations.safetensors", (1, 1))
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "manifest.json").write_text("{")
+    first, _ = without_stages(inside(*words).stderr)
+    assert first == "Rotations: rotations/new, the newest of 2"
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"\x7fELF\0\0", "is no text: it holds zero bytes"),
+        ("naïve".encode("latin1"), "is no UTF-8 text: byte 2 is wrong"),
+    ],
+    ids=["empty", "blank", "binary", "latin1"],
+)
+def test_what_is_no_prompt(inside, content, says, monkeypatch):
+    (inside.folder / "prompt").write_bytes(content)
+    words = ["generate", "demo", "--rotations", "none"]
+    assert f"Error: prompt {says}" in only_error(inside(*words, "--file", "prompt"), 2)
+    with (inside.folder / "prompt").open() as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        assert f"Error: standard input {says}" in only_error(inside(*words), 2)
+
+
+def test_no_prompt_two_prompts_and_no_file(inside, made, tiny):
+    words = ["generate", tiny, "--rotations", "none"]
+    assert "there is no prompt" in only_error(inside(*words), 2)
+    assert "two prompts" in only_error(inside(*words, "-p", "x", "-f", "y"), 2)
+    assert "y cannot be read: No such file" in only_error(inside(*words, "-f", "y"), 2)
+    assert "makes two" in only_error(inside(*words, "-p", "x", "--quiet", "--compare"), 2)
+    error = only_error(inside("generate", made, "-p", "x"), 2)
+    assert f"rotationzoo generate demo --rotations {made}" in error
+
+
+def test_one_line_end_of_a_file_is_left_out(inside, monkeypatch):
+    prompts = []
+    monkeypatch.setattr(
+        "rotationzoo.generation.job.generate", lambda job, *_: prompts.append(job.prompt) or 1 / 0
+    )
+    for content in (b"a", b"a\n", b"a\r\n", b"a\n\n", "\ufeffa".encode()):
+        (inside.folder / "prompt").write_bytes(content)
+        inside("generate", "demo", "--rotations", "none", "--file", "prompt")
+    assert prompts == ["a", "a", "a", "a\n", "a"]
+
+
+# ---- how it ends
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """Ctrl-C after ten pieces of text."""
+    pieces = []
+
+    def press(text: str) -> None:
+        write_text(text)
+        pieces.append(text)
+        if len(pieces) == 10:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("rotationzoo.cli.text_screen.write_text", press)
+    # A suite that runs in the background of a shell ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield pieces
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_keeps_the_text_and_tells_what_it_took(inside, made, expected, ctrl_c):
+    shown = inside("generate", "demo", "--rotations", made, "--prompt", PROMPT, *SMALL)
+    assert shown.returncode == 130, shown.stderr
+    text = "".join(ctrl_c[:10])
+    assert expected.startswith(text)
+    assert shown.stdout == text + "\n"
+    summary, error, hint = without_stages(shown.stderr)
+    assert SUMMARY.fullmatch(summary)
+    tokens = summary.split(" ", 1)[0]
+    assert error == f"Error: interrupted after {tokens} tokens"
+    assert hint.startswith("Hint: run it again with: rotationzoo generate demo --rotations")
