@@ -14,7 +14,7 @@ from rotationzoo.cache.paged_attention import PageReading
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.codec import attention, cuda_attention
-from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.errors import UnsupportedModel, UsageError
 
 _HINT = "use the cache without a DecodingGraph"
 
@@ -32,7 +32,8 @@ class DecodingGraph:
 
     Tokens that leave the recent window wait until there are `room` of them, and are then quantized
     together, outside the graph. Until then they are read exact: at most `room - 1` tokens more than
-    `recent`. The cache cannot be used otherwise before `close`, which gives it its tokens back.
+    `recent`. The cache tells its length, and cannot be used otherwise before `close`, which gives
+    it its tokens back.
 
     Raises `UsageError` for arguments that do not belong together, and `UnsupportedModel` for a
     model whose steps cannot be replayed: one with layers that are not `RotatedLayer`, with weights
@@ -62,7 +63,6 @@ class DecodingGraph:
             for layer in self._layers:
                 layer.masks = MaskCheck(self._mask, passed=True)
             self._settle()
-            cache.lent = True
             try:
                 if self.captures:
                     self._make_room()
@@ -94,6 +94,8 @@ class DecodingGraph:
             else:
                 logits = self._run()
         self._length += 1
+        for layer in self._layers:
+            layer.layer.columns += 1  # so that the cache knows its length
         return logits
 
     def close(self) -> None:
@@ -103,7 +105,6 @@ class DecodingGraph:
             for layer in self._layers:
                 layer.close(self._length)
         self._layers = []
-        self.cache.lent = False
 
     def __enter__(self) -> Self:
         return self
@@ -135,9 +136,7 @@ class DecodingGraph:
         """Take over lengths and tables of addresses from the streams."""
         self._length = self._layers[0].stream.exact_tokens
         # A graph remembers where the tables are; they grow by doubling.
-        self._tables = [
-            side.addresses() for layer in self._layers for side in layer.packed.sides
-        ]
+        self._tables = [side.addresses() for layer in self._layers for side in layer.packed.sides]
         self._set_counters()
 
     def _set_counters(self) -> None:
@@ -206,12 +205,12 @@ def _check(model: PreTrainedModel, cache: RotatedCache, room: int) -> list[Rotat
         raise UsageError(
             "the cache is no RotatedCache of this model", hint="make one: RotatedCache(..., model)"
         )
-    if not isinstance(room, int) or room < 1:
-        raise UsageError(f"room must be a whole number of at least 1, not {room!r}", hint="room=64")
-    if cache.lent:
-        raise UsageError("another DecodingGraph has this cache", hint="close it first")
     name = type(model).__name__
     layers = [layer for layer in cache.layers if type(layer) is RotatedLayer]
+    if not isinstance(room, int) or room < 1:
+        raise UsageError(f"room must be a whole number of at least 1, not {room!r}", hint="room=64")
+    if any(layer.lent for layer in layers):
+        raise UsageError("another DecodingGraph has this cache", hint="close it first")
     if cache.has_models_class or len(layers) < len(cache.layers):
         others = {type(layer).__name__ for layer in cache.layers if type(layer) is not RotatedLayer}
         what = f"layers of type {', '.join(sorted(others))}" if others else "a cache of its own"

@@ -68,6 +68,7 @@ class FixedLayer(CacheLayerMixin):
         """Knows the mask that a step is given: one that hides nothing."""
         self.is_initialized = True
         self._take_over()
+        layer.lent = True
 
     @property
     def limit(self) -> int:
@@ -89,6 +90,7 @@ class FixedLayer(CacheLayerMixin):
         self._hand_back(length)
         self.stream.tail = {side: rows.clone() for side, rows in self.stream.tail.items()}
         self.layer.columns = self.stream.length
+        self.layer.lent = False
         self.layer.trim()
 
     @property

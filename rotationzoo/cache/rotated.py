@@ -23,7 +23,7 @@ from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
 from rotationzoo.cache.states import layer_devices, layer_states, restore_state
-from rotationzoo.errors import RotationZooError, UnsupportedModel, UsageError
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.loading import input_device
 
 
@@ -60,8 +60,6 @@ class RotatedCache(DynamicCache):
         check_model(model)
         super().__init__()
         self.storage = storage
-        self.lent = False
-        """Whether the layers are in use by steps that run outside the cache: a `DecodingGraph`."""
         self._model = weakref.ref(model)
         self.padding = Padding()
         self._planned = self._build_layers(model)
@@ -86,11 +84,8 @@ class RotatedCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values `[B, H, T, D]` of new tokens, and return what a query reads.
 
-        Where the running model's attention can read pages, a decoding step gets `LazyRows`. Raises
-        `UsageError` while the layers are lent.
+        Where the running model's attention can read pages, a decoding step gets `LazyRows`.
         """
-        if self.lent:
-            raise UsageError("a DecodingGraph has the tokens of this cache", hint="close it first")
         if self.page_reading.is_open and layer_idx < len(self.layers):
             layer = self.layers[layer_idx]
             if isinstance(layer, RotatedLayer) and reads_pages(layer, key_states):

@@ -1,21 +1,23 @@
 """Decoding steps on tensors of a fixed place, against those of an ordinary cache."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from support import architectures
 
-from rotationzoo.cache import fixed_layer
+from rotationzoo.cache import decoding_graph, fixed_layer
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.decoding_graph import DecodingGraph
 from rotationzoo.cache.kivi import KiviArm
+from rotationzoo.cache.replayed_generation import replayed_steps
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
-from rotationzoo.codec import attention
+from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.errors import UnsupportedModel, UsageError
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
@@ -167,6 +169,12 @@ def test_a_closed_cache_goes_on():
             step(IDS[:, token : token + 1])
         with pytest.raises(UsageError, match="a DecodingGraph has the tokens of this cache"):
             decode(model, caches[1], after)
+        for change in (caches[1].reset, lambda: caches[1].crop(-1)):
+            with pytest.raises(UsageError, match="a DecodingGraph has the tokens"):
+                change()
+        with pytest.raises(UsageError, match="a DecodingGraph has the tokens"):
+            caches[1].reorder_cache(torch.tensor([1, 0]))
+        assert caches[1].get_seq_length() == 31
         with pytest.raises(UsageError, match="another DecodingGraph has this cache"):
             DecodingGraph(model, caches[1])
     with pytest.raises(UsageError, match="these steps have ended"):
@@ -191,26 +199,64 @@ class Replayed:
         self.step._logits.copy_(self.step._run())
 
 
-def test_a_graph_is_captured_again_when_a_table_moves(monkeypatch):
-    captured = []
+@pytest.fixture
+def captured(monkeypatch):
+    """The lengths of the tail at which a step was captured, where a CPU stands for a GPU."""
+    lengths = []
 
     def capture(step):
         step._graph = Replayed(step)
-        captured.append(step._length)
+        lengths.append(step._length)
 
     monkeypatch.setattr(DecodingGraph, "_capture", capture)
+    monkeypatch.setattr(decoding_graph, "has_kernel", lambda stream, query: True)
+    monkeypatch.setattr(cuda_attention, "attend", attention.attend)
+    return lengths
+
+
+def test_a_graph_is_captured_again_when_a_table_moves(captured):
     model = architectures.build("llama")
     tokens = range(16, 40)
-    expected = step_through(model, after_prompt(model, 16, block=4), tokens, room=3)
-    assert not captured, "there is none on a CPU"
-    kernel = "rotationzoo.cache.decoding_graph.has_kernel"
-    monkeypatch.setattr(kernel, lambda stream, query: True)
-    monkeypatch.setattr(
-        "rotationzoo.codec.cuda_attention.attend", attention.attend
-    )
+    cache = after_prompt(model, 16, block=4)
+    with DecodingGraph(model, cache, room=3, eager=True) as step:
+        expected = torch.stack([step(IDS[:, token : token + 1]) for token in tokens])
+    assert not captured
     logits = step_through(model, after_prompt(model, 16, block=4), tokens, room=3)
     assert torch.equal(logits, expected)
-    assert len(captured) == 2
+    # A table of 6 pages of 4 tokens, and one of 14.
+    assert captured == [5, 4]
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("prompt", [3, 20])
+def test_generate_takes_these_steps(samples, prompt, captured):
+    model = architectures.build("llama")
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": samples}
+    options |= {"prefill_chunk_size": 8} if prompt > 8 else {}
+    texts, lengths = [], []
+    for _ in range(2):
+        cache = RotatedCache(Storage(Arm("", rotations_of(model)), Cache(sink=2, recent=64)), model)
+        torch.manual_seed(0)
+        block = replayed_steps(model, cache) if texts else nullcontext()
+        ids = IDS[:, :prompt]
+        mask = torch.ones_like(ids)
+        with block:
+            texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, **options))
+        lengths.append(cache.get_seq_length())
+    assert torch.equal(*texts)
+    assert lengths == [prompt + 11] * 2
+    assert len(captured) == 1
+    assert "forward" not in vars(model)
+
+
+def test_generate_goes_on_without_a_graph(captured):
+    """For a model with sliding windows."""
+    model = architectures.build("phi3")
+    cache, expected = after_prompt(model, 12), after_prompt(model, 12)
+    with replayed_steps(model, cache):
+        logits = decode(model, cache, range(12, 20))
+    assert torch.equal(logits, decode(model, expected, range(12, 20)))
+    assert not captured
 
 
 def on_meta(model):
@@ -233,7 +279,7 @@ def test_models_that_are_refused(name):
         change(model)
     with pytest.raises(UnsupportedModel, match=message):
         DecodingGraph(model, cache)
-    assert not cache.lent
+    assert not any(layer.lent for layer in cache.rotated_layers)
 
 
 def test_a_model_that_reads_its_cache_otherwise_is_refused():
