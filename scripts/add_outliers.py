@@ -19,6 +19,7 @@ import argparse
 import copy
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -81,6 +82,21 @@ def logit_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
     return (logits[0].double() - logits[1].double()).abs().max().item()
 
 
+def write_copy(name: str, output: Path, seed: int = 0, *shape: Any) -> float:
+    """Write a copy of a model with outliers, unless its logits differ from those of the model;
+    returns by how much they do."""
+    source = find(name)
+    fetch(source)
+    config = loading.load_config(source)
+    model = loading.load(source, config, "cpu", config.dtype or torch.float32)
+    scaled = with_outliers(model, seed, *shape)
+    difference = logit_difference(model, scaled)
+    if not difference:
+        scaled.save_pretrained(output)
+        loading.load_tokenizer(source).save_pretrained(output)
+    return difference
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -92,16 +108,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2)
     parser.add_argument("--octaves", type=int, default=2)
     options = parser.parse_args()
-    source = find(options.model)
-    fetch(source)
-    config = loading.load_config(source)
-    model = loading.load(source, config, "cpu", config.dtype or torch.float32)
-    scaled = with_outliers(model, options.seed, options.spread, options.count, options.octaves)
-    if difference := logit_difference(model, scaled):
+    shape = options.spread, options.count, options.octaves
+    difference = write_copy(options.model, options.output, options.seed, *shape)
+    if difference:
         print(f"the copy's logits differ by {difference:.3g}: nothing was written", file=sys.stderr)
         return 1
-    scaled.save_pretrained(options.output)
-    loading.load_tokenizer(source).save_pretrained(options.output)
     return 0
 
 

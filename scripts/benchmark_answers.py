@@ -226,7 +226,7 @@ def read_exact(run: Run, questions: Questions) -> Record:
         }
     format = next(name for name, each in FORMATS.items() if each == questions.cache.format)
     settings = {"length": questions.length, "format": format}
-    losses = _text_losses(reader, questions, len(questions.texts))
+    losses = text_losses(reader, questions, len(questions.texts))
     return {**settings, "exact": {"bits": 16, "tasks": tasks, "text_losses": losses}, "arms": {}}
 
 
@@ -248,17 +248,17 @@ def _measure_arm(
 ) -> Record:
     started = time.monotonic()
     fewer = None if title.replace(run.options.label, "") in MOST else run.options.fewer
-    tasks = _ask(reader, questions, report, fewer)
+    tasks = ask(reader, questions, report, fewer)
     # The caches of transformers are slow.
     texts = LIBRARY_TEXTS if title in LIBRARIES else len(questions.texts)
-    losses = _text_losses(reader, questions, texts)
+    losses = text_losses(reader, questions, texts)
     seconds = round(time.monotonic() - started, 1)
     print(f"{run.model}, {questions.setting}, {title}: {seconds} s", flush=True)
     return {"bits": reader.bits, "seconds": seconds, "tasks": tasks, "text_losses": losses}
 
 
 @torch.no_grad()
-def _ask(reader: Reader, questions: Questions, report: Record, fewer: int | None) -> Record:
+def ask(reader: Reader, questions: Questions, report: Record, fewer: int | None) -> Record:
     """The answers to the first prompts of each task that the exact model can do; `fewer` questions
     a task, or all of them (None)."""
     tasks = {}
@@ -275,7 +275,7 @@ def _ask(reader: Reader, questions: Questions, report: Record, fewer: int | None
 
 
 @torch.no_grad()
-def _text_losses(reader: Reader, questions: Questions, texts: int) -> list[float]:
+def text_losses(reader: Reader, questions: Questions, texts: int) -> list[float]:
     """The mean loss of each of the first texts, in nats a token."""
     losses = []
     with reader.context():

@@ -46,10 +46,10 @@ class _HQQLayer(_RowByRow, HQQQuantizedLayer):
 class _QuantoLayer(_RowByRow, QuantoQuantizedLayer):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        _unpack_in_torch()
+        unpack_in_torch()
 
 
-def _unpack_in_torch() -> None:
+def unpack_in_torch() -> None:
     """Make quanto unpack its codes with torch alone. Otherwise the first call compiles its
     extension, which takes minutes."""
     from optimum.quanto.library.extensions import extension

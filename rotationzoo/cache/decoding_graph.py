@@ -195,7 +195,7 @@ class _FixedCache(Cache):
     """The cache that a model sees during steps."""
 
     def __init__(self, layers: list[FixedLayer]):
-        super().__init__(layers=layers)
+        super().__init__(layers=[*layers])
         self.page_reading = PageReading(wanted=True)
 
 

@@ -1,8 +1,8 @@
 """A model's attention, made to read pages while it runs with a cache that hands them over.
 
 transformers looks its attention function up by name in a registry (see `model.capture`). A hook of
-the model puts one in its place that knows `LazyRows`, and another takes it away when the call ends.
-Keys and values of other caches go to the model's own function.
+the model puts a `PageReader` there, which knows `LazyRows`, and passes everything else on to the
+function that was there: other caches and other models do not notice.
 """
 
 import inspect
@@ -32,8 +32,8 @@ _OPTIONS = {
     *("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal", "kwargs"),
 }
 """Parameters of an attention function whose meaning is known here."""
+_LIBRARY = AttentionInterface()  # holds no entry of its own, and so shows the library's
 _lock = threading.Lock()
-_swaps: dict[tuple[int, str], "_Swap"] = {}
 _registries: WeakKeyDictionary[PreTrainedModel, list[AttentionInterface]] = WeakKeyDictionary()
 
 
@@ -43,23 +43,71 @@ class PageReading:
 
     wanted: bool
     masks: MaskCheck = field(default_factory=MaskCheck)
-    swaps: list["_Swap"] = field(default_factory=list)
-    """The functions in place while the model runs with this cache."""
+    readers: list["PageReader"] = field(default_factory=list)
+    """What takes the pages while the model runs with this cache."""
 
     @property
     def is_open(self) -> bool:
         """Whether the model that is running has an attention that reads pages."""
-        return bool(self.swaps)
+        return bool(self.readers)
 
 
 @dataclass(eq=False)
-class _Swap:
-    """One entry of a registry, replaced for as long as any cache wants it."""
+class PageReader:
+    """An attention function under a name that models use already. It takes the pages of a step, and
+    leaves all else to the function of that name."""
 
     registry: AttentionInterface
     name: str
-    original: AttentionFunction | None
-    users: int = 0
+    calls: int = 0
+    """How many calls of models need it now."""
+
+    @property
+    def original(self) -> AttentionFunction | None:
+        """The library's function of this name; None for `eager`, which each model has itself."""
+        return _LIBRARY.get(self.name)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """Attend, with the arguments of an attention function of transformers."""
+        models_own = self.original or eager_attention(module)
+        if not isinstance(key, LazyRows) or not isinstance(value, LazyRows):
+            return models_own(module, query, key, value, attention_mask, **options)
+        step = key.step
+        scores = _scores(models_own, query, options)
+        if attention_mask is not None:
+            is_plain = step.masks.passes(attention_mask, step)
+        else:
+            # Other functions do not hide the later ones of several tokens by themselves.
+            is_plain = step.new == 1 or models_own is flash_attention_forward
+        # Rows that were restored already cost nothing more, and a model that asked for them may
+        # have made a mask of them.
+        if scores is None or step.is_restored or not is_plain:
+            keys, values = key.step.rows[0], value.step.rows[1]
+            return models_own(module, query, keys, values, attention_mask, **options)
+        return step.attend(query, scores).transpose(1, 2).contiguous(), None
+
+    def begin_call(self) -> None:
+        """Put it in place."""
+        self.registry[self.name] = self
+        self.calls += 1
+
+    def end_call(self) -> None:
+        """Take it away, if it may be.
+
+        A name that the library has stays: while one thread takes it away, the registry would tell
+        another that there is no such attention. Models do not ask for `eager` in this way.
+        """
+        self.calls -= 1
+        if not self.calls and self.name == "eager" and self.registry.get("eager") is self:
+            del self.registry["eager"]
 
 
 def watch_attention(model: PreTrainedModel) -> None:
@@ -74,15 +122,17 @@ def _open(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if reading is None or reading.is_open or _returns_weights(model, kwargs):
         return
     tower = decoder(model)
-    name = tower.config._attn_implementation
     if model not in _registries:
         _registries[model] = attention_registries(tower)
     with _lock:
-        entries = [_entry(registry, name) for registry in _registries[model]]
-        if all(_is_known(entry) for entry in entries):
-            for entry in entries:
-                _put_in_place(entry)
-            reading.swaps = entries
+        readers = []
+        for registry in _registries[model]:
+            if (reader := _reader(registry, tower.config._attn_implementation)) is None:
+                return
+            readers.append(reader)
+        for reader in readers:
+            reader.begin_call()
+        reading.readers = readers
 
 
 def _close(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -90,9 +140,9 @@ def _close(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     if reading is None:
         return
     with _lock:
-        for entry in reading.swaps:
-            _take_away(entry)
-        reading.swaps = []
+        for reader in reading.readers:
+            reader.end_call()
+        reading.readers = []
     reading.masks.mask = None
 
 
@@ -107,64 +157,15 @@ def _returns_weights(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
     return bool(kwargs.get("output_attentions", default))
 
 
-def _entry(registry: AttentionInterface, name: str) -> _Swap:
-    """The entry of a registry, whether it is replaced yet or not."""
-    return _swaps.get((id(registry), name)) or _Swap(registry, name, registry.get(name))
-
-
-def _is_known(entry: _Swap) -> bool:
-    """Whether the entry is an attention function that is known here. Others may do anything: they
-    may be those of a capture or a simulation."""
-    if entry.original is None:
-        return entry.name == "eager"
-    return entry.original in (sdpa_attention_forward, flash_attention_forward)
-
-
-def _put_in_place(entry: _Swap) -> None:
-    if not entry.users:
-        _swaps[id(entry.registry), entry.name] = entry
-        entry.registry[entry.name] = reader_of_pages(entry.original)
-    entry.users += 1
-
-
-def _take_away(entry: _Swap) -> None:
-    entry.users -= 1
-    if not entry.users:
-        del _swaps[id(entry.registry), entry.name]
-        entry.registry.pop(entry.name)  # uncovers the library's own entry ...
-        if entry.registry.get(entry.name) is not entry.original:
-            entry.registry[entry.name] = entry.original  # ... or puts back an override
-
-
-def reader_of_pages(original: AttentionFunction | None) -> AttentionFunction:
-    """An attention function that takes a step's pages, and leaves all else to the model's own."""
-
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        models_own = original or eager_attention(module)
-        if not isinstance(key, LazyRows) or not isinstance(value, LazyRows):
-            return models_own(module, query, key, value, attention_mask, **options)
-        step = key.step
-        scores = _scores(models_own, query, options)
-        # Rows that were restored already cost nothing more, and a model that asked for them may
-        # have made a mask of them.
-        if attention_mask is not None:
-            is_plain = step.masks.passes(attention_mask, step)
-        else:
-            # Other functions do not hide the later ones of several tokens by themselves.
-            is_plain = step.new == 1 or original is flash_attention_forward
-        if scores is None or step.is_restored or not is_plain:
-            keys, values = key.step.rows[0], value.step.rows[1]
-            return models_own(module, query, keys, values, attention_mask, **options)
-        return step.attend(query, scores).transpose(1, 2).contiguous(), None
-
-    return attend
+def _reader(registry: AttentionInterface, name: str) -> PageReader | None:
+    """What reads pages under this name; None where the function of this name may do anything, such
+    as that of a capture or a simulation."""
+    entry = registry.get(name)
+    reader = entry if isinstance(entry, PageReader) else PageReader(registry, name)
+    if entry is not reader and entry is not reader.original:
+        return None
+    known = reader.original in (sdpa_attention_forward, flash_attention_forward)
+    return reader if known or name == "eager" else None
 
 
 def _scores(

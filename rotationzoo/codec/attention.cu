@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   const Count row = Count(batch) * heads + head;
   const float* rows = matrix + Count(head) * D * D;
   let_next_start();
-  // The matrix is on its way while the query is read.
+  // The matrix is on its way while the query is computed.
   float numbers[ROWS][EACH];
   #pragma unroll
   for (int r = 0; r < ROWS; r++)
@@ -272,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       const int j = r * WARPS_OF_BLOCK + warp, i = e * 32 + lane;
       numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
     }
+  wait_for_previous();
   for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
     int column = first + i / D;
     given[i / D][i % D] = column < columns ? element(query[(row * columns + column) * D + i % D]) : 0.0f;

@@ -84,16 +84,13 @@ def supports(dim: int, group: int, format: Format) -> bool:
     return True
 
 
+@cache
 def kernels_run_on(device: torch.device) -> bool:
     """Whether this machine can compile kernels for a device and run them there."""
-    if device.type != "cuda" or not _has_cuda_core():
+    if device.type != "cuda" or not importlib.util.find_spec("cuda"):
         return False
-    return torch.cuda.get_device_capability(device) >= _OLDEST_GPU
-
-
-@cache
-def _has_cuda_core() -> bool:
-    return bool(importlib.util.find_spec("cuda")) and bool(importlib.util.find_spec("cuda.core"))
+    has_package = importlib.util.find_spec("cuda.core") is not None
+    return has_package and torch.cuda.get_device_capability(device) >= _OLDEST_GPU
 
 
 def _unset(device: torch.device) -> torch.Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support import architectures
 from transformers import DynamicCache
-from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -17,7 +16,7 @@ from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.blocks import Blocks
 from rotationzoo.cache.decoding_step import LazyRows, MaskCheck, update_lazily
 from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.paged_attention import reader_of_pages
+from rotationzoo.cache.paged_attention import PageReader
 from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.stream import Stream
@@ -254,30 +253,48 @@ def test_gradients_need_rows(reads):
     model.zero_grad()
 
 
-def test_other_caches_of_the_model_do_not_notice():
-    model = architectures.build("llama")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_other_caches_of_the_model_do_not_notice(implementation):
+    model = architectures.build("llama", attn_implementation=implementation)
     plain = generate(model, DynamicCache(config=model.config))
-    registered = dict(ALL_ATTENTION_FUNCTIONS)
+    names = set(ALL_ATTENTION_FUNCTIONS)
     cache = empty(model, "pages")
     generate(model, cache)
-    assert dict(ALL_ATTENTION_FUNCTIONS) == registered
+    assert set(ALL_ATTENTION_FUNCTIONS) == names, "eager is not among them"
     assert torch.equal(generate(model, DynamicCache(config=model.config)), plain)
     with pytest.raises(IndexError), torch.no_grad():
         model(input_ids=torch.tensor([[10**6]]), past_key_values=cache)
-    assert dict(ALL_ATTENTION_FUNCTIONS) == registered, "after an error"
-    assert len(model._forward_pre_hooks) == len(copy.deepcopy(model)._forward_pre_hooks) == 2
+    assert set(ALL_ATTENTION_FUNCTIONS) == names, "after an error"
+    assert not cache.page_reading.is_open
+    hooks = model._forward_pre_hooks
+    empty(copy.deepcopy(model), "pages")
     empty(model, "pages")
-    assert len(model._forward_pre_hooks) == 2, "hooks are installed once"
+    assert len(hooks) == 2, "hooks are installed once"
+
+
+def test_an_attention_function_that_is_registered_later_is_the_model_s(monkeypatch, reads):
+    model, calls = architectures.build("llama"), []
+    generate(model, empty(model, "pages"))
+    before, cache = reads["pages"], empty(model, "pages")
+
+    def attend(*arguments, **options):
+        calls.append(arguments)
+        return sdpa_attention_forward(*arguments, **options)
+
+    monkeypatch.setitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, "sdpa", attend)
+    generate(model, cache)
+    assert len(calls) == 4 * 12
+    assert reads["pages"] == before > 0
 
 
 def test_models_run_side_by_side():
-    """Each thread's attention function is taken away while others still need theirs."""
+    """In threads that share the registry of attention functions."""
     models = [architectures.build("llama", seed=seed) for seed in range(2)]
     expected = [generate(model, empty(model, "rows")) for model in models]
-    registered, texts = dict(ALL_ATTENTION_FUNCTIONS), {}
+    caches, texts = [empty(model, "pages") for model in models], {}
 
     def write(number):
-        texts[number] = generate(models[number], empty(models[number], "pages"))
+        texts[number] = generate(models[number], caches[number])
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -285,7 +302,6 @@ def test_models_run_side_by_side():
     for thread in threads:
         thread.join()
     assert [torch.equal(texts[n], expected[n]) for n in range(2)] == [True] * 2
-    assert dict(ALL_ATTENTION_FUNCTIONS) == registered
 
 
 @torch.no_grad()
@@ -299,7 +315,8 @@ def test_flash_attention_hides_later_tokens_without_a_mask(reads):
     token, query = torch.randn(1, 2, 3, 16), torch.randn(1, 4, 3, 16)
     step = update_lazily(layer, token, token, MaskCheck())[0].step
     lazy = [LazyRows(step, side, token) for side in (0, 1)]
-    read = reader_of_pages(flash_attention_forward)(module, query, *lazy, None, scaling=0.25)[0]
+    flash = PageReader(ALL_ATTENTION_FUNCTIONS, "flash_attention_2")
+    read = flash(module, query, *lazy, None, scaling=0.25)[0]
     assert not step.is_restored
     mask = torch.ones(3, step.columns, dtype=torch.bool).tril(step.columns - 3)[None, None]
     expected = sdpa_attention_forward(module, query, *lazy, mask, scaling=0.25)[0]

@@ -1,0 +1,183 @@
+"""The kernels of `attention.cu`: what they read, how they are compiled, and how their work is cut
+up."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from rotationzoo.codec.cuda import ATTENTION_SOURCE, TYPES, build
+from rotationzoo.codec.pages import PageLayout
+
+_LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
+PREPARE_THREADS, FINISH_THREADS = 1024, 512
+_EARLY = "programmatic_stream_serialization"
+MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
+_SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
+_SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
+_WAVES = 3
+"""How often all blocks that a GPU holds at once should be replaced, so that none is left alone with
+the last of them."""
+
+
+Argument = torch.Tensor | float | None
+"""What a kernel can be given. None is a null pointer."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernels are compiled for."""
+
+    key: PageLayout
+    value: PageLayout
+    dtype: torch.dtype
+    """Of queries and exact rows."""
+    soft_cap: bool
+    columns: int
+    """That a block handles: query heads of a KV head times query tokens, or a part of them."""
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block of `attend`: four, where the shared memory of a block has room for two
+        tiles of each."""
+        bytes_of_a_tile = 0
+        for layout in (self.key, self.value):
+            metadata = 2 * layout.groups * layout.format.metadata_bits // 8
+            bytes_of_a_tile += _TILE * (layout.dim // 4 + metadata)
+        return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
+
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        """The macros that compile the source into this variant."""
+        format = self.key.format
+        values = {
+            "KEY_DIM": self.key.dim,
+            "VALUE_DIM": self.value.dim,
+            "KEY_GROUP": self.key.dim // self.key.groups,
+            "VALUE_GROUP": self.value.dim // self.value.groups,
+            "PAGE": self.key.tokens,
+            "WARPS": self.warps,
+            "COLUMNS": self.columns,
+            "TYPE": TYPES[self.dtype],
+            "SOFT_CAP": self.soft_cap,
+            "HALF": format.metadata == "float16",
+            "MINIMUM": format.offset == "minimum",
+            "STRIDED": format.packing == "strided",
+        }
+        return tuple((name, str(int(value))) for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The compiled kernels, and what of them depends on the variant."""
+
+    prepare: Any
+    attend: Any
+    finish: Any
+    finish_many: Any
+    threads: int
+    """Of a block of `attend`."""
+    blocks: int
+    """Blocks of `attend` that the GPU holds at once."""
+
+    @property
+    def window(self) -> int:
+        """Exact tokens that a block of `attend` reads: four threads compare each."""
+        return self.threads // 4
+
+
+def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype) -> bool:
+    """Whether the kernels read pages of these layouts with queries of this type."""
+    return (
+        dtype in TYPES
+        and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
+        and key.tokens % _TILE == 0
+        and all(_supports_side(layout) for layout in (key, value))
+    )
+
+
+def _supports_side(layout: PageLayout) -> bool:
+    group = layout.dim // layout.groups
+    # Codes that share a 32-bit word and a field of its bytes must share a scale.
+    run = 4 if layout.format.packing == "strided" else 16
+    return (
+        layout.tokens_per_scale == 1
+        and layout.dim % 16 == 0
+        and layout.dim <= _LARGEST_DIM
+        and layout.groups <= _MOST_GROUPS
+        and group % run == 0
+    )
+
+
+def choose_columns(columns: int, key: PageLayout, value: PageLayout) -> int:
+    """How many of so many columns one block handles."""
+    # Beyond that, a warp's sums do not fit into its registers.
+    wide = max(key.dim, value.dim) <= 128 and key.groups == value.groups == 1
+    return 8 if columns > 4 and wide else 4
+
+
+def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
+    """Into how many ranges `tokens` packed tokens of each of so many heads (of all rows and tiles
+    of columns) are cut, where a GPU holds `blocks` thread blocks at once and `windows` more are
+    needed for the exact tokens of each head."""
+    longest = max(1, tokens // _SHORTEST_SPLIT)
+    # A single wave that is full, or several, of which the last may be half empty.
+    wanted = blocks // heads - windows
+    if wanted < 4:
+        wanted = -(-_WAVES * blocks // heads)
+    return max(1, min(wanted, longest))
+
+
+class Launcher:
+    """Launches kernels on torch's current stream of one GPU."""
+
+    def __init__(self, device: torch.device):
+        from cuda.core import Stream
+
+        self.device = device
+        with torch.cuda.device(device):
+            self.stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Iterable[Argument],
+    ) -> None:
+        """Launch a kernel with the arguments of the function in the source."""
+        from cuda.core import LaunchConfig, launch
+
+        values = [_value(argument) for argument in arguments]
+        # Older versions of cuda.core cannot say that a kernel waits for the one before by itself.
+        early = {_EARLY: True} if hasattr(LaunchConfig, _EARLY) else {}
+        config = LaunchConfig(grid=grid, block=threads, **early)
+        with torch.cuda.device(self.device):
+            launch(self.stream, config, kernel, *values)
+
+
+def _value(argument: Argument) -> int | float:
+    """What a kernel gets: an address, a 64-bit integer or a double."""
+    if argument is None:
+        return 0
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+@cache
+def compiled(variant: Variant, device: torch.device) -> Kernels:
+    """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
+    `RotationZooError` where cuda.core or NVRTC is missing."""
+    code = build(ATTENTION_SOURCE.read_text(), variant.macros(), device)
+    attend = code.get_kernel("attend")
+    threads = 32 * variant.warps
+    resident = attend.occupancy.max_active_blocks_per_multiprocessor(threads, 0)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Kernels(
+        code.get_kernel("prepare"),
+        attend,
+        code.get_kernel("finish"),
+        code.get_kernel("finish_many"),
+        threads,
+        resident * processors,
+    )
