@@ -4,8 +4,8 @@
         [--output FILE]
 
 The model is transformers' own Qwen3ForCausalLM with random weights in bfloat16, of the geometry of
-Qwen3-8B, with sdpa. Every layer of a cache is given random keys and values, as if it had read so many tokens; then the model
-decodes greedily. Each step takes the token of the step before. Arms:
+Qwen3-8B, with sdpa. Every layer of a cache is given random keys and values, as if it had read so
+many tokens. Then the model decodes greedily: each step takes the token of the one before. Arms:
 
 * `DecodingGraph`: a `RotatedCache` with steps as a CUDA graph; flushes of the tail are included;
 * `RotatedCache, pages`: the same cache, with steps launched by Python;
