@@ -65,6 +65,7 @@ def test_a_model_read_through_calls_gives_its_logits():
 def test_bits_are_those_held_while_decoding(monkeypatch):
     model, period = architectures.build("qwen3"), 16
     monkeypatch.setattr(cache_contenders, "_PERIOD", period)
+    monkeypatch.setattr(cache_contenders, "_STEPS", period)
     geometry = geometry_of(model)
 
     def bits(contender: Contender) -> float:
