@@ -1,12 +1,12 @@
 """A cache layer of transformers that stores its tokens in 2 bits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from rotationzoo.cache.padding import Padding
+from rotationzoo.cache.padding import Padding, side_by_side
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.stream import Stream
 from rotationzoo.errors import RotationZooError, UsageError
@@ -111,7 +111,7 @@ class RotatedLayer(CacheLayerMixin):
             reads.append(stream.read(max(0, first_column - start)))
         width = self.columns - first_column
         keys, values = zip(*reads, strict=True)
-        return _side_by_side(keys, width), _side_by_side(values, width)
+        return side_by_side(keys, width), side_by_side(values, width)
 
     def trim(self) -> None:
         """Quantize what no later call reads exact, and forget what none reads at all."""
@@ -246,14 +246,3 @@ class RotatedLayer(CacheLayerMixin):
         for number, stream in enumerate(self.streams):
             for name, tensor in stream.tensors():
                 yield f"{number}.{name}", tensor
-
-
-def _side_by_side(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
-    """The rows of all streams as one batch, with zeros in columns of padding."""
-    padded = []
-    for stream_rows in rows:
-        missing = columns - stream_rows.shape[2]
-        if missing:
-            stream_rows = torch.nn.functional.pad(stream_rows, (0, 0, missing, 0))
-        padded.append(stream_rows)
-    return padded[0] if len(padded) == 1 else torch.cat(padded)
