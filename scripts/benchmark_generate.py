@@ -12,8 +12,8 @@ many tokens. Then the model decodes greedily: each step takes the token of the o
 * `RotatedCache, rows`: the same, with keys and values restored (3 steps);
 * `DynamicCache` and `StaticCache`: transformers' own caches in bfloat16, launched by Python.
 
-Peak memory is that of the steps, weights included. Rotations are `hadamard`, because times depend
-on shapes alone.
+Peak memory is that of an arm with its capture or its filling, weights included. Rotations are
+`hadamard`, because times depend on shapes alone.
 """
 
 import argparse
@@ -148,7 +148,6 @@ def measure_steps(step: Step, count: int, held: int) -> Record:
     ids = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
     for _ in range(WARM_UP):
         ids = step(ids).argmax(-1, keepdim=True)
-    torch.cuda.reset_peak_memory_stats()
     started = synchronized_time()
     for _ in range(count):
         ids = step(ids).argmax(-1, keepdim=True)
@@ -165,6 +164,7 @@ def measure_steps(step: Step, count: int, held: int) -> Record:
 def attempt(arms: Record, name: str, measure: Callable[[], Record]) -> None:
     """Add what an arm measured, or its error, so that the others still run."""
     free_memory()
+    torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
     try:
         arms[name] = measure()

@@ -1,6 +1,6 @@
 """Decoding steps of a model with a 2-bit cache, replayed as a CUDA graph."""
 
-import inspect
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -10,13 +10,11 @@ from transformers import Cache, PreTrainedModel
 
 from rotationzoo.cache.decoding_step import MaskCheck, has_kernel
 from rotationzoo.cache.fixed_layer import Attend, Counters, FixedLayer
+from rotationzoo.cache.graph_checks import HINT, check_graph
 from rotationzoo.cache.paged_attention import PageReading
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.codec import attention, cuda_attention
 from rotationzoo.errors import UnsupportedModel, UsageError
-
-_HINT = "use the cache without a DecodingGraph"
 
 
 class DecodingGraph:
@@ -43,7 +41,7 @@ class DecodingGraph:
     def __init__(
         self, model: PreTrainedModel, cache: RotatedCache, room: int = 64, eager: bool = False
     ):
-        layers = _check(model, cache, room)
+        layers = check_graph(model, cache, room)
         (stream,) = layers[0].streams
         self.model: Any = model
         self.cache, self.device = cache, layers[0].device
@@ -60,8 +58,9 @@ class DecodingGraph:
             self._ids = torch.zeros_like(self._counters.position)
             # A mask of four dimensions is passed on as it is, so the model makes none of its own.
             self._mask = torch.zeros(stream.batch, 1, 1, 1, dtype=model.dtype, device=self.device)
-            for layer in self._layers:
-                layer.masks = MaskCheck(self._mask, passed=True)
+            for fixed in self._layers:
+                fixed.masks = MaskCheck(self._mask, passed=True)
+                fixed.layer.lent = True
             self._settle()
             try:
                 if self.captures:
@@ -100,7 +99,7 @@ class DecodingGraph:
 
     def close(self) -> None:
         """Give the tokens back to the cache, with those that have left its window quantized."""
-        self._graph = None
+        self._drop_graph()
         with self._on_device():
             for layer in self._layers:
                 layer.close(self._length)
@@ -158,37 +157,52 @@ class DecodingGraph:
         return logits
 
     def _capture(self) -> None:
-        """Capture a step; what it writes is overwritten by the next one."""
-        self._graph = None  # frees its memory
+        """Capture a step; what it writes is overwritten by the next one. Raises `UnsupportedModel`
+        where that fails."""
+        self._drop_graph()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run()  # compiles, and allocates what libraries keep
-            self._set_counters()
-            self._check_waits()
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                self._run()  # compiles, and allocates what libraries keep
+                self._set_counters()
+                self._check_waits()
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
         self._set_counters()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._logits = self._run()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._logits = self._run()
+        except RuntimeError as error:
+            raise self._refusal("cannot be captured") from error
         self._graph = graph
 
     def _check_waits(self) -> None:
         """Run a step. Raises `UnsupportedModel` where it waits for the GPU, which no graph can."""
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings(action="ignore"):  # that it misses some ways to wait
+                torch.cuda.set_sync_debug_mode("error")
             self._run()
         except RuntimeError as error:
             if "synchronizing" not in str(error):
                 raise
-            raise UnsupportedModel(
-                f"a step of {type(self.model).__name__} waits for the GPU, so it cannot be a CUDA "
-                "graph",
-                hint=_HINT + ", or give it eager=True",
-            ) from error
+            raise self._refusal("waits for the GPU") from error
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+
+    def _refusal(self, cause: str) -> UnsupportedModel:
+        name = type(self.model).__name__
+        return UnsupportedModel(
+            f"a step of {name} {cause}, so it cannot be a CUDA graph", f"{HINT}, or give eager=True"
+        )
+
+    def _drop_graph(self) -> None:
+        """Free the graph and its memory, after its last replay."""
+        if self._graph is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._graph = None
 
 
 class _FixedCache(Cache):
@@ -197,42 +211,3 @@ class _FixedCache(Cache):
     def __init__(self, layers: list[FixedLayer]):
         super().__init__(layers=[*layers])
         self.page_reading = PageReading(wanted=True)
-
-
-def _check(model: PreTrainedModel, cache: RotatedCache, room: int) -> list[RotatedLayer]:
-    """The layers of a cache whose steps can be replayed. Raises as `DecodingGraph` does."""
-    if not isinstance(cache, RotatedCache) or not cache.is_of(model):
-        raise UsageError(
-            "the cache is no RotatedCache of this model", hint="make one: RotatedCache(..., model)"
-        )
-    name = type(model).__name__
-    layers = [layer for layer in cache.layers if type(layer) is RotatedLayer]
-    if not isinstance(room, int) or room < 1:
-        raise UsageError(f"room must be a whole number of at least 1, not {room!r}", hint="room=64")
-    if any(layer.lent for layer in layers):
-        raise UsageError("another DecodingGraph has this cache", hint="close it first")
-    if cache.has_models_class or len(layers) < len(cache.layers):
-        others = {type(layer).__name__ for layer in cache.layers if type(layer) is not RotatedLayer}
-        what = f"layers of type {', '.join(sorted(others))}" if others else "a cache of its own"
-        raise UnsupportedModel(
-            f"{name} has {what}, and a DecodingGraph needs full attention in all layers", hint=_HINT
-        )
-    if not all(layer.is_initialized for layer in layers):
-        raise UsageError(
-            "the cache is empty", hint="read the prompt first: model(ids, past_key_values=cache)"
-        )
-    if any(layer.starts != [0] for layer in layers):
-        raise UsageError(
-            "the rows of the cache begin with padding, and a DecodingGraph needs rows without it",
-            hint="give prompts of the same length",
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{name} takes no position ids", hint=_HINT)
-    devices = {str(weights.device) for weights in model.parameters()}
-    if devices != {str(layers[0].device)}:
-        raise UnsupportedModel(
-            f"the weights of {name} are on {', '.join(sorted(devices))}, and a DecodingGraph needs "
-            "all of them on the device of the cache",
-            hint=_HINT,
-        )
-    return layers

@@ -68,7 +68,6 @@ class FixedLayer(CacheLayerMixin):
         """Knows the mask that a step is given: one that hides nothing."""
         self.is_initialized = True
         self._take_over()
-        layer.lent = True
 
     @property
     def limit(self) -> int:
