@@ -34,7 +34,10 @@ def ratios() -> Iterator[Case]:
         yield Case("MQA", kv_heads=1, group=heads, new=new)
     for dim, new in itertools.product((64, 96, 256), (2, 4)):
         yield Case("ratios", dim=dim, group=5, new=new, format="vllm")
+    for group, new in itertools.product((1, 7, 8), (1, 4)):
+        yield Case("ratios", "kivi", group=group, new=new)
     yield Case("value dimension", dim=192, value_dim=128)
+    yield Case("value dimension", "kivi", dim=192, value_dim=128)
 
 
 def lengths() -> Iterator[Case]:
@@ -48,6 +51,9 @@ def lengths() -> Iterator[Case]:
     yield Case("lengths", lengths=(0, 4000), head=(0, 64), tail=(1, 256), page=256)
     yield Case("unread NaN", lengths=batch, head=heads, tail=tails, unread=torch.nan)
     yield Case("unread NaN", "vllm", lengths=batch, head=heads, tail=tails, unread=torch.nan)
+    for dim in (80, 112, 160):  # rows that end within a chunk of words
+        case = Case("unread NaN", "kivi", dim, lengths=batch, head=heads, tail=tails)
+        yield replace(case, unread=torch.nan)
 
 
 def scores() -> Iterator[Case]:
@@ -55,6 +61,7 @@ def scores() -> Iterator[Case]:
     for cap, sinks, means in itertools.product((None, 20.0), (False, True), (False, True)):
         case = Case("scores", soft_cap=cap, sinks=sinks, means=means, query_scale=4.0)
         yield from (case, replace(case, dim=256, format="vllm", new=3))
+        yield replace(case, dim=80, format="kivi", new=2)
     yield Case("scores", lengths=(0, 40), head=0, tail=(2, 5), sinks=True, new=2)
 
 
@@ -111,7 +118,7 @@ def splits() -> Iterator[Case]:
 
 def graphs() -> Iterator[Case]:
     """A captured call, replayed after the lengths have grown."""
-    for format, size in itertools.product(("sglang", "vllm"), (70, 5000, 40_000)):
+    for format, size in itertools.product(("sglang", "vllm", "kivi"), (70, 5000, 40_000)):
         lengths = size, 0, size // 3
         yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
 

@@ -44,9 +44,23 @@ class Variant:
         tiles of each."""
         bytes_of_a_tile = 0
         for layout in (self.key, self.value):
-            metadata = 2 * layout.groups * layout.format.metadata_bits // 8
-            bytes_of_a_tile += _TILE * (layout.dim // 4 + metadata)
+            numbers = 2 * layout.groups * _TILE // layout.tokens_per_scale
+            metadata = numbers * layout.format.metadata_bits // 8
+            bytes_of_a_tile += _TILE * layout.dim // 4 + metadata
         return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
+
+    @property
+    def key_group(self) -> int:
+        """Channels of a key whose products are summed before a scale multiplies them: all, where
+        channels have scales of their own, which multiply the query instead."""
+        key = self.key
+        return key.dim // key.groups if key.tokens_per_scale == 1 else key.dim
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of a query that `prepare` writes: two of each channel, or float32 where `attend`
+        rounds them for every tile. `COLUMN` in the source."""
+        return -(-self.key.dim // 64) * 64 * (2 if self.key.tokens_per_scale == 1 else 4)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
@@ -54,8 +68,9 @@ class Variant:
         values = {
             "KEY_DIM": self.key.dim,
             "VALUE_DIM": self.value.dim,
-            "KEY_GROUP": self.key.dim // self.key.groups,
+            "KEY_GROUP": self.key_group,
             "VALUE_GROUP": self.value.dim // self.value.groups,
+            "KEY_TOKENS": self.key.tokens_per_scale,
             "PAGE": self.key.tokens,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
@@ -93,20 +108,28 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype) -> bool:
         dtype in TYPES
         and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
-        and all(_supports_side(layout) for layout in (key, value))
+        and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
+        and (_has_channel_scales(key) or _has_row_scales(key))
+        and _has_row_scales(value)
     )
 
 
-def _supports_side(layout: PageLayout) -> bool:
+def _has_row_scales(layout: PageLayout) -> bool:
+    """Whether each token has scales of its own, as few as the kernels can keep apart."""
     group = layout.dim // layout.groups
     # Codes that share a 32-bit word and a field of its bytes must share a scale.
     run = 4 if layout.format.packing == "strided" else 16
+    return layout.tokens_per_scale == 1 and layout.groups <= _MOST_GROUPS and group % run == 0
+
+
+def _has_channel_scales(layout: PageLayout) -> bool:
+    """Whether the tokens of a tile share a scale of each channel, in the format of `cache.kivi`."""
+    format = layout.format
+    kind = format.metadata, format.offset, format.packing
     return (
-        layout.tokens_per_scale == 1
-        and layout.dim % 16 == 0
-        and layout.dim <= _LARGEST_DIM
-        and layout.groups <= _MOST_GROUPS
-        and group % run == 0
+        layout.tokens_per_scale == _TILE
+        and layout.groups == layout.dim
+        and kind == ("float16", "minimum", "consecutive")
     )
 
 

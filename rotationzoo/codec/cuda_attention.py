@@ -62,8 +62,8 @@ def attend(
 
     query = query.contiguous()
     rows = batch, layout.heads, padded
-    prepared = query.new_empty(*rows, 2, -(-layout.dim // 64) * 64, dtype=torch.int8)
-    headers = query.new_empty(*rows, 2 + layout.groups, dtype=torch.float32)
+    prepared = query.new_empty(*rows, variant.column_bytes, dtype=torch.int8)
+    headers = query.new_empty(*rows, 2 + layout.dim // variant.key_group, dtype=torch.float32)
     totals = headers.new_empty(*rows, parts, 2)
     outputs = headers.new_empty(*rows, parts, variant.value.dim)
     result = query.new_empty(batch, query_heads, tokens, variant.value.dim)

@@ -1,0 +1,149 @@
+"""The decode kernel: equal to attention in float64 on a CPU, which runs the same source, and on a
+GPU."""
+
+import math
+import platform
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_caches import KIVI_TOKENS, LAYOUTS
+from decode_case_list import DIMS
+from decode_cases import Case, Drawing, Inputs
+from decode_reference import error_of, reference
+from support import attention_on_cpu
+from support.nvcc import compile_kernels
+
+from rotationzoo.codec import cuda_attention
+from rotationzoo.codec.attention_kernels import Variant, choose_columns, choose_splits, supports
+from rotationzoo.codec.cuda import ATTENTION_SOURCE
+from rotationzoo.codec.pages import PageLayout
+from rotationzoo.errors import RotationZooError
+
+FLOAT = torch.float32
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+on_cpu = pytest.mark.skipif(
+    platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
+    reason="needs GNU's compiler on Linux and x86",
+)
+# Requests that end in a tile, at its end, and before the first; queries that do not fill their
+# columns; what lies beyond a request is not a number.
+SMALL = Case(
+    "small", kv_heads=1, lengths=(35, 0, 96), head=(3, 0, 2), tail=(5, 3, 9), page=32, means=True,
+    query_type=FLOAT, window_type=FLOAT, unread=math.nan,
+)  # fmt: skip
+
+
+def layouts(format: str, dim: int, groups: int = 1) -> tuple[PageLayout, PageLayout]:
+    """Keys and values of this format, with 32 channels of values sharing a scale in `kivi`."""
+    if format != "kivi":
+        layout = PageLayout(2, dim, groups, 64, LAYOUTS[format])
+        return layout, layout
+    value = PageLayout(2, dim, dim // math.gcd(32, dim), 64, LAYOUTS[format])
+    return replace(value, groups=dim, tokens_per_scale=KIVI_TOKENS), value
+
+
+def variant(format: str, dim: int, groups: int = 1) -> Variant:
+    return Variant(*layouts(format, dim, groups), torch.bfloat16, soft_cap=False, columns=4)
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_format_and_head_dimension_is_supported(format, dim):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert supports(*layouts(format, dim), dtype)
+    assert not supports(*layouts(format, dim), torch.float64)
+
+
+def test_what_is_not_supported():
+    key, value = layouts("kivi", 128)
+    plain, _ = layouts("vllm", 128)
+    for wrong in (
+        replace(key, tokens_per_scale=64),
+        replace(key, groups=4),
+        replace(key, tokens=48),
+        replace(key, dim=272, groups=272),
+        replace(key, format=LAYOUTS["sglang"]),
+    ):
+        assert not supports(wrong, replace(value, tokens=wrong.tokens, format=wrong.format), FLOAT)
+    assert not supports(key, key, FLOAT)  # values have scales of rows
+    assert not supports(plain, replace(plain, heads=4), FLOAT)
+    assert not supports(*[replace(plain, groups=16)] * 2, FLOAT)
+    assert not supports(*[replace(plain, dim=120)] * 2, FLOAT)
+    inputs = Drawing(replace(SMALL, dim=24, head=1, tail=1), "cpu").inputs()
+    with pytest.raises(RotationZooError, match="does not read pages"):
+        cuda_attention.attend(*inputs.arguments())
+
+
+def test_keys_with_scales_of_channels_are_a_variant():
+    macros = dict(variant("kivi", 128).macros())
+    assert (macros["KEY_TOKENS"], macros["KEY_GROUP"], macros["VALUE_GROUP"]) == ("32", "128", "32")
+    plain = dict(variant("vllm", 128, groups=4).macros())
+    assert (plain["KEY_TOKENS"], plain["KEY_GROUP"], plain["VALUE_GROUP"]) == ("1", "32", "32")
+    # A tile of 256 channels is 6 KiB: 2 KiB of keys and of values, and 1 KiB of numbers of each.
+    assert [variant("kivi", dim).warps for dim in (64, 128, 192, 256)] == [4, 4, 4, 2]
+    # A prepared query: 64 channels in float32, or in two bytes each.
+    assert variant("kivi", 80).column_bytes == 512
+    assert variant("vllm", 80).column_bytes == 256
+
+
+def test_columns_of_a_block():
+    assert choose_columns(4, *layouts("sglang", 128)) == 4
+    assert choose_columns(8, *layouts("sglang", 128)) == 8
+    for many in (layouts("sglang", 256), layouts("vllm", 128, 4), layouts("kivi", 128)):
+        assert choose_columns(8, *many) == 4
+
+
+def test_splits_fill_the_gpu_once_or_several_times():
+    # 132 processors with 4 blocks each.
+    assert choose_splits(528, 8, 3, 100_000) == 63
+    assert 8 * (choose_splits(528, 8, 3, 100_000) + 3) == 528
+    assert choose_splits(528, 8, 3, 1000) == 3  # at least 256 tokens each
+    assert choose_splits(528, 8, 3, 0) == 1
+    assert choose_splits(528, 256, 3, 100_000) == 7  # three waves and a part
+
+
+def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:
+    """Compare a float32 output. Its error is that of scores, whose queries have 16 bits."""
+    assert output.dtype == inputs.query.dtype
+    assert error_of(output, reference(inputs)).row < most
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("format", "changes"),
+    [
+        ("sglang", {"dim": 64, "group": 7}),
+        ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20.0}),
+        ("kivi", {"dim": 80, "group": 5, "sinks": True}),
+    ],
+)
+def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):
+    inputs = Drawing(replace(SMALL, format=format, **changes), "cpu").inputs()
+    output = attention_on_cpu.attend(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
+    assert_right(output, inputs, 2e-4)  # measured: 6e-5, 4e-5 and 8e-5
+
+
+@on_gpu
+@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_the_kernel_is_the_definition(format, dim, device):
+    for changes in ({}, {"group": 8, "new": 3}, {"lengths": (3000, 31, 300), "page": 64}):
+        inputs = Drawing(replace(SMALL, format=format, dim=dim, **changes), device).inputs()
+        output = cuda_attention.attend(*inputs.arguments())
+        assert_right(output, inputs, 3e-4)  # measured on a CPU: up to 8e-5
+        assert torch.equal(output, cuda_attention.attend(*inputs.arguments()))
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("format", [pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_variant_compiles(format, dim, tmp_path):
+    for columns in {4, choose_columns(8, *layouts(format, dim))}:
+        macros = replace(variant(format, dim), columns=columns).macros()
+        compile_kernels(ATTENTION_SOURCE.read_text(), macros, tmp_path, [90])

@@ -1,0 +1,262 @@
+// What CUDA kernels whose threads exchange numbers need to run on a CPU. Every thread of a block is a fiber of its own, which the
+// next takes over from wherever it waits for others. Blocks run one after the other, so shared memory may be static.
+//
+// Addresses are checked: a kernel aborts the process that reads outside shared memory or the pages it was given.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <type_traits>
+#include <utility>
+#include <vector>
+#define __device__ inline
+#define __host__
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(...)
+using std::max;
+using std::min;
+
+struct Index { unsigned x, y, z; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+
+// ---- threads ---------------------------------------------------------------------------------------------------------------
+
+struct Barrier { int arrived = 0, round = 0; };
+struct Warp { unsigned numbers[32][6]; Barrier barrier; };
+struct Copy { unsigned to; unsigned long long from; };
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 17);
+  Index index;
+  Warp* warp;
+  bool ended;
+  std::vector<Copy> open;                 // asynchronous copies that no group has yet
+  std::vector<std::vector<Copy>> groups;  // and those that have not arrived
+};
+static std::vector<Thread> threads;
+static std::vector<Warp> warps;
+static Thread* current;
+static Barrier of_block;
+static ucontext_t scheduler;
+static std::function<void()> kernel;
+static Index blockIdx, gridDim, blockDim;
+#define threadIdx (current->index)
+
+[[noreturn]] static void fail(const char* why, unsigned long long number) {
+  fprintf(stderr, "%s: %llx\n", why, number);
+  abort();
+}
+
+static void wait(Barrier& barrier, int count) {
+  const int round = barrier.round;
+  if (++barrier.arrived == count) barrier.arrived = 0, barrier.round++;
+  while (barrier.round == round) swapcontext(&current->context, &scheduler);
+}
+
+static void run_thread() {
+  kernel();
+  current->ended = true;
+  swapcontext(&current->context, &scheduler);
+}
+
+static void run_block(int count) {
+  if (int(threads.size()) < count) threads = std::vector<Thread>(count);
+  warps.assign(count / 32, Warp());
+  of_block = Barrier(), blockDim = {unsigned(count), 1, 1};
+  for (int i = 0; i < count; i++) {
+    Thread& thread = threads[i];
+    thread.index = {unsigned(i), 0, 0}, thread.warp = &warps[i / 32], thread.ended = false;
+    thread.open.clear(), thread.groups.clear();
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.data(), thread.context.uc_stack.ss_size = thread.stack.size();
+    makecontext(&thread.context, run_thread, 0);
+  }
+  int left = count;
+  for (long turn = 0; left; turn++) {
+    if (turn == 10000000) fail("threads wait for each other", turn);
+    for (int i = 0; i < count; i++) {
+      current = &threads[i];
+      if (current->ended) continue;
+      swapcontext(&scheduler, &current->context);
+      left -= current->ended;
+    }
+  }
+}
+
+static void __syncthreads() { wait(of_block, blockDim.x); }
+static void __syncwarp() { wait(current->warp->barrier, 32); }
+
+// `result(numbers, lane)` for the numbers that all lanes of a warp bring.
+template <class Result>
+static auto together(std::initializer_list<unsigned> mine, Result result) {
+  const int lane = threadIdx.x % 32;
+  std::copy(mine.begin(), mine.end(), current->warp->numbers[lane]);
+  __syncwarp();
+  const auto value = result(current->warp->numbers, lane);
+  __syncwarp();
+  return value;
+}
+
+typedef unsigned (*Numbers)[6];
+
+// ---- functions of CUDA -----------------------------------------------------------------------------------------------------
+
+template <class To, class From>
+static To bits_as(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from, "");
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+static float __int_as_float(int x) { return bits_as<float>(x); }
+static float __uint_as_float(unsigned x) { return bits_as<float>(x); }
+static unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+static int __float2int_rn(float x) { return int(nearbyintf(x)); }
+static float __fdividef(float x, float y) { return x / y; }
+#define __log2f(x) log2f(x)
+
+template <class T>
+static T __shfl_sync(unsigned, T x, int lane) {
+  return together({bits_as<unsigned>(x)}, [=](Numbers all, int) { return bits_as<T>(all[lane % 32][0]); });
+}
+template <class T>
+static T __shfl_xor_sync(unsigned, T x, int step) {
+  return together({bits_as<unsigned>(x)}, [=](Numbers all, int lane) { return bits_as<T>(all[lane ^ step][0]); });
+}
+static unsigned __reduce_max_sync(unsigned, unsigned x) {
+  return together({x}, [](Numbers all, int) {
+    unsigned top = 0;
+    for (int lane = 0; lane < 32; lane++) top = max(top, all[lane][0]);
+    return top;
+  });
+}
+static bool __any_sync(unsigned mask, bool x) { return __reduce_max_sync(mask, x); }
+
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = low | (unsigned long long)high << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+
+// ---- in place of the functions of attention.cu that are written in PTX ------------------------------------------------------
+
+static float from_half(unsigned bits) { return bits_as<_Float16>((unsigned short)bits); }
+static float2 from_halves(unsigned pair) { return {from_half(pair), from_half(pair >> 16)}; }
+static unsigned half_pair(float low, float high) {
+  return bits_as<unsigned short>(_Float16(low)) | unsigned(bits_as<unsigned short>(_Float16(high))) << 16;
+}
+static float exp2_of(float x) { return exp2f(x); }
+static unsigned kept(unsigned x) { return x; }
+
+// d [16, 8] += a [16, K] b [K, 8]. A lane's word i of a holds row lane / 4, or 8 more where i is odd, and its words hold 32 bits of
+// a row: a quarter of 16 bytes for words 0 and 1, and of the next 16 for words 2 and 3. So it is with the columns of b.
+template <class T, class Product>
+static void multiply(T (&d)[4], std::initializer_list<unsigned> words, int width, Product product) {
+  together(words, [&](Numbers all, int lane) {
+    for (int i = 0; i < 4; i++) {
+      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      for (int k = 0; k < width; k++)
+        d[i] += product(all[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2], all[column * 4 + k % 4][4 + k / 4]);
+    }
+    return 0;
+  });
+}
+static float of_halves(unsigned a, unsigned b) {
+  return from_half(a) * from_half(b) + from_half(a >> 16) * from_half(b >> 16);
+}
+static int of_bytes(unsigned a, unsigned b) {
+  int sum = 0;
+  for (int i = 0; i < 32; i += 8) sum += int(a >> i & 255) * (signed char)(b >> i);
+  return sum;
+}
+static void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  multiply(d, {a0, a1, a2, a3, b0, b1}, 8, of_halves);
+}
+static void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  multiply(d, {a0, a1, a2, a3, b0, b1}, 8, of_bytes);
+}
+static void multiply(int (&d)[4], unsigned a0, unsigned a1, unsigned b0) { multiply(d, {a0, a1, 0, 0, b0, 0}, 4, of_bytes); }
+
+static unsigned transpose(unsigned pair) {
+  return together({pair}, [](Numbers all, int lane) {
+    unsigned result = 0;
+    for (int i = 0; i < 2; i++) {
+      const int row = lane % 4 * 2 + i, column = lane / 4;
+      result |= (all[row * 4 + column / 2][0] >> 16 * (column % 2) & 0xffff) << 16 * i;
+    }
+    return result;
+  });
+}
+
+// Shared memory begins at an address that is not 0.
+static constexpr unsigned FIRST = 4096;
+static char* shared_memory;
+static unsigned shared_bytes;
+static std::vector<std::pair<unsigned long long, unsigned long long>> pages;  // begin and end
+
+template <class T>
+static T& in_shared(unsigned address) {
+  if (address < FIRST || address + sizeof(T) > FIRST + shared_bytes || address % sizeof(T)) fail("not in shared memory", address);
+  return *reinterpret_cast<T*>(shared_memory + address - FIRST);
+}
+static unsigned __cvta_generic_to_shared(char* shared) { return shared_memory = shared, FIRST; }
+static unsigned read_word(unsigned from) { return in_shared<unsigned>(from); }
+static uint2 read_two(unsigned from) { return in_shared<uint2>(from); }
+static uint4 read_four(unsigned from) { return in_shared<uint4>(from); }
+static float read_number(unsigned from, unsigned index) {
+#if HALF
+  return from_half(in_shared<unsigned short>(from + 2 * index));
+#else
+  return in_shared<float>(from + 4 * index);
+#endif
+}
+
+// A copy arrives when it is waited for, which is as late as it may.
+static void copy_async(unsigned to, unsigned long long from) {
+  const bool known = std::any_of(pages.begin(), pages.end(), [=](auto page) { return from >= page.first && from + 16 <= page.second; });
+  if (!known || from % 16) fail("not in a page", from);
+  current->open.push_back({to, from});
+}
+static void end_group() { current->groups.push_back(std::exchange(current->open, {})); }
+template <int PENDING>
+static void wait_groups() {
+  auto& groups = current->groups;
+  for (; int(groups.size()) > PENDING; groups.erase(groups.begin()))
+    for (const Copy& copy : groups.front()) in_shared<uint4>(copy.to) = *reinterpret_cast<const uint4*>(copy.from);
+}
+
+// ---- launches --------------------------------------------------------------------------------------------------------------
+
+// Every argument is 64 bits: an address, an integer or a double.
+template <class T>
+static T argument(unsigned long long bits) {
+  if constexpr (std::is_same_v<T, double>)
+    return bits_as<double>(bits);
+  else
+    return T(bits);
+}
+
+template <class... Types, size_t... I>
+static void run(void (*function)(Types...), const unsigned long long* arguments, std::index_sequence<I...>) {
+  kernel = [=] { function(argument<Types>(arguments[I])...); };
+}
+
+template <class... Types>
+static void launch(void (*function)(Types...), Index grid, int count, const unsigned long long* arguments, int given) {
+  if (given != sizeof...(Types)) fail("so many arguments", given);
+  run(function, arguments, std::index_sequence_for<Types...>());
+  gridDim = grid;
+  for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
+    for (blockIdx.y = 0; blockIdx.y < grid.y; blockIdx.y++)
+      for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block(count);
+}
