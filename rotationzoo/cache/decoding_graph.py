@@ -1,7 +1,8 @@
 """Decoding steps of a model with a 2-bit cache, replayed as a CUDA graph."""
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,9 +50,11 @@ class DecodingGraph:
         attend: Attend = cuda_attention.attend if has_pages_kernel else attention.attend
         self.captures = has_pages_kernel and not eager
         """Whether steps are replays of a graph."""
+        # torch does not let tensors that were made in inference mode change outside it.
+        self._inference = stream.tail["key"].is_inference()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor
-        with self._on_device(), torch.no_grad():
+        with self._prepared():
             self._counters = Counters(stream.batch, self.device)
             self._layers = [FixedLayer(layer, self._counters, room, attend) for layer in layers]
             self._fixed = _FixedCache(self._layers)
@@ -70,7 +73,6 @@ class DecodingGraph:
                 self.close()
                 raise
 
-    @torch.no_grad()
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The logits `[B, vocabulary]` after one more token of every row, `token_ids` `[B, 1]`.
 
@@ -84,7 +86,7 @@ class DecodingGraph:
                 f"{[*token_ids.shape]}",
                 hint="give the last tokens alone: ids[:, -1:]",
             )
-        with self._on_device():
+        with self._prepared():
             self._make_room()
             self._ids.copy_(token_ids)
             if self._graph is not None:
@@ -100,7 +102,7 @@ class DecodingGraph:
     def close(self) -> None:
         """Give the tokens back to the cache, with those that have left its window quantized."""
         self._drop_graph()
-        with self._on_device():
+        with self._prepared():
             for layer in self._layers:
                 layer.close(self._length)
         self._layers = []
@@ -116,8 +118,13 @@ class DecodingGraph:
     ) -> None:
         self.close()
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Run on the device of the cache, without gradients, and in the mode of its tensors."""
+        on_gpu = self.device.type == "cuda"
+        device = torch.cuda.device(self.device) if on_gpu else nullcontext()
+        with device, torch.inference_mode(self._inference), torch.no_grad():
+            yield
 
     def _make_room(self) -> None:
         """Quantize tokens where the tail has no place for another."""

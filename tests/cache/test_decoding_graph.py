@@ -183,6 +183,20 @@ def test_a_closed_cache_goes_on():
     assert distance(step_through(model, copied, after, room=1), expected) <= 2e-5
 
 
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_a_prompt_and_its_steps_may_run_in_different_modes(modes):
+    """With flushes, which write into tensors of the prompt, and steps after the last one."""
+    model = architectures.build("llama")
+    prompt, steps = modes
+    with torch.inference_mode(prompt):
+        cache = after_prompt(model, 20)
+    with torch.inference_mode(steps):
+        logits = step_through(model, cache, range(20, 28), room=2)
+    with torch.inference_mode(prompt):
+        assert decode(model, cache, [28]).isfinite().all()
+    assert logits.isfinite().all()
+
+
 class Replayed:
     """What stands for a CUDA graph: it remembers where tables were, and writes where it wrote."""
 
