@@ -1,6 +1,7 @@
 """Orthogonal rotations for 2-bit key/value caches, calibrated on any causal language model.
 
->>> from rotationzoo import Artifact, RotatedCache, Rotations, calibrate, evaluate, generate, pull
+>>> from rotationzoo import Artifact, DecodingGraph, RotatedCache, Rotations
+>>> from rotationzoo import calibrate, evaluate, generate, pull
 
 Importing this package is cheap: torch and transformers load when one of these names is first used.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = [
     "Artifact",
+    "DecodingGraph",
     "RotatedCache",
     "Rotations",
     "__version__",
@@ -24,12 +26,14 @@ __all__ = [
 if TYPE_CHECKING:
     from rotationzoo.api import calibrate, evaluate, pull
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.cache.decoding_graph import DecodingGraph
     from rotationzoo.generation.public import generate
     from rotationzoo.rotated_cache import RotatedCache
     from rotationzoo.rotations import Rotations
 
 _MODULES = {
     "Artifact": "rotationzoo.artifact.store",
+    "DecodingGraph": "rotationzoo.cache.decoding_graph",
     "RotatedCache": "rotationzoo.rotated_cache",
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",

@@ -1,4 +1,4 @@
-"""The public API: seven names, of which none is imported before it is asked for."""
+"""The public API: eight names, of which none is imported before it is asked for."""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
 """Padding before the rows of a batch, of which transformers does not tell a cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,3 +49,15 @@ def _tell_cache(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> No
     mask = kwargs.get("attention_mask")
     if isinstance(padding, Padding) and isinstance(mask, torch.Tensor) and mask.ndim == 2:
         padding.note(mask)
+
+
+def side_by_side(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
+    """Rows `[B, H, T, D]` of several T as one batch, with zeros in columns of padding before
+    them."""
+    padded = []
+    for stream_rows in rows:
+        missing = columns - stream_rows.shape[2]
+        if missing:
+            stream_rows = torch.nn.functional.pad(stream_rows, (0, 0, missing, 0))
+        padded.append(stream_rows)
+    return padded[0] if len(padded) == 1 else torch.cat(padded)

@@ -92,6 +92,15 @@ class RotatedCache(DynamicCache):
                 return update_lazily(layer, key_states, value_states, self.page_reading.masks)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Whether the cache was made for this very model."""
+        return self._model() is model
+
+    @property
+    def has_models_class(self) -> bool:
+        """Whether the cache is of a class that the model insists on."""
+        return self._planned is not self.layers
+
     @property
     def rotated_layers(self) -> list[RotatedLayer]:
         """The layers that store codes."""
@@ -130,7 +139,7 @@ class RotatedCache(DynamicCache):
         """Write what the cache holds to a safetensors file, for `load`. Raises `RotationZooError`
         where the disk refuses."""
         model = self._model()
-        if model is None or self._planned is not self.layers:
+        if model is None or self.has_models_class:
             raise RotationZooError(
                 "a cache without its model, or of a class of the model's own, is not saved"
             )
@@ -177,7 +186,7 @@ class RotatedCache(DynamicCache):
     def reset(self) -> None:
         """Forget everything, for the next prompt. Raises `RotationZooError` for a model with a
         cache class of its own: what that keeps is not known."""
-        if self.layers is not self._planned:
+        if self.has_models_class:
             raise RotationZooError(
                 f"a {type(self).__mro__[2].__name__} cannot be emptied", hint="make a new cache"
             )

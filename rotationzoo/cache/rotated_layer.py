@@ -1,15 +1,15 @@
 """A cache layer of transformers that stores its tokens in 2 bits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from rotationzoo.cache.padding import Padding
+from rotationzoo.cache.padding import Padding, side_by_side
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.stream import Stream
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.words import counted
 
 
@@ -38,6 +38,9 @@ class RotatedLayer(CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.storage, self.index, self.padding = storage, index, padding
         self.record_past = False
+        self.lent = False
+        """Whether a `DecodingGraph` has the tokens. Until it is closed, nothing else may change
+        them."""
         self._clear()
 
     def _clear(self) -> None:
@@ -77,6 +80,7 @@ class RotatedLayer(CacheLayerMixin):
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Add new tokens, and quantize what their queries do not read exact. Returns the first
         column that they read."""
+        self._check_not_lent()
         # Until a token is read that is no padding, it is not known where each row begins.
         if not any(stream.length for stream in self.streams):
             self.lazy_initialization(key_states, value_states)
@@ -107,7 +111,7 @@ class RotatedLayer(CacheLayerMixin):
             reads.append(stream.read(max(0, first_column - start)))
         width = self.columns - first_column
         keys, values = zip(*reads, strict=True)
-        return _side_by_side(keys, width), _side_by_side(values, width)
+        return side_by_side(keys, width), side_by_side(values, width)
 
     def trim(self) -> None:
         """Quantize what no later call reads exact, and forget what none reads at all."""
@@ -131,6 +135,10 @@ class RotatedLayer(CacheLayerMixin):
     def _needed(self, length: int) -> int:
         """The first token that a call after `length` tokens reads."""
         return 0
+
+    def _check_not_lent(self) -> None:
+        if self.lent:
+            raise UsageError("a DecodingGraph has the tokens of this cache", hint="close it first")
 
     def _follow_padding(self) -> None:
         """Move the start of rows of which only padding was read so far."""
@@ -170,6 +178,7 @@ class RotatedLayer(CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `RotationZooError` as `crop` does, before anything changes."""
+        self._check_not_lent()
         if tokens_to_remove > 0:
             raise RotationZooError(
                 f"a cache is not cropped to a length of {tokens_to_remove}",
@@ -194,6 +203,7 @@ class RotatedLayer(CacheLayerMixin):
         """Keep these rows `[B']`, in this order."""
         if not self.is_initialized:
             return
+        self._check_not_lent()
         numbers = beam_idx.tolist()
         # Nothing moves in most steps of a beam search that has settled.
         if numbers == list(range(self.batch)):
@@ -214,6 +224,7 @@ class RotatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
+        self._check_not_lent()
         self.record_past = False
         self._clear()
 
@@ -235,14 +246,3 @@ class RotatedLayer(CacheLayerMixin):
         for number, stream in enumerate(self.streams):
             for name, tensor in stream.tensors():
                 yield f"{number}.{name}", tensor
-
-
-def _side_by_side(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
-    """The rows of all streams as one batch, with zeros in columns of padding."""
-    padded = []
-    for stream_rows in rows:
-        missing = columns - stream_rows.shape[2]
-        if missing:
-            stream_rows = torch.nn.functional.pad(stream_rows, (0, 0, missing, 0))
-        padded.append(stream_rows)
-    return padded[0] if len(padded) == 1 else torch.cat(padded)

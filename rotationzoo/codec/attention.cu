@@ -291,7 +291,6 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * COLUMNS;
   const Count row = Count(batch) * heads + head;
   const float* rows = matrix + Count(head) * D * D;
-  let_next_start();
   // The matrix is on its way while the query is computed.
   float numbers[ROWS][EACH];
   #pragma unroll
@@ -302,6 +301,8 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
       numbers[r][e] = j < D && i < D ? rows[j * D + i] : 0.0f;
     }
   wait_for_previous();
+  // Not earlier: `attend` reads the exact tokens before it waits, and the kernel before this one may have written the last of them.
+  let_next_start();
   for (int i = threadIdx.x; i < COLUMNS * D; i += blockDim.x) {
     int column = first + i / D;
     given[i / D][i % D] = column < columns ? element(query[(row * columns + column) * D + i % D]) : 0.0f;

@@ -49,6 +49,11 @@ class PackedTokens:
     """int32 `[B]` on the device: how many tokens of each row are packed. They begin with the first
     place of the first page."""
 
+    @property
+    def sides(self) -> tuple[PackedSide, PackedSide]:
+        """Keys and values."""
+        return self.key, self.value
+
 
 @dataclass(frozen=True)
 class ExactWindow:

@@ -1,13 +1,15 @@
 """One continuation of a prompt, by the model with a given cache."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from rotationzoo.cache.replayed_generation import replayed_steps
+from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.calibration.generate import PLAIN, find_end_tokens
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.generation.prompt import Prompt
@@ -55,7 +57,12 @@ def continue_prompt(
     stop = LENGTH
     stream.start()
     try:
-        with _errors(job), _prompt_progress(model, len(prompt.ids), progress), _seeded(job):
+        with (
+            _errors(job),
+            _replayed(model, cache),
+            _prompt_progress(model, len(prompt.ids), progress),
+            _seeded(job),
+        ):
             untyped.generate(
                 inputs=ids,
                 attention_mask=torch.ones_like(ids),
@@ -92,6 +99,13 @@ def _options(
     if has_cache and length > job.prefill_chunk:
         options["prefill_chunk_size"] = job.prefill_chunk
     return options
+
+
+def _replayed(model: PreTrainedModel, cache: DynamicCache | None) -> AbstractContextManager[object]:
+    """Decode with a CUDA graph where that can be done with a 2-bit cache."""
+    if not isinstance(cache, RotatedCache) or input_device(model).type != "cuda":
+        return nullcontext()
+    return replayed_steps(model, cache)
 
 
 @contextmanager
