@@ -71,7 +71,6 @@ class Model:
         self.add_norm = Fused(add_norm, fuse)
         self.prepare = Fused(prepare, fuse)
         self.gated = Fused(gated, fuse)
-        self.sum_products = Fused(sum_products, fuse)
 
     @property
     def bytes(self) -> int:
@@ -82,20 +81,19 @@ class Model:
         self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[LayerCache]
     ) -> torch.Tensor:
         """The most probable tokens `[B]` after `tokens` `[B]`, which are at `position` `[1]`."""
-        multiply = self.sum_products if len(tokens) == 1 else linear
         hidden = self.embedding[tokens]
         change = torch.zeros_like(hidden)
         angles = angles_of(position, self.geometry.dim)
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden, normed = self.add_norm(hidden, change, layer.norms[0])
-            rows = multiply(normed, layer.qkv).view(len(tokens), self.geometry.rows, -1)
+            rows = linear(normed, layer.qkv).view(len(tokens), self.geometry.rows, -1)
             query, new = self.prepare(rows, layer.head_norms, angles, self.geometry.heads)
             cache.write(new)
-            change = multiply(cache.attend(query).flatten(1), layer.out)
+            change = linear(cache.attend(query).flatten(1), layer.out)
             hidden, normed = self.add_norm(hidden, change, layer.norms[1])
-            change = multiply(self.gated(multiply(normed, layer.gate_up)), layer.down)
+            change = linear(self.gated(linear(normed, layer.gate_up)), layer.down)
         _, normed = self.add_norm(hidden, change, self.norm)
-        return multiply(normed, self.head).argmax(-1)
+        return linear(normed, self.head).argmax(-1)
 
 
 class Fused:
@@ -161,12 +159,6 @@ def rotate(rows: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     first, second = rows.chunk(2, -1)
     cosine, sine = angles[0], angles[1]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
-
-
-def sum_products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`linear` for one row. Compiled, it is a reduction, which reads weights faster than cuBLAS's
-    matrix products do for a single row."""
-    return (rows.float() * weight.float()).sum(-1)[None].to(rows.dtype)
 
 
 def gated(both: torch.Tensor) -> torch.Tensor:
