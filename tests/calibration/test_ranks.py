@@ -1,0 +1,183 @@
+"""Calibration by two processes, as torchrun starts them: the test stands in for torchrun."""
+
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from support.command_line import left_behind, only_error
+from support.jobs import SMALL, job
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.ranks import launched_rank, use_one_gpu
+from rotationzoo.recipe import PRESETS
+
+WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out"]
+ROUNDING = 1e-12  # measured 3e-16
+
+
+class Launcher:
+    """Starts processes of the command line as torchrun does, and holds the store through which they
+    find each other."""
+
+    def __init__(self, command):
+        self.command = command
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes = []
+
+    def start(self, *words, ranks=(0, 1), world=2, **environment):
+        for rank in ranks:
+            told = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
+                "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1, **environment,
+            }  # fmt: skip
+            process = subprocess.Popen(
+                [*self.command.program, *map(str, words)],
+                cwd=self.command.folder,
+                env=self.command.environment | {name: str(value) for name, value in told.items()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            self.processes.append(process)
+        return self
+
+    def ended(self) -> list[subprocess.CompletedProcess]:
+        """How all processes ended, once they have."""
+        results = []
+        for process in self.processes:
+            stdout, stderr = process.communicate(timeout=60)
+            results.append(
+                subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+            )
+        return results
+
+    def process_id(self, rank: int) -> int:
+        """The id that a process has told the others."""
+        name = f"/worker/attempt_0/hello/{rank}"
+        self.store.wait([name], timedelta(seconds=30))
+        return int(self.store.get(name).split(b",")[1])
+
+
+@pytest.fixture
+def launcher(command):
+    return Launcher(command)
+
+
+def silent(result, code: int) -> None:
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+def check_equal(folder, artifact) -> None:
+    """The statistics in a folder are those of an artifact, up to rounding."""
+    tensors, expected = load_file(folder / "statistics.safetensors"), artifact.statistics_tensors()
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        wanted = expected[name]
+        if tensor.dtype == torch.int64:
+            assert torch.equal(tensor, wanted)
+        else:
+            assert (tensor - wanted).norm() <= ROUNDING * wanted.norm(), name
+
+
+@pytest.mark.parametrize("name", ["feedback", "oscar-v1"])
+def test_two_processes_give_what_one_does(name, launcher, tiny, tmp_path):
+    recipe = PRESETS[name].model_copy(update={"data": SMALL})
+    alone = calibrate(job(tiny, tmp_path, recipe, batch=2))
+    first, second = launcher.start("calibrate", tiny, "--recipe", name, *WORDS, "--quiet").ended()
+    assert (first.returncode, first.stdout.strip()) == (0, "out"), first.stderr
+    silent(second, 0)
+    assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
+    check_equal(launcher.command.folder / "out", alone)
+
+
+def test_a_process_without_a_batch_adds_nothing(launcher, tiny, tmp_path):
+    recipe = PRESETS["oscar-v1"].model_copy(update={"data": SMALL})
+    alone = calibrate(job(tiny, tmp_path, recipe, batch=8))
+    words = [*WORDS, "--batch", "8", "--recipe", "oscar-v1"]
+    first, second = launcher.start("calibrate", tiny, *words).ended()
+    assert first.returncode == 0, first.stderr
+    silent(second, 0)
+    check_equal(launcher.command.folder / "out", alone)
+
+
+def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):
+    launcher.start("calibrate", tiny, *WORDS)
+    os.kill(launcher.process_id(1), signal.SIGKILL)
+    started = time.monotonic()
+    first, _ = launcher.ended()
+    assert "a process of this command is gone" in only_error(first)
+    assert time.monotonic() - started < 20  # measured 0.7 s
+    assert left_behind(launcher.command) == ["out.checkpoint.safetensors"]
+    again = Launcher(launcher.command)
+    first, second = again.start("calibrate", tiny, *WORDS).ended()
+    assert first.returncode == 0, first.stderr
+    silent(second, 0)
+    alone = calibrate(job(tiny, tmp_path, batch=2))
+    check_equal(launcher.command.folder / "out", alone)
+    assert not [path for path in left_behind(launcher.command) if "checkpoint" in path]
+
+
+def test_the_error_of_another_process_is_told_once(launcher, tiny):
+    launcher.start("calibrate", tiny, *WORDS, ranks=[0])
+    launcher.start("calibrate", tiny, *WORDS, "--seed", "1", ranks=[1])
+    first, second = launcher.ended()
+    assert "process 1 would add sums of another job: recipe, text differ" in only_error(first)
+    silent(second, 1)
+
+
+def test_a_process_that_never_comes_is_given_up(launcher, tiny):
+    launcher.start("calibrate", tiny, *WORDS, ranks=[0], ROTATIONZOO_RANK_TIMEOUT=0.2)
+    assert "gave no sign of life for 0.2 s" in only_error(launcher.ended()[0])
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all(sent, launcher, tiny):
+    """torchrun hands on Ctrl-C and the end of a scheduler's job; one process is enough."""
+    launcher.start("calibrate", tiny, *WORDS)
+    launcher.process_id(0)
+    os.kill(launcher.process_id(1), sent)
+    first, second = launcher.ended()
+    assert "interrupted" in only_error(first, 130)
+    silent(second, 130)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["evaluate", "demo", "out"], "only calibrate can be shared"),
+        (["calibrate", "demo", "--recipe", "best"], "the recipe best searches"),
+        (["calibrate", "demo", "--data", "self"], "writes its own text"),
+        (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(words, problem, inside, monkeypatch):
+    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in {**told, "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    assert problem in only_error(inside(*words), 2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local", "used"),
+    [(None, 3, "3"), ("4,7", 1, "7"), ("4,7", 2, ""), ("", 0, ""), ("GPU-1a,GPU-2b", 0, "GPU-1a")],
+)
+def test_a_process_sees_the_gpu_of_its_local_rank(visible, local, used, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    use_one_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == used
+
+
+def test_one_process_under_a_launcher_is_alone(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert launched_rank() is None
