@@ -19,8 +19,10 @@ def sum_over_ranks(statistics: Statistics, kinds: Sequence[str] | None = None) -
     if ranks.world() == 1:
         return statistics
     totals: Statistics = {}
-    for layer, moments in statistics.items():
-        wanted = {kind: moments[kind] for kind in kinds or moments}
+    # Sorted, because sums that were read from a checkpoint come in another order.
+    for layer in sorted(statistics):
+        moments = statistics[layer]
+        wanted = {kind: moments[kind] for kind in sorted(kinds or moments)}
         totals[layer] = _sum_layer(wanted)
     return totals
 

@@ -159,7 +159,7 @@ class Group:
     def _connect(self) -> None:
         dist.init_process_group(
             "nccl" if self._device == "cuda" else "gloo",
-            store=dist.PrefixStore("connections", self._store),
+            store=self._store,
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=self._timeout),

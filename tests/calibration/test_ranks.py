@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from rotationzoo.ranks import launched_rank, use_one_gpu
 from rotationzoo.recipe import PRESETS
 
 WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out"]
-ROUNDING = 1e-12  # measured 3e-16
+ROUNDING = 1e-12  # measured 2e-16
 
 
 class Launcher:
@@ -60,9 +59,13 @@ class Launcher:
 
     def process_id(self, rank: int) -> int:
         """The id that a process has told the others."""
-        name = f"/worker/attempt_0/hello/{rank}"
-        self.store.wait([name], timedelta(seconds=30))
-        return int(self.store.get(name).split(b",")[1])
+        # Some versions of torch set the keys of every attempt apart.
+        names = [f"hello/{rank}", f"/worker/attempt_0/hello/{rank}"]
+        until = time.monotonic() + 30
+        while not (told := [name for name in names if self.store.check([name])]):
+            assert time.monotonic() < until, "the process never said hello"
+            time.sleep(0.01)
+        return int(self.store.get(told[0]).split(b",")[1])
 
 
 @pytest.fixture
@@ -86,42 +89,31 @@ def check_equal(folder, artifact) -> None:
             assert (tensor - wanted).norm() <= ROUNDING * wanted.norm(), name
 
 
-@pytest.mark.parametrize("name", ["feedback", "oscar-v1"])
-def test_two_processes_give_what_one_does(name, launcher, tiny, tmp_path):
-    recipe = PRESETS[name].model_copy(update={"data": SMALL})
-    alone = calibrate(job(tiny, tmp_path, recipe, batch=2))
-    first, second = launcher.start("calibrate", tiny, "--recipe", name, *WORDS, "--quiet").ended()
+def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
+    """Two passes over two batches, so that the third process has none."""
+    recipe = PRESETS["oscar-v1"].model_copy(update={"data": SMALL})
+    alone = calibrate(job(tiny, tmp_path, recipe, batch=4))
+    words = ["calibrate", tiny, *WORDS, "--recipe", "oscar-v1", "--batch", "4", "--quiet"]
+    first, *others = launcher.start(*words, ranks=range(3), world=3).ended()
     assert (first.returncode, first.stdout.strip()) == (0, "out"), first.stderr
-    silent(second, 0)
+    for other in others:
+        silent(other, 0)
     assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
     check_equal(launcher.command.folder / "out", alone)
 
 
-def test_a_process_without_a_batch_adds_nothing(launcher, tiny, tmp_path):
-    recipe = PRESETS["oscar-v1"].model_copy(update={"data": SMALL})
-    alone = calibrate(job(tiny, tmp_path, recipe, batch=8))
-    words = [*WORDS, "--batch", "8", "--recipe", "oscar-v1"]
-    first, second = launcher.start("calibrate", tiny, *words).ended()
-    assert first.returncode == 0, first.stderr
-    silent(second, 0)
-    check_equal(launcher.command.folder / "out", alone)
-
-
 def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):
-    launcher.start("calibrate", tiny, *WORDS)
+    words = ["calibrate", tiny, *WORDS, "--recipe", "feedback"]
+    launcher.start(*words)
     os.kill(launcher.process_id(1), signal.SIGKILL)
-    started = time.monotonic()
     first, _ = launcher.ended()
     assert "a process of this command is gone" in only_error(first)
-    assert time.monotonic() - started < 20  # measured 0.7 s
-    assert left_behind(launcher.command) == ["out.checkpoint.safetensors"]
-    again = Launcher(launcher.command)
-    first, second = again.start("calibrate", tiny, *WORDS).ended()
+    first, second = Launcher(launcher.command).start(*words).ended()
     assert first.returncode == 0, first.stderr
     silent(second, 0)
-    alone = calibrate(job(tiny, tmp_path, batch=2))
-    check_equal(launcher.command.folder / "out", alone)
-    assert not [path for path in left_behind(launcher.command) if "checkpoint" in path]
+    assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
+    recipe = PRESETS["feedback"].model_copy(update={"data": SMALL})
+    check_equal(launcher.command.folder / "out", calibrate(job(tiny, tmp_path, recipe, batch=2)))
 
 
 def test_the_error_of_another_process_is_told_once(launcher, tiny):
@@ -137,12 +129,11 @@ def test_a_process_that_never_comes_is_given_up(launcher, tiny):
     assert "gave no sign of life for 0.2 s" in only_error(launcher.ended()[0])
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all(sent, launcher, tiny):
+def test_a_signal_ends_all(launcher, tiny):
     """torchrun hands on Ctrl-C and the end of a scheduler's job; one process is enough."""
     launcher.start("calibrate", tiny, *WORDS)
     launcher.process_id(0)
-    os.kill(launcher.process_id(1), sent)
+    os.kill(launcher.process_id(1), signal.SIGTERM)
     first, second = launcher.ended()
     assert "interrupted" in only_error(first, 130)
     silent(second, 130)
