@@ -1,6 +1,7 @@
 """The processes of one command: how they wait for each other, add up, and hear that one has failed
 or was lost."""
 
+import itertools
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from rotationzoo.errors import RotationZooError, Unsound, UsageError, first_sent
 from rotationzoo.ranks.launcher import read_timeout
 
 _PAUSE = 0.02  # seconds between two looks at the store
+_RARELY = 20  # looks at a collective, which is quick, between two at the store
 _DONE, _INTERRUPTED = "done", "interrupted"
 _ERRORS = {kind.__name__: kind for kind in (RotationZooError, UsageError, Unsound)}
 
@@ -86,8 +88,13 @@ class Group:
             if not dist.is_initialized():
                 self._connect()
             work = dist.all_reduce(total, async_op=True)
-            while not work.is_completed():
-                time.sleep(_PAUSE / 20)
+            # NCCL would wait for a process that is lost now until its timeout.
+            for look in itertools.count(1):
+                if work.is_completed():
+                    break
+                if look % _RARELY == 0:
+                    self._look()
+                time.sleep(_PAUSE / _RARELY)
             work.wait()
         return total
 

@@ -105,9 +105,16 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
 def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):
     words = ["calibrate", tiny, *WORDS, "--recipe", "feedback"]
     launcher.start(*words)
-    os.kill(launcher.process_id(1), signal.SIGKILL)
+    process = launcher.process_id(1)
+    os.kill(process, signal.SIGSTOP)  # so that it is not done before the other has saved its sums
+    until = time.monotonic() + 30
+    while "out.checkpoint.safetensors" not in left_behind(launcher.command):
+        assert time.monotonic() < until, "nothing was saved"
+        time.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
     first, _ = launcher.ended()
     assert "a process of this command is gone" in only_error(first)
+    assert left_behind(launcher.command) == ["out.checkpoint.safetensors"]
     first, second = Launcher(launcher.command).start(*words).ended()
     assert first.returncode == 0, first.stderr
     silent(second, 0)
