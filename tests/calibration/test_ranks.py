@@ -11,9 +11,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from support.command_line import left_behind, only_error
 from support.jobs import SMALL, job
+from support.ranks import Beside
 
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.ranks import launched_rank, use_one_gpu
+from rotationzoo.calibration.contribution import contribute
+from rotationzoo.calibration.job import calibrate, read_source_text
+from rotationzoo.calibration.plan import plan
+from rotationzoo.calibration.record import identify_job
+from rotationzoo.errors import RotationZooError
+from rotationzoo.ranks import joined
 from rotationzoo.recipe import PRESETS
 
 WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out"]
@@ -73,6 +78,11 @@ def launcher(command):
     return Launcher(command)
 
 
+@pytest.fixture
+def beside(monkeypatch) -> Beside:
+    return Beside(monkeypatch, rank=1)
+
+
 def silent(result, code: int) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
@@ -123,19 +133,6 @@ def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_
     check_equal(launcher.command.folder / "out", calibrate(job(tiny, tmp_path, recipe, batch=2)))
 
 
-def test_the_error_of_another_process_is_told_once(launcher, tiny):
-    launcher.start("calibrate", tiny, *WORDS, ranks=[0])
-    launcher.start("calibrate", tiny, *WORDS, "--seed", "1", ranks=[1])
-    first, second = launcher.ended()
-    assert "process 1 would add sums of another job: recipe, text differ" in only_error(first)
-    silent(second, 1)
-
-
-def test_a_process_that_never_comes_is_given_up(launcher, tiny):
-    launcher.start("calibrate", tiny, *WORDS, ranks=[0], ROTATIONZOO_RANK_TIMEOUT=0.2)
-    assert "gave no sign of life for 0.2 s" in only_error(launcher.ended()[0])
-
-
 def test_a_signal_ends_all(launcher, tiny):
     """torchrun hands on Ctrl-C and the end of a scheduler's job; one process is enough."""
     launcher.start("calibrate", tiny, *WORDS)
@@ -162,20 +159,16 @@ def test_what_cannot_be_shared_is_refused(words, problem, inside, monkeypatch):
     assert problem in only_error(inside(*words), 2)
 
 
-@pytest.mark.parametrize(
-    ("visible", "local", "used"),
-    [(None, 3, "3"), ("4,7", 1, "7"), ("4,7", 2, ""), ("", 0, ""), ("GPU-1a,GPU-2b", 0, "GPU-1a")],
-)
-def test_a_process_sees_the_gpu_of_its_local_rank(visible, local, used, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", str(local))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    use_one_gpu()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == used
-
-
-def test_one_process_under_a_launcher_is_alone(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    assert launched_rank() is None
+def test_a_process_does_not_add_sums_of_another_job(beside, tiny, tmp_path):
+    """Here the test is process 0, and has read other text."""
+    wanted = job(tiny, tmp_path, batch=2)
+    planned = plan(wanted)
+    identity = identify_job(wanted, planned.source, read_source_text(planned))
+    beside.tell("told", identity | {"text": "of a different file"})
+    with (
+        pytest.raises(RotationZooError, match="process 1 would add sums of another job: text diff"),
+        joined(lambda: "cpu"),
+    ):
+        contribute(wanted)
+    assert beside.store.get("ended/1").startswith(b'["RotationZooError", "process 1 would')
+    assert not list(tmp_path.iterdir())
