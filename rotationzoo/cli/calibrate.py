@@ -137,7 +137,6 @@ def calibrate_command(
         chosen = equalized(chosen)
     if feedback is not None:
         chosen = with_feedback(chosen, feedback)
-    from rotationzoo.calibration.contribution import check_shareable
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.cli.calibrate_view import show_plan
@@ -166,6 +165,8 @@ def calibrate_command(
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
     if ranks.launched_rank() is not None:
+        from rotationzoo.calibration.contribution import check_shareable
+
         check_shareable(job)
     if dry_run:
         show_plan(out, job)
