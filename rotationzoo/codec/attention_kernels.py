@@ -14,6 +14,7 @@ from rotationzoo.codec.pages import PageLayout
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 PREPARE_THREADS, FINISH_THREADS = 1024, 512
 _EARLY = "programmatic_stream_serialization"
+_WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
 MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
@@ -48,6 +49,12 @@ class Variant:
             metadata = numbers * layout.format.metadata_bits // 8
             bytes_of_a_tile += _TILE * layout.dim // 4 + metadata
         return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
+
+    @property
+    def window(self) -> int:
+        """Exact tokens that a block of `attend` reads: four threads compare each. `WINDOW` in the
+        source."""
+        return 32 * self.warps // 4
 
     @property
     def key_group(self) -> int:
@@ -96,16 +103,15 @@ class Kernels:
     blocks: int
     """Blocks of `attend` that the GPU holds at once."""
 
-    @property
-    def window(self) -> int:
-        """Exact tokens that a block of `attend` reads: four threads compare each."""
-        return self.threads // 4
 
-
-def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype) -> bool:
-    """Whether the kernels read pages of these layouts with queries of this type."""
+def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
+    """Whether the kernels read pages of these layouts with queries of this type, and windows that
+    have room for so many exact tokens together."""
+    # Windows are cut into parts one by one, and packed tokens are at least one more.
+    parts = exact_tokens // Variant(key, value, dtype, soft_cap=False, columns=4).window + 3
     return (
-        dtype in TYPES
+        parts <= MOST_TOTALS
+        and dtype in TYPES
         and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
@@ -159,6 +165,7 @@ class Launcher:
         from cuda.core import Stream
 
         self.device = device
+        self.waits_itself = torch.cuda.get_device_capability(device) >= _WAITING_GPU
         with torch.cuda.device(device):
             self.stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
 
@@ -168,14 +175,18 @@ class Launcher:
         grid: tuple[int, int, int],
         threads: int,
         arguments: Iterable[Argument],
+        early: bool = True,
     ) -> None:
-        """Launch a kernel with the arguments of the function in the source."""
+        """Launch a kernel with the arguments of the function in the source. It may start before the
+        one before it has ended, where it is to start `early`."""
         from cuda.core import LaunchConfig, launch
 
         values = [_value(argument) for argument in arguments]
-        # Older versions of cuda.core cannot say that a kernel waits for the one before by itself.
-        early = {_EARLY: True} if hasattr(LaunchConfig, _EARLY) else {}
-        config = LaunchConfig(grid=grid, block=threads, **early)
+        # Older versions of cuda.core cannot say that a kernel waits for the one before by itself,
+        # and older GPUs have no instruction for it.
+        early = early and self.waits_itself and hasattr(LaunchConfig, _EARLY)
+        option = {_EARLY: True} if early else {}
+        config = LaunchConfig(grid=grid, block=threads, **option)
         with torch.cuda.device(self.device):
             launch(self.stream, config, kernel, *values)
 

@@ -91,6 +91,7 @@ class _Launcher:
         grid: tuple[int, int, int],
         threads: int,
         arguments: Iterable[attention_kernels.Argument],
+        early: bool = True,
     ) -> None:
         kept = list(arguments)
         values = [_bits(argument) for argument in kept]
