@@ -41,8 +41,8 @@ def attend(
     """
     result_type, dtype = query.dtype, query.dtype
     for window in (head, tail):
-        for rows in (window.key, window.value):
-            dtype = torch.promote_types(dtype, rows.dtype)
+        for exact_rows in (window.key, window.value):
+            dtype = torch.promote_types(dtype, exact_rows.dtype)
     query = query.to(dtype).contiguous()
     layout = packed.key.layout
     batch, query_heads, tokens, _ = query.shape
