@@ -1,16 +1,18 @@
-"""The kernels of `attention.cu`: what they read, how they are compiled, and how their work is cut
-up."""
+"""The kernels of `attention.cu` and `attention_parts.cu`: what they read, how they are compiled,
+and how their work is cut up."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rotationzoo.codec.cuda import ATTENTION_SOURCE, TYPES, build
+from rotationzoo.codec.cuda import TYPES, build
 from rotationzoo.codec.pages import PageLayout
 
+_SOURCES = "attention.cu", "attention_parts.cu"
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 PREPARE_THREADS, FINISH_THREADS = 1024, 512
 _EARLY = "programmatic_stream_serialization"
@@ -68,6 +70,12 @@ class Variant:
         """Bytes of a query that `prepare` writes: two of each channel, or float32 where `attend`
         rounds them for every tile. `COLUMN` in the source."""
         return -(-self.key.dim // 64) * 64 * (2 if self.key.tokens_per_scale == 1 else 4)
+
+    @property
+    def source(self) -> str:
+        """The program that has the kernels: the second file continues the first."""
+        folder = Path(__file__).parent
+        return "".join((folder / name).read_text() for name in _SOURCES)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
@@ -202,7 +210,7 @@ def _value(argument: Argument) -> int | float:
 def compiled(variant: Variant, device: torch.device) -> Kernels:
     """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
     `RotationZooError` where cuda.core or NVRTC is missing."""
-    code = build(ATTENTION_SOURCE.read_text(), variant.macros(), device)
+    code = build(variant.source, variant.macros(), device)
     attend = code.get_kernel("attend")
     threads = 32 * variant.warps
     resident = attend.occupancy.max_active_blocks_per_multiprocessor(threads, 0)

@@ -25,7 +25,6 @@ from rotationzoo.codec.attention_kernels import (
     choose_splits,
     supports,
 )
-from rotationzoo.codec.cuda import ATTENTION_SOURCE
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
@@ -223,5 +222,5 @@ def test_the_kernel_is_the_definition(format, dim, device):
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_variant_compiles(format, dim, tmp_path):
     for columns in {4, choose_columns(8, *layouts(format, dim))}:
-        macros = replace(variant(format, dim), columns=columns).macros()
-        compile_kernels(ATTENTION_SOURCE.read_text(), macros, tmp_path, [90])
+        chosen = replace(variant(format, dim), columns=columns)
+        compile_kernels(chosen.source, chosen.macros(), tmp_path, [90])
