@@ -4,15 +4,13 @@ and how their work is cut up."""
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from rotationzoo.codec.cuda import TYPES, build
+from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES, build
 from rotationzoo.codec.pages import PageLayout
 
-_SOURCES = "attention.cu", "attention_parts.cu"
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 PREPARE_THREADS, FINISH_THREADS = 1024, 512
 _EARLY = "programmatic_stream_serialization"
@@ -73,9 +71,8 @@ class Variant:
 
     @property
     def source(self) -> str:
-        """The program that has the kernels: the second file continues the first."""
-        folder = Path(__file__).parent
-        return "".join((folder / name).read_text() for name in _SOURCES)
+        """The program that has the kernels."""
+        return "".join(path.read_text() for path in ATTENTION_SOURCES)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
