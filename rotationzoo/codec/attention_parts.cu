@@ -238,8 +238,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
 // ---- merging ---------------------------------------------------------------------------------------------------------------
 
 // Merge the parts of TOGETHER columns, by as many groups of threads: packed parts, which come after `windows` exact ones, are
-// rotated back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM], mean [H, VALUE_DIM] or
-// null, sinks [H_q] or null (logits that take part in the softmax and read nothing), result [B, H, columns, VALUE_DIM].
+// rotated back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM],
+// mean [H, VALUE_DIM] or null, sinks [H_q] or null (logits that take part in the softmax and read nothing), result
+// [B, H, columns, VALUE_DIM].
 constexpr int LANES = VALUE_DIM <= 128 ? 128 : 256, GROUPS = 512 / LANES, MOST_TOTALS = 1024;  // columns times parts, of a block
 
 template <int TOGETHER>
