@@ -259,6 +259,28 @@ def test_generate_takes_these_steps(prompt, samples, captured):
     assert "forward" not in vars(model)
 
 
+def test_generate_gets_more_than_a_step_computes(captured):
+    """Tokens hidden by a mask, which a step would read, and hidden states."""
+    model = architectures.build("llama")
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    mask = torch.ones_like(IDS[:, :20])
+    hiding = mask.clone()
+    hiding[1, 9:12] = 0
+    for changes in ({"attention_mask": hiding}, {"output_hidden_states": True}):
+        outputs = []
+        for replays in (False, True):
+            cache = after_prompt(model, 20)
+            cache.reset()
+            arguments = {"attention_mask": mask, "past_key_values": cache, **options, **changes}
+            with replayed_steps(model, cache) if replays else nullcontext():
+                outputs.append(model.generate(IDS[:, :20], **arguments))
+        assert torch.equal(*[torch.stack(output.logits) for output in outputs])
+        if "output_hidden_states" in changes:
+            assert None not in outputs[1].hidden_states
+    assert not captured
+
+
 def test_generate_goes_on_without_a_graph(captured):
     """For a model with sliding windows."""
     model = architectures.build("phi3")
