@@ -1,0 +1,186 @@
+"""Plans how a model is served: what its weights and caches take, what fits which GPU, and how fast
+decoding can be."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rotationzoo.capacity.cache_bytes import (
+    CACHES,
+    Storage,
+    elements,
+    longest_context,
+    request_bytes,
+)
+from rotationzoo.capacity.cards import CARDS, Card
+from rotationzoo.capacity.config_shape import shape_of_config, text_config
+from rotationzoo.capacity.shape import Shape
+from rotationzoo.capacity.weights import Weights, expert_share, weigh
+from rotationzoo.model.files import read_json
+from rotationzoo.model.source import Source, find
+
+LATENT_REASON = (
+    "it caches a compressed latent (MLA), which all heads share and which a rotation per KV head "
+    "does not fit"
+)
+# `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
+_INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be served: so many requests at once, each with so many tokens."""
+
+    model: str
+    context: int
+    requests: int
+    card: Card
+    storage: Storage = Storage()
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What is known of a model for a wish. `refusal` says why it cannot have a 2-bit cache."""
+
+    wish: Wish
+    source: Source
+    shape: Shape
+    weights: Weights
+    positions: int | None
+    """How many positions the model was made for."""
+    refusal: str | None
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The caches that this model can have: for a latent, only those of whole elements."""
+        return CACHES[:2] if self.refusal else CACHES
+
+    def sizes_of_weights(self) -> dict[str, int]:
+        """Bytes of the weights, by the name of their format."""
+        return {"published": self.weights.published, "4bit": self.weights.four_bit}
+
+    def request_bytes(self, cache: str) -> int:
+        """Bytes of the cache of one request of the wish."""
+        return request_bytes(self.shape, cache, self.wish.context, self.wish.storage)
+
+    def longest_context(self, cache: str, weights: str, card: Card) -> int | None:
+        """The most tokens that one request can have beside these weights on a card. None if there
+        is no limit."""
+        free = card.usable - self.sizes_of_weights()[weights]
+        return longest_context(self.shape, cache, free, self.wish.storage)
+
+    def most_requests(self, cache: str, weights: str, card: Card) -> int:
+        """How many requests of the wished context fit beside these weights on a card."""
+        free = card.usable - self.sizes_of_weights()[weights]
+        return max(0, free // self.request_bytes(cache))
+
+    def tokens_per_second(self, cache: str, weights: str, card: Card) -> float | None:
+        """The most tokens per second that decoding the wished requests can write, all together: a
+        step reads the weights once and each request's cache, at the card's bandwidth. None where
+        they do not fit, or the bandwidth is not known."""
+        requests = self.wish.requests
+        if card.bandwidth is None or self.most_requests(cache, weights, card) < requests:
+            return None
+        share = expert_share(self.shape, self.weights)
+        read = self.sizes_of_weights()[weights] - 2 * self.weights.output
+        read *= 1 - share * (1 - self.shape.touched_experts(requests))
+        return requests * card.bandwidth / (read + requests * self.request_bytes(cache))
+
+
+def measure_capacity(wish: Wish) -> Capacity:
+    """Read a model's config, and build the model on `meta` only where the config does not tell.
+
+    Raises `ModelUnavailable` if there is no such model, and `UnsupportedModel` if nobody knows what
+    it caches.
+    """
+    source = find(wish.model, wish.revision)
+    config = read_json(source.folder / "config.json")
+    shape = shape_of_config(config)
+    if shape is None:
+        # Only here, because it takes seconds to import torch and transformers.
+        from rotationzoo.capacity.meta_shape import shape_on_meta
+
+        shape = shape_on_meta(source)
+    weights = weigh(source, config, shape, lambda: _count_parameters(source))
+    refusal = LATENT_REASON if shape.latent_elements else None
+    positions = text_config(config).get("max_position_embeddings")
+    positions = positions if isinstance(positions, int) else None
+    return Capacity(wish, source, shape, weights, positions, refusal)
+
+
+def _count_parameters(source: Source) -> int:
+    from rotationzoo.capacity.meta_shape import parameters_on_meta
+
+    return parameters_on_meta(source)
+
+
+def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
+    """What the index that comes with the package lists for this model: recipe, format and copies."""
+    entries = read_json(_INDEX).get("entries", [])
+    name = capacity.source.label.lower()
+    return [entry for entry in entries if entry["model"].lower() == name]
+
+
+def capacity_json(capacity: Capacity) -> dict[str, Any]:
+    """The report: sizes in bytes, rates in tokens per second, None where something cannot be."""
+    wish, shape = capacity.wish, capacity.shape
+    sizes = {cache: capacity.request_bytes(cache) for cache in capacity.caches}
+    of_all = dict.fromkeys(CACHES) | sizes
+    per_token = {}
+    for cache, size in of_all.items():
+        per_token[cache] = None if size is None else size / wish.context
+    bits = None
+    if not capacity.refusal:
+        kept = sizes["int2"] - shape.state_bytes
+        bits = kept * 8 / elements(shape, wish.context)
+    cards = [card_json(capacity, card) for card in CARDS.values()]
+    chosen = card_json(capacity, wish.card)
+    return {
+        "model": wish.model,
+        "revision": capacity.source.revision,
+        "context": wish.context,
+        "requests": wish.requests,
+        "positions": capacity.positions,
+        "sink": wish.storage.sink,
+        "recent": wish.storage.recent,
+        "layers": len(shape.layers),
+        "sliding_layers": sum(layer.window is not None for layer in shape.layers),
+        "parameters": capacity.weights.parameters,
+        "weights_bytes": capacity.sizes_of_weights(),
+        "weights_from": capacity.weights.origin,
+        "bits_per_element": bits,
+        "kv_bytes_per_token": per_token,
+        "kv_bytes_per_request": of_all,
+        "state_bytes_per_request": None if shape.uncounted_states else shape.state_bytes,
+        "refusal": capacity.refusal,
+        "gpu": chosen,
+        "max_context": chosen["weights"]["published"]["max_context"],
+        "max_requests": chosen["weights"]["published"]["max_requests"],
+        "cards": cards,
+    }
+
+
+def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
+    """What fits one card, for weights as published and in 4 bits and for every cache."""
+    weights = {}
+    for name, size in capacity.sizes_of_weights().items():
+        weights[name] = {
+            "fit": size <= card.usable,
+            "max_context": {
+                cache: capacity.longest_context(cache, name, card) for cache in capacity.caches
+            },
+            "max_requests": {
+                cache: capacity.most_requests(cache, name, card) for cache in capacity.caches
+            },
+            "tokens_per_second": {
+                cache: capacity.tokens_per_second(cache, name, card) for cache in capacity.caches
+            },
+        }
+    return {
+        "name": card.name,
+        "memory_bytes": card.memory,
+        "usable_bytes": card.usable,
+        "bandwidth_bytes_per_second": card.bandwidth,
+        "weights": weights,
+    }
