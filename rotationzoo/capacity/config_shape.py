@@ -139,5 +139,6 @@ def _experts(text: dict[str, Any]) -> int | None:
 def _number(text: dict[str, Any], name: str) -> int | None:
     """A positive integer of the config; None for anything else, which others may have written."""
     value = text.get(name)
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and 0 < value < _LARGEST else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 < value < _LARGEST else None

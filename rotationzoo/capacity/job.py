@@ -1,7 +1,7 @@
 """Plans how a model is served: what its weights and caches take, what fits which GPU, and how fast
 decoding can be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rotationzoo.capacity.cache_bytes import (
 from rotationzoo.capacity.cards import CARDS, Card
 from rotationzoo.capacity.config_shape import shape_of_config, text_config
 from rotationzoo.capacity.shape import Shape
-from rotationzoo.capacity.weights import Weights, expert_share, weigh
+from rotationzoo.capacity.weights import Weights, weigh
 from rotationzoo.model.files import read_json
 from rotationzoo.model.source import Source, find
 
@@ -35,7 +35,7 @@ class Wish:
     context: int
     requests: int
     card: Card
-    storage: Storage = Storage()
+    storage: Storage = field(default_factory=Storage)
     revision: str | None = None
 
 
@@ -82,10 +82,17 @@ class Capacity:
         requests = self.wish.requests
         if card.bandwidth is None or self.most_requests(cache, weights, card) < requests:
             return None
-        share = expert_share(self.shape, self.weights)
-        read = self.sizes_of_weights()[weights] - 2 * self.weights.output
-        read *= 1 - share * (1 - self.shape.touched_experts(requests))
-        return requests * card.bandwidth / (read + requests * self.request_bytes(cache))
+        read = self._bytes_read(weights) + requests * self.request_bytes(cache)
+        return requests * card.bandwidth / read
+
+    def _bytes_read(self, weights: str) -> float:
+        """Bytes of weights that a decoding step reads: all but the input embedding, and the experts
+        that its tokens choose."""
+        size, experts = self.weights.published, self.weights.published_experts
+        if weights == "4bit":
+            size, experts = self.weights.four_bit, self.weights.four_bit_experts
+        touched = self.shape.touched_experts(self.wish.requests)
+        return size - 2 * self.weights.unread - experts * (1 - touched)
 
 
 def measure_capacity(wish: Wish) -> Capacity:
@@ -116,7 +123,7 @@ def _count_parameters(source: Source) -> int:
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
-    """What the index that comes with the package lists for this model: recipe, format and copies."""
+    """What the index that comes with the package lists for this model."""
     entries = read_json(_INDEX).get("entries", [])
     name = capacity.source.label.lower()
     return [entry for entry in entries if entry["model"].lower() == name]

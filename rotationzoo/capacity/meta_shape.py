@@ -29,20 +29,20 @@ def shape_on_meta(source: Source) -> Shape:
             hint="fetch them and look at: rotationzoo generate",
         )
     text: Any = config.get_text_config(decoder=True)
-    kept = DynamicCache(config=config).layers
+    kept = dict(enumerate(DynamicCache(config=config).layers))
     layers = []
     for layer in cached_layers(geometry):
-        window = getattr(kept[layer.index], "sliding_window", None)
+        window = getattr(kept.get(layer.index), "sliding_window", None)
         layers.append(CachedLayer(layer.kv_heads, layer.key_dim, layer.value_dim, window))
     without = text.num_hidden_layers - len(geometry)
     state = _linear_state(text)
-    embedding = model.get_input_embeddings().weight
-    output = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    output: Any = model.get_output_embeddings()
     routed = [p.numel() for name, p in model.named_parameters() if ".experts." in name]
     return Shape(
         tuple(layers),
-        embedding.numel(),
-        tied=output is None or output.weight is embedding,
+        embedding.weight.numel(),
+        tied=output is None or output.weight is embedding.weight,
         parameters=model.num_parameters(),
         expert_parameters=sum(routed),
         experts=_experts(text) or 1,

@@ -30,11 +30,14 @@ class Weights:
     parameters: int
     published: int
     four_bit: int
+    published_experts: int
+    four_bit_experts: int
+    """Of these bytes, those of routed experts."""
     origin: str
     """What told the published size: `files`, `index`, `hub` or `config`."""
-    output: int = 0
-    """Parameters of the input embedding that decoding does not read: a step looks up one row. 0
-    where it is also the output projection."""
+    unread: int = 0
+    """Parameters of the input embedding, of which a decoding step reads a row a token. 0 where it
+    is also the output projection, which is read whole."""
 
 
 def weigh(
@@ -56,12 +59,15 @@ def weigh(
     if bits < 5:
         four_bit = published  # which is 4 bits already
     unread = 0 if shape.tied else shape.embedding
-    return Weights(parameters, published, min(published, four_bit), origin, unread)
-
-
-def expert_share(shape: Shape, weights: Weights) -> float:
-    """The share of the weights that belong to routed experts."""
-    return min(1.0, shape.expert_parameters / max(1, weights.parameters))
+    return Weights(
+        parameters,
+        published,
+        min(published, four_bit),
+        int(shape.expert_parameters * bits / 8),
+        int(shape.expert_parameters * min(bits, FOUR_BITS) / 8),
+        origin,
+        unread,
+    )
 
 
 def _packed(shape: Shape, parameters: int, bits: float, only_experts: bool) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, Quiet, Revision
+from rotationzoo.cli.options import Json, Revision
 from rotationzoo.cli.output import Output
 
 

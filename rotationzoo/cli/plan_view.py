@@ -102,8 +102,8 @@ def _show_cards(data: dict[str, Any]) -> None:
     table("Cards that hold the weights", columns, rows, apart=True)
     at_once = counted(data["requests"], "request")
     say(
-        f"longest: tokens of one request; fit: requests of {context} tokens; tok/s: the most tokens "
-        f"a second that bandwidth allows for {at_once} of {context} tokens, all together"
+        f"longest: tokens of one request; fit: requests of {context} tokens; tok/s: the most "
+        f"tokens a second that bandwidth allows for {at_once} of {context} tokens, all together"
     )
 
 
