@@ -70,17 +70,38 @@ def _latent_shape(text: dict[str, Any]) -> Shape | None:
     vocabulary = _number(text, "vocab_size")
     if not (count and hidden and rank and rotated and vocabulary):
         return None
-    routed, _ = _feed_forward(text, "", count, hidden)
+    routed, dense = _feed_forward(text, "", count, hidden)
+    attention = _latent_attention(text, hidden, rank, rotated)
+    tied = text.get("tie_word_embeddings") is True
+    parameters = None
+    if dense is not None and attention is not None:
+        parameters = vocabulary * hidden * (1 if tied else 2) + count * attention + dense + routed
     return Shape(
         (),
         vocabulary * hidden,
-        text.get("tie_word_embeddings") is True,
-        None,
+        tied,
+        parameters,
         routed,
         _experts(text) or 1,
         _number(text, "num_experts_per_tok") or 1,
         count * (rank + rotated),
     )
+
+
+def _latent_attention(text: dict[str, Any], hidden: int, rank: int, rotated: int) -> int | None:
+    """Parameters of one layer of MLA: to queries, directly or by way of a latent; to the latent of
+    keys and values, and from it; and the output projection."""
+    heads, value = _number(text, "num_attention_heads"), _number(text, "v_head_dim")
+    plain = _number(text, "qk_nope_head_dim")
+    if not (heads and value and plain):
+        return None
+    query = heads * (plain + rotated)
+    query_rank = _number(text, "q_lora_rank")
+    to_query = hidden * query
+    if query_rank:
+        to_query = query_rank * (hidden + query)
+    to_keys = hidden * (rank + rotated) + rank * heads * (plain + value)
+    return to_query + to_keys + heads * value * hidden
 
 
 def _windows(text: dict[str, Any], kind: str, count: int) -> list[int | None] | None:

@@ -1,6 +1,7 @@
 """Plans how a model is served: what its weights and caches take, what fits which GPU, and how fast
 decoding can be."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ LATENT_REASON = (
 )
 # `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
+
+
+def _do_nothing() -> None:
+    """The default of `before_building`."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,9 @@ class Capacity:
         return size - 2 * self.weights.unread - experts * (1 - touched)
 
 
-def measure_capacity(wish: Wish) -> Capacity:
+def measure_capacity(wish: Wish, before_building: Callable[[], None] = _do_nothing) -> Capacity:
     """Read a model's config, and build the model on `meta` only where the config does not tell.
+    `before_building` is called before that, to silence the libraries that it needs.
 
     Raises `ModelUnavailable` if there is no such model, and `UnsupportedModel` if nobody knows what
     it caches.
@@ -108,18 +114,20 @@ def measure_capacity(wish: Wish) -> Capacity:
         # Only here, because it takes seconds to import torch and transformers.
         from rotationzoo.capacity.meta_shape import shape_on_meta
 
+        before_building()
         shape = shape_on_meta(source)
-    weights = weigh(source, config, shape, lambda: _count_parameters(source))
+
+    def count() -> int:
+        from rotationzoo.capacity.meta_shape import parameters_on_meta
+
+        before_building()
+        return parameters_on_meta(source)
+
+    weights = weigh(source, config, shape, count)
     refusal = LATENT_REASON if shape.latent_elements else None
     positions = text_config(config).get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None
     return Capacity(wish, source, shape, weights, positions, refusal)
-
-
-def _count_parameters(source: Source) -> int:
-    from rotationzoo.capacity.meta_shape import parameters_on_meta
-
-    return parameters_on_meta(source)
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:

@@ -32,9 +32,9 @@ def judge_wish(capacity: Capacity, card: Card) -> tuple[bool, str]:
             if capacity.most_requests(cache, weights, card) >= capacity.wish.requests:
                 fitting.append(cache)
         if fitting:
-            return True, (
-                f"Yes: {card.name} holds {wish} with {words} and a cache in {' or '.join(fitting)}"
-            )
+            *others, last = fitting
+            kinds = f"{', '.join(others)} or {last}" if others else last
+            return True, f"Yes: {card.name} holds {wish} with {words} and a cache in {kinds}"
     cache = min(capacity.caches, key=capacity.request_bytes)
     need = size_words(capacity.wish.requests * capacity.request_bytes(cache))
     four_bit = size_words(capacity.weights.four_bit)
@@ -44,9 +44,10 @@ def judge_wish(capacity: Capacity, card: Card) -> tuple[bool, str]:
             f"No: even in 4 bits, the weights take {four_bit}, and {card.name} has {usable} for "
             "weights and cache"
         )
+    verb = "needs" if capacity.wish.requests == 1 else "need"
     return False, (
-        f"No: {wish} need {need} of cache even in {cache}, beside {four_bit} of weights in 4 bits, "
-        f"and {card.name} has {usable} for both"
+        f"No: {wish} {verb} {need} of cache even in {cache}, beside {four_bit} of weights in 4 "
+        f"bits, and {card.name} has {usable} for both"
     )
 
 

@@ -56,15 +56,17 @@ def weigh(
     elif bits in (16, 32) or parameters is None:
         parameters = int(published * 8 / bits)
     four_bit = _packed(shape, parameters, FOUR_BITS, only_experts=False)
-    if bits < 5:
-        four_bit = published  # which is 4 bits already
+    experts = int(shape.expert_parameters * bits / 8)
+    four_bit_experts = int(shape.expert_parameters * FOUR_BITS / 8)
+    if bits < 5 or published < four_bit:
+        four_bit, four_bit_experts = published, experts  # which have 4 bits already
     unread = 0 if shape.tied else shape.embedding
     return Weights(
         parameters,
         published,
-        min(published, four_bit),
-        int(shape.expert_parameters * bits / 8),
-        int(shape.expert_parameters * min(bits, FOUR_BITS) / 8),
+        four_bit,
+        experts,
+        four_bit_experts,
         origin,
         unread,
     )

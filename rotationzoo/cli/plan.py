@@ -50,4 +50,4 @@ def plan_command(
     hush_libraries(models=False)
     storage = Storage(FORMATS[format], sink, recent)
     wish = Wish(model, context, requests, card, storage, revision)
-    show_capacity(out, measure_capacity(wish), format)
+    show_capacity(out, measure_capacity(wish, hush_libraries), format)

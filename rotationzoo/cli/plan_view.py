@@ -75,7 +75,7 @@ def _show_card(data: dict[str, Any]) -> None:
     card = data["gpu"]
     columns = ["weights", "cache", "longest request", f"requests of {data['context']:,}"]
     rows = []
-    for name, fitting in card["weights"].items():
+    for name, fitting in _different_weights(data, card):
         for cache, longest in fitting["max_context"].items():
             requests = f"{fitting['max_requests'][cache]:,}"
             rows.append([_WEIGHTS_NAMES[name], cache, _context(longest), requests])
@@ -92,12 +92,12 @@ def _show_cards(data: dict[str, Any]) -> None:
         columns += [f"{title} bf16", small]
     rows = []
     for card in data["cards"]:
-        for name, fitting in card["weights"].items():
+        for name, fitting in _different_weights(data, card):
             if fitting["fit"]:
                 rows.append([card["name"], _WEIGHTS_NAMES[name], *_cells(fitting, small)])
     context = f"{data['context']:,}"
     if not rows:
-        say("", "None of the cards known here holds the weights, not even in 4 bits")
+        say("", "None of the cards known here holds the weights alone, not even in 4 bits")
         return
     table("Cards that hold the weights", columns, rows, apart=True)
     at_once = counted(data["requests"], "request")
@@ -105,6 +105,15 @@ def _show_cards(data: dict[str, Any]) -> None:
         f"longest: tokens of one request; fit: requests of {context} tokens; tok/s: the most "
         f"tokens a second that bandwidth allows for {at_once} of {context} tokens, all together"
     )
+
+
+def _different_weights(
+    data: dict[str, Any], card: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """What fits a card, for each kind of weights; only one if the published ones have 4 bits."""
+    fitting = list(card["weights"].items())
+    sizes = data["weights_bytes"]
+    return fitting[:1] if sizes["4bit"] == sizes["published"] else fitting
 
 
 def _cells(fitting: dict[str, Any], small: str) -> list[str]:

@@ -60,8 +60,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "DeepSeek-V3": _config(
         "deepseek_v3", 61, 7168, 18432, (128, 128), vocab_size=129280, kv_lora_rank=512,
-        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256,
-        num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
+        q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
         first_k_dense_replace=3, max_position_embeddings=163840, tie_word_embeddings=False,
         quantization_config={"quant_method": "fp8"},
     ),
@@ -81,4 +81,6 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "GLM-4-9B-0414": 9_400_279_040,
     "phi-4": 14_659_507_200,
+    # Without the layer that predicts a second token, which the hub counts, too.
+    "DeepSeek-V3": 671_026_404_352,
 }
