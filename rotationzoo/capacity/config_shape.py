@@ -123,10 +123,15 @@ def _windows(text: dict[str, Any], kind: str, count: int) -> list[int | None] | 
         return None
     if window is None or kind in _KNOWN - _ALTERNATING - _EVERY_LAYER - {"gemma3_text"}:
         return [None] * count
-    period = {"gemma3_text": _number(text, "sliding_window_pattern") or 6}.get(kind, 2)
-    if kind in _EVERY_LAYER:
+    period = 2  # every so many layers, one has full attention
+    if kind == "gemma3_text":
+        period = _number(text, "sliding_window_pattern") or 6
+    elif kind in _EVERY_LAYER:
         period = count + 1
-    return [window if (index + 1) % period else None for index in range(count)]
+    sliding: list[int | None] = [window] * count
+    for index in range(period - 1, count, period):
+        sliding[index] = None
+    return sliding
 
 
 def _feed_forward(

@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.capacity.cache_bytes import (
-    CACHES,
-    Storage,
-    elements,
-    longest_context,
-    request_bytes,
-)
-from rotationzoo.capacity.cards import CARDS, Card
+from rotationzoo.capacity.cache_bytes import CACHES, Storage, longest_context, request_bytes
+from rotationzoo.capacity.cards import Card
 from rotationzoo.capacity.config_shape import shape_of_config, text_config
 from rotationzoo.capacity.shape import Shape
 from rotationzoo.capacity.weights import Weights, weigh
@@ -135,67 +129,3 @@ def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
     entries = read_json(_INDEX).get("entries", [])
     name = capacity.source.label.lower()
     return [entry for entry in entries if entry["model"].lower() == name]
-
-
-def capacity_json(capacity: Capacity) -> dict[str, Any]:
-    """The report: sizes in bytes, rates in tokens per second, None where something cannot be."""
-    wish, shape = capacity.wish, capacity.shape
-    sizes = {cache: capacity.request_bytes(cache) for cache in capacity.caches}
-    of_all = dict.fromkeys(CACHES) | sizes
-    per_token = {}
-    for cache, size in of_all.items():
-        per_token[cache] = None if size is None else size / wish.context
-    bits = None
-    if not capacity.refusal:
-        kept = sizes["int2"] - shape.state_bytes
-        bits = kept * 8 / elements(shape, wish.context)
-    cards = [card_json(capacity, card) for card in CARDS.values()]
-    chosen = card_json(capacity, wish.card)
-    return {
-        "model": wish.model,
-        "revision": capacity.source.revision,
-        "context": wish.context,
-        "requests": wish.requests,
-        "positions": capacity.positions,
-        "sink": wish.storage.sink,
-        "recent": wish.storage.recent,
-        "layers": len(shape.layers),
-        "sliding_layers": sum(layer.window is not None for layer in shape.layers),
-        "parameters": capacity.weights.parameters,
-        "weights_bytes": capacity.sizes_of_weights(),
-        "weights_from": capacity.weights.origin,
-        "bits_per_element": bits,
-        "kv_bytes_per_token": per_token,
-        "kv_bytes_per_request": of_all,
-        "state_bytes_per_request": None if shape.uncounted_states else shape.state_bytes,
-        "refusal": capacity.refusal,
-        "gpu": chosen,
-        "max_context": chosen["weights"]["published"]["max_context"],
-        "max_requests": chosen["weights"]["published"]["max_requests"],
-        "cards": cards,
-    }
-
-
-def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
-    """What fits one card, for weights as published and in 4 bits and for every cache."""
-    weights = {}
-    for name, size in capacity.sizes_of_weights().items():
-        weights[name] = {
-            "fit": size <= card.usable,
-            "max_context": {
-                cache: capacity.longest_context(cache, name, card) for cache in capacity.caches
-            },
-            "max_requests": {
-                cache: capacity.most_requests(cache, name, card) for cache in capacity.caches
-            },
-            "tokens_per_second": {
-                cache: capacity.tokens_per_second(cache, name, card) for cache in capacity.caches
-            },
-        }
-    return {
-        "name": card.name,
-        "memory_bytes": card.memory,
-        "usable_bytes": card.usable,
-        "bandwidth_bytes_per_second": card.bandwidth,
-        "weights": weights,
-    }

@@ -124,6 +124,5 @@ def test_a_model_of_sliding_layers_alone_has_no_longest_context():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_from_the_config(name):
-    """The matrices alone are within 0.04% for all but gpt-oss, whose experts have biases: 0.2%."""
-    tolerance = 2e-3 if name == "gpt-oss-20b" else 4e-4
-    assert SHAPES[name].parameters == pytest.approx(PARAMETERS[name], rel=tolerance)
+    """Norms and biases are left out: 0.009%, and 0.033% for gpt-oss, whose experts have biases."""
+    assert SHAPES[name].parameters == pytest.approx(PARAMETERS[name], rel=4e-4)

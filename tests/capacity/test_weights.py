@@ -30,20 +30,27 @@ def test_from_the_config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes"),
-    # The sizes of AWQ checkpoints on the hub: Qwen/Qwen2.5-72B-Instruct-AWQ,
-    # Qwen/Qwen2.5-7B-Instruct-AWQ, casperhansen/llama-3.3-70b-instruct-awq.
-    [("Qwen2.5-72B", 41.6), ("Qwen2.5-7B", 5.57), ("Llama-3.3-70B", 39.8)],
+    ("name", "kept"),
+    # Embedding and output projection stay in 16 bits.
+    [
+        ("Qwen2.5-72B", 2 * 152_064 * 8192),
+        ("Llama-3.3-70B", 2 * 128_256 * 8192),
+        ("Qwen3-4B", 151_936 * 2560),  # one matrix
+    ],
 )
-def test_in_4_bits(tmp_path, name, gigabytes):
-    """Within 1% of what has been published so."""
-    assert weights_of(name, tmp_path).four_bit == pytest.approx(gigabytes * 1e9, rel=1e-2)
+def test_in_4_bits(tmp_path, name, kept):
+    """4 bits a weight, and 20 for each group of 128: 4.15625."""
+    expected = 2 * kept + (PARAMETERS[name] - kept) * 4.15625 / 8
+    assert weights_of(name, tmp_path).four_bit == pytest.approx(expected, rel=1e-4)
 
 
 def test_experts_published_in_4_bits(tmp_path):
-    """gpt-oss-20b: 19.11 billion parameters of experts in MXFP4, the rest in bf16; 13.76 GB."""
+    """gpt-oss-20b: 24 layers of 32 experts of 3 matrices in MXFP4, 4.25 bits; the rest in bf16."""
     weights = weights_of("gpt-oss-20b", tmp_path)
-    assert weights.published == pytest.approx(13.76e9, rel=1e-2)
+    experts = 24 * 32 * 3 * 2880 * 2880
+    expected = experts * 4.25 / 8 + 2 * (PARAMETERS["gpt-oss-20b"] - experts)
+    assert weights.published == pytest.approx(expected, rel=2e-3)
+    assert weights.published_experts == weights.four_bit_experts == experts * 4.25 / 8
     assert weights.four_bit == weights.published
 
 

@@ -1,5 +1,5 @@
-"""The configs of popular models, as far as they decide what weights and caches take, copied from
-their `config.json`, with the parameters that the hub counts in their weights."""
+"""The configs of popular models, as far as they decide what weights and caches take, and how many
+parameters the models have."""
 
 from typing import Any
 
