@@ -29,7 +29,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def shape_of_config(config: dict[str, Any]) -> Shape | None:
     """The shape that a config describes; None where it takes the model itself to tell."""
     text = text_config(config)
-    kind = text.get("model_type")
+    kind = str(text.get("model_type"))
     if kind in _LATENT:
         return _latent_shape(text)
     heads, kv_heads = _number(text, "num_attention_heads"), _number(text, "num_key_value_heads")
@@ -40,14 +40,14 @@ def shape_of_config(config: dict[str, Any]) -> Shape | None:
     dim = _number(text, "head_dim")
     if dim is None and kind in _DIVIDED:
         dim = hidden // heads
-    windows = _windows(text, str(kind), count)
+    windows = _windows(text, kind, count)
     if dim is None or windows is None:
         return None
     layers = tuple(CachedLayer(kv_heads, dim, dim, window) for window in windows)
     tied = text.get("tie_word_embeddings", kind in ("gemma2", "gemma3_text")) is True
     attention = count * hidden * dim * 2 * (heads + kv_heads)
     embedding = vocabulary * hidden
-    routed, dense = _feed_forward(text, str(kind), count, hidden)
+    routed, dense = _feed_forward(text, kind, count, hidden)
     parameters = None
     # A model of several parts has weights beside those of its language model.
     if dense is not None and text is config:

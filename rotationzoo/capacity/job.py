@@ -88,10 +88,12 @@ class Capacity:
         """Bytes of weights that a decoding step reads: all but the input embedding, and the experts
         that its tokens choose."""
         size, experts = self.weights.published, self.weights.published_experts
+        unread = self.weights.unread
         if weights == "4bit":
             size, experts = self.weights.four_bit, self.weights.four_bit_experts
+            unread = min(unread, 2 * self.shape.embedding)  # which stays in 16 bits
         touched = self.shape.touched_experts(self.wish.requests)
-        return size - 2 * self.weights.unread - experts * (1 - touched)
+        return size - unread - experts * (1 - touched)
 
 
 def measure_capacity(wish: Wish, before_building: Callable[[], None] = _do_nothing) -> Capacity:

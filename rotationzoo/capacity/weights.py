@@ -36,8 +36,8 @@ class Weights:
     origin: str
     """What told the published size: `files`, `index`, `hub` or `config`."""
     unread: int = 0
-    """Parameters of the input embedding, of which a decoding step reads a row a token. 0 where it
-    is also the output projection, which is read whole."""
+    """Bytes of the published input embedding, of which a decoding step reads a row a token. 0 where
+    it is also the output projection, which is read whole."""
 
 
 def weigh(
@@ -60,7 +60,8 @@ def weigh(
     four_bit_experts = int(shape.expert_parameters * FOUR_BITS / 8)
     if bits < 5 or published < four_bit:
         four_bit, four_bit_experts = published, experts  # which have 4 bits already
-    unread = 0 if shape.tied else shape.embedding
+    item = max(2, int(bits / 8))
+    unread = 0 if shape.tied else item * shape.embedding
     return Weights(
         parameters,
         published,
@@ -92,8 +93,8 @@ def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:
         if isinstance(quantized, dict):
             return _quantized_bits(quantized)
     names = [table.get(key) for table in (config, text) for key in ("dtype", "torch_dtype")]
-    known = [name for name in names if name in _ITEM_BYTES]
-    return (8.0 * _ITEM_BYTES[known[0]] if known else 16.0), False
+    known = [_ITEM_BYTES[name] for name in names if isinstance(name, str) and name in _ITEM_BYTES]
+    return (8.0 * known[0] if known else 16.0), False
 
 
 def _quantized_bits(quantized: dict[str, Any]) -> tuple[float, bool]:

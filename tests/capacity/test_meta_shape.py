@@ -82,6 +82,7 @@ def test_a_latent_is_told_by_the_config(name, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"model_type": ["mistral"]},
         {"num_hidden_layers": "4"},
         {"num_attention_heads": True},
         {"hidden_size": -64},

@@ -27,6 +27,9 @@ def test_from_the_config(tmp_path):
     assert weights.published == pytest.approx(2 * PARAMETERS["Qwen3-8B"], rel=1e-4)
     single = weights_of("Qwen3-8B", tmp_path, torch_dtype="float32")
     assert single.published == 2 * weights.published
+    assert single.unread == 2 * weights.unread
+    odd = weights_of("Qwen3-8B", tmp_path, torch_dtype=["float32"], quantization_config="fp8")
+    assert odd.published == weights.published, "what says nothing is taken for bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_from_the_index(tmp_path):
     weights = weights_of("Qwen3-8B", tmp_path)
     assert (weights.origin, weights.published) == ("index", size)
     assert weights.parameters == PARAMETERS["Qwen3-8B"]
-    assert weights.unread == 151_936 * 4096
+    assert weights.unread == 2 * 151_936 * 4096
     assert weights_of("Qwen3-4B", tmp_path).unread == 0, "the embedding is read as the output"
 
 

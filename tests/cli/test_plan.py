@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from support.command_line import only_error
+from support.models import save_family
 from support.popular import CONFIGS
 
 
@@ -100,3 +101,33 @@ print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_unusual_model_is_built_without_noise(inside, monkeypatch):
+    """A hybrid one, of which transformers warns that fast kernels are missing."""
+    hushed = []
+    monkeypatch.setattr(
+        "rotationzoo.cli.plan.hush_libraries", lambda models=True: hushed.append(models)
+    )
+    save_family("qwen3_5", inside.folder / "hybrid", weights=False)
+    result = inside("plan", "hybrid", "--json")
+    assert result.returncode == 0, result.stderr
+    assert hushed == [False, True], "transformers is imported and silenced only for a model"
+    report = json.loads(result.stdout)
+    assert (report["layers"], report["state_bytes_per_request"]) == (1, 14_592)
+    assert report["weights_from"] == "config"
+
+
+def test_a_model_that_nobody_can_calibrate_is_refused(inside):
+    save_family("falcon", inside.folder / "falcon", weights=False)
+    assert "in code of its own" in only_error(inside("plan", "falcon"))
+
+
+def test_a_latent_has_no_commands(inside):
+    (inside.folder / "deepseek").mkdir()
+    content = json.dumps(CONFIGS["DeepSeek-V3"])
+    (inside.folder / "deepseek" / "config.json").write_text(content)
+    shown = inside("plan", "deepseek", "--gpu", "8x H200").stdout
+    assert "deepseek cannot have an int2 cache: it caches a compressed latent (MLA)" in shown
+    assert "rotationzoo calibrate" not in shown
+    assert inside("plan", "deepseek", "--quiet").stdout.startswith("No: even in 4 bits")
