@@ -88,7 +88,7 @@ def test_tokens_that_wait_are_read_exact():
     prompt, tokens = 23, range(23, 40)  # ends with a group
     expected = decode(model, after_prompt(model, prompt, arm), tokens)
     logits = step_through(model, after_prompt(model, prompt), tokens, room=4)
-    # Measured: at most 2.3e-6.
+    # Measured: at most 1.8e-6, and with other codecs 4.4e-6.
     assert distance(logits, expected) <= 2e-5
     single = step_through(model, after_prompt(model, prompt), tokens, room=1)
     assert distance(single, expected) > 1e-3
