@@ -18,7 +18,7 @@ def show_capacity(out: Output, capacity: Capacity, format: str) -> None:
     """Print the plan for a wish."""
     fits, sentence = judge_wish(capacity, capacity.wish.card)
     entries = zoo_entries(capacity)
-    commands = _commands(capacity, format, entries)
+    commands = _commands(capacity, format)
     notes = remarks(capacity)
     data = {
         **capacity_json(capacity),
@@ -35,8 +35,7 @@ def show_capacity(out: Output, capacity: Capacity, format: str) -> None:
         _show_card(data)
         _show_cards(data)
         say("", sentence, *(f"Note: {note}" for note in notes))
-        for entry in entries:
-            say(f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}")
+        _show_published(data)
         if commands:
             say("", "To have it:")
             show_lines(*(f"  {command}" for command in commands))
@@ -108,6 +107,15 @@ def _show_cards(data: dict[str, Any]) -> None:
     )
 
 
+def _show_published(data: dict[str, Any]) -> None:
+    """What the index that comes with rotationzoo lists for the model; some of it is only listed."""
+    for entry in data["zoo"]:
+        line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
+        if entry["format"] in ("rotationzoo", "oscar"):
+            line += f"; fetch them with: rotationzoo pull {entry['model']}"
+        say(line)
+
+
 def _different_weights(
     data: dict[str, Any], card: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
@@ -133,16 +141,14 @@ def _context(tokens: int | None) -> str:
     return "any" if tokens is None else f"{tokens:,}"
 
 
-def _commands(capacity: Capacity, format: str, entries: list[dict[str, Any]]) -> list[str]:
+def _commands(capacity: Capacity, format: str) -> list[str]:
     """The commands that lead to the 2-bit cache of the plan; none for a model that cannot have
     one."""
     if capacity.refusal:
         return []
     model, storage = capacity.wish.model, capacity.wish.storage
     artifact = str(default_output(model, "oscar"))
-    lines = [["rotationzoo", "calibrate", model]]
-    if any(entry["format"] in ("rotationzoo", "oscar") for entry in entries):
-        lines.insert(0, ["rotationzoo", "pull", model])
+    calibrate = ["rotationzoo", "calibrate", model]
     generate = ["rotationzoo", "generate", model, "--rotations", artifact]
     export = ["rotationzoo", "export", artifact, "--to", format]
     if format != "sglang":
@@ -150,4 +156,4 @@ def _commands(capacity: Capacity, format: str, entries: list[dict[str, Any]]) ->
     if (storage.sink, storage.recent) != (64, 256):
         generate += ["--sink", str(storage.sink), "--recent", str(storage.recent)]
         export += ["--windows", f"{storage.sink}/{storage.recent}"]
-    return [shlex.join(words) for words in [*lines, generate, export]]
+    return [shlex.join(words) for words in (calibrate, generate, export)]

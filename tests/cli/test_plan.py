@@ -61,9 +61,9 @@ def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
     monkeypatch.setattr("rotationzoo.capacity.job.find", lambda *_: hub)
     monkeypatch.setattr("rotationzoo.capacity.weights._ask_hub", lambda _: None)
     result = inside("plan", "Qwen/Qwen3-8B")
-    assert "Published rotations: " in result.stdout
+    assert "Published rotations: oscar-v1, at Zhongzhu/OSCAR-RotationZoo; fetch" in result.stdout
+    assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stdout
     report = json.loads(inside("plan", "Qwen/Qwen3-8B", "--json").stdout)
-    assert report["commands"][0] == "rotationzoo pull Qwen/Qwen3-8B"
     assert {entry["model"] for entry in report["zoo"]} == {"Qwen/Qwen3-8B"}
 
 
