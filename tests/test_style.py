@@ -34,6 +34,7 @@ ORDER = [
     "checks",
     "engines",
     "zoo",
+    "capacity",
     "api",
     "rotated_cache",
     "generation",
