@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rotationzoo.cache.decoding_graph import DecodingGraph
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.errors import UnsupportedModel, UsageError
+from rotationzoo.errors import RotationZooError
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def _make_graph(model: PreTrainedModel, cache: RotatedCache) -> list[DecodingGra
     """The graph of a step, or nothing where there is none."""
     try:
         steps = [DecodingGraph(model, cache)]
-    except (UnsupportedModel, UsageError):
+    except RotationZooError:  # the reason does not matter: ordinary steps do the same
         return []
     if not steps[0].captures:
         _close(steps)
