@@ -156,7 +156,7 @@ def test_a_layer_stores_what_an_ordinary_one_does(prompt, steps):
     assert layers[0].columns == layers[1].columns == prompt + steps
 
 
-def test_a_closed_cache_goes_on():
+def test_a_closed_cache_goes_on(tmp_path):
     model = architectures.build("llama")
     caches = [after_prompt(model, 20) for _ in range(2)]
     before, after = range(20, 31), range(31, 40)
@@ -166,9 +166,14 @@ def test_a_closed_cache_goes_on():
             step(IDS[:, token : token + 1])
         with pytest.raises(UsageError, match="a DecodingGraph has the tokens of this cache"):
             decode(model, caches[1], after)
-        for change in (caches[1].reset, lambda: caches[1].crop(-1)):
+        uses = (
+            caches[1].reset,
+            lambda: caches[1].crop(-1),
+            lambda: caches[1].save(tmp_path / "prefix"),
+        )
+        for use in uses:
             with pytest.raises(UsageError, match="a DecodingGraph has the tokens"):
-                change()
+                use()
         with pytest.raises(UsageError, match="a DecodingGraph has the tokens"):
             caches[1].reorder_cache(torch.tensor([1, 0]))
         assert caches[1].get_seq_length() == 31
