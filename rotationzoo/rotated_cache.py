@@ -1,9 +1,11 @@
 """The public `RotatedCache`: a 2-bit cache for `generate`, from an artifact or a name in the
 zoo."""
 
+import logging
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
 from rotationzoo.api import pull
@@ -17,14 +19,15 @@ from rotationzoo.cache.settings import Reading, Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SGLANG, SIMULATED
-from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.compatibility import check_artifacts
+from rotationzoo.errors import HubError, UsageError
+from rotationzoo.evaluation.compatibility import check_artifacts, other_weights_note
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.model.source import Source
+from rotationzoo.model.source import Source, has_weights
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.words import nearest
 
+_LOG = logging.getLogger(__name__)
 KIVI = "kivi"
 """The format with scales of key channels over groups of tokens; see `cache.kivi`."""
 Rounding = Literal["nearest", "feedback"]
@@ -73,7 +76,11 @@ class RotatedCache(rotated.RotatedCache):
         self, rotations: Given, model: PreTrainedModel, **options: Unpack[CacheOptions]
     ) -> None:
         check_model(model)
+        if isinstance(rotations, str | Path):
+            rotations = open_artifact(rotations)
         super().__init__(build_storage(rotations, model, options), model)
+        if isinstance(rotations, Artifact):
+            _warn_of_other_weights(rotations, model)
 
 
 def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOptions) -> Storage:
@@ -117,7 +124,15 @@ def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOption
 def open_artifact(given: str | Path) -> Artifact:
     """The artifact in a folder, or that of a name in the zoo, which is pulled. Raises
     `RotationZooError` where there is none."""
-    return Artifact.open(Path(given).expanduser()) if _is_path(given) else pull(str(given))
+    if _is_path(given):
+        return Artifact.open(Path(given).expanduser())
+    try:
+        return pull(str(given))
+    except HubError as error:
+        raise HubError(
+            f"{given} is no folder, and pulling it from the zoo fails: {error}",
+            hint="check the spelling and the network, or give a folder",
+        ) from error
 
 
 def _fitting(artifact: Artifact, model: PreTrainedModel) -> Rotations:
@@ -130,6 +145,24 @@ def _fitting(artifact: Artifact, model: PreTrainedModel) -> Rotations:
     if folder.is_dir():
         return rotations_for(artifact, Source(name, folder, None))
     return artifact.rotations
+
+
+def _warn_of_other_weights(artifact: Artifact, model: PreTrainedModel) -> None:
+    """Log a warning where the files of a model are not those that an artifact was made for."""
+    source = _source_of(model)
+    if source is None or not has_weights(source):
+        return
+    if note := other_weights_note(artifact, source):
+        _LOG.warning("%s; see: rotationzoo verify", note)
+
+
+def _source_of(model: PreTrainedModel) -> Source | None:
+    """Where a model was loaded from, or None where this is not known, or not on this machine."""
+    name, commit = model.name_or_path or "", getattr(model.config, "_commit_hash", None)
+    if name and Path(name).is_dir():
+        return Source(name, Path(name), None)
+    config = commit and try_to_load_from_cache(name, "config.json", revision=commit)
+    return Source(name, Path(config).parent, commit) if isinstance(config, str) else None
 
 
 def _is_path(given: str | Path) -> bool:
@@ -160,11 +193,15 @@ def check_options(options: dict[str, Any]) -> None:
                 f"there is no {name} {options[name]!r}{nearest(str(options[name]), words)}",
                 hint=f"give one of {', '.join(words)}",
             )
-    for name in ("sink", "recent", "slack"):
-        number = options.get(name, 0)
-        if not isinstance(number, int) or number < 0:
+    smallest = {"sink": 0, "recent": 0, "slack": 0}
+    if options.get("group_size") is not None:
+        smallest["group_size"] = 1
+    for name, least in smallest.items():
+        number = options.get(name, least)
+        if not isinstance(number, int) or number < least:
             raise UsageError(
-                f"{name} must be a whole number of at least 0, not {number!r}", hint=f"{name}=64"
+                f"{name} must be a whole number of at least {least}, not {number!r}",
+                hint=f"{name}=64",
             )
     if options.get("format") == KIVI:
         _check_kivi(options)

@@ -1,5 +1,6 @@
 """The public cache: from an artifact, a folder, a name in the zoo, rotations, or nothing."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,8 @@ from rotationzoo import Artifact, RotatedCache, rotated_cache
 from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.codec.formats import MLX, SGLANG
 from rotationzoo.engines.absorb import fold
-from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model.source import DEMO
+from rotationzoo.errors import HubError, RotationZooError, UsageError
+from rotationzoo.model.source import DEMO, Source
 
 PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
 
@@ -95,6 +96,7 @@ def test_without_a_rotation_and_with_scales_per_channel(demo, made):
         ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),
         ({"format": "kivi", "rounding": "feedback"}, "kivi takes no rounding = 'feedback'"),
         ({"format": "kivi", "group_size": 8}, "kivi takes no group_size = 8"),
+        ({"group_size": 0}, "group_size must be a whole number of at least 1, not 0"),
         ({"sink": -1}, "sink must be a whole number of at least 0, not -1"),
         ({"slack": -1}, "slack must be a whole number of at least 0, not -1"),
     ],
@@ -135,6 +137,44 @@ def test_an_artifact_of_another_model_is_refused(made):
     )  # fmt: skip
     with pytest.raises(RotationZooError, match="made for a model of other layers, heads"):
         RotatedCache(made, Qwen3ForCausalLM(config))
+
+
+def test_an_artifact_of_other_weights_is_a_warning(demo, made, tmp_path, caplog):
+    """Of the same shapes, so nothing else would tell."""
+    RotatedCache(made, demo)
+    assert not caplog.records
+    other = Qwen3ForCausalLM(demo.config)
+    other.save_pretrained(tmp_path / "other")
+    RotatedCache(made, AutoModelForCausalLM.from_pretrained(tmp_path / "other"))
+    message = f"{made.name} was made for other weights than these: demo; see: rotationzoo verify"
+    assert caplog.messages == [message]
+
+
+def test_a_name_of_the_zoo_that_cannot_be_pulled(demo, monkeypatch):
+    def refuse(name: str) -> None:
+        raise HubError("the hub is closed", hint="see --index")
+
+    monkeypatch.setattr(rotated_cache, "pull", refuse)
+    with pytest.raises(HubError, match=r"someone/model is no folder.*closed") as raised:
+        RotatedCache("someone/model", demo)
+    assert "--index" not in str(raised.value.hint)
+
+
+def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    asked = []
+
+    def look(name: str, file: str, revision: str) -> str:
+        asked.append((name, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(rotated_cache, "try_to_load_from_cache", look)
+    model = Qwen3ForCausalLM(copy.deepcopy(demo.config))
+    model.name_or_path = ""
+    assert rotated_cache._source_of(model) is None, "made in code"
+    model.name_or_path, model.config._commit_hash = "someone/model", "1" * 40
+    assert rotated_cache._source_of(model) == Source("someone/model", tmp_path, "1" * 40)
+    assert asked == [("someone/model", "config.json", "1" * 40)]
 
 
 def test_a_prefix_is_saved_and_loaded(demo, made, tmp_path):

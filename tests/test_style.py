@@ -35,6 +35,7 @@ ORDER = [
     "checks",
     "engines",
     "zoo",
+    "capacity",
     "api",
     "rotated_cache",
     "generation",

@@ -123,13 +123,14 @@ def _rows(argument: Any) -> Any:
 
 
 def has_kernel(stream: Stream, query: torch.Tensor) -> bool:
-    """Whether a kernel reads the pages of a stream, with queries `[B, H_q, T, D]` of this device
-    and type."""
+    """Whether a kernel reads the pages and windows of a stream, with queries `[B, H_q, T, D]` of
+    this device and type."""
     exact = stream.tail["key"].dtype, stream.tail["value"].dtype
     if exact != (query.dtype, query.dtype) or not kernels_run_on(query.device):
         return False
     key, value = stream.blocks["key"].layout, stream.blocks["value"].layout
-    return cuda_attention.supports(key, value, query.dtype)
+    exact_tokens = stream.storage.windows.sink + stream.exact_tokens
+    return cuda_attention.supports(key, value, query.dtype, exact_tokens)
 
 
 def reads_pages(layer: RotatedLayer, key_states: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """A prefix on disk: what a cache holds of a prompt, for later runs that begin with it."""
 
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, strict_json
 
 _KEY = "rotationzoo.cache"  # the description's name among a file's metadata
+_DIGEST = "rotationzoo.sha256"  # of the description and of all tensors
 _LAYOUT = 2  # of the blocks; before, codes, scales and offsets were tensors of their own
 _HINT = "read the prompt again, and save the cache anew"
 _STATE = re.compile(r"layers\.\d+\.state\.(conv|recurrent)_states\.\d+")
@@ -63,11 +65,13 @@ def write(
         "layers": counts,
     }
     held = {name: _alone(tensor) for name, tensor in tensors.items()}
+    text = json.dumps(description)
+    metadata = {_KEY: text, _DIGEST: _digest(text, held)}
     partial = path.with_name(path.name + ".partial")
     try:
-        with files.disk_errors(path):
+        with files.disk_errors(path, "give another path"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(held, partial, metadata={_KEY: json.dumps(description)})
+            save_file(held, partial, metadata=metadata)
             os.replace(partial, path)
     finally:
         with suppress(OSError):
@@ -87,12 +91,13 @@ def read(
         raise RotationZooError(f"there is no file {path}", hint="write one with cache.save")
     try:
         with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
+            metadata = file.metadata() or {}
+            text = metadata.get(_KEY)
             if text is None:
                 raise RotationZooError(f"{path} holds no cache", hint="give a file of cache.save")
             content = strict_json.parse(text, str(path), _HINT)
             description = strict_json.validate(_Description, content, str(path), _HINT)
-            if description.layout != _LAYOUT:
+            if description.layout != _LAYOUT or _DIGEST not in metadata:
                 raise RotationZooError(
                     f"{path} was written by another version of rotationzoo", hint=_HINT
                 )
@@ -100,6 +105,8 @@ def read(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         raise RotationZooError(f"{path} cannot be read: {error}", hint=_HINT) from error
+    if _digest(text, tensors) != metadata[_DIGEST]:
+        raise _damaged(path, "its content is not what was written")
     if description.layers.keys() != {str(index) for index in layers}:
         raise _damaged(path, "it has other layers than the model")
     for index, layer in layers.items():
@@ -120,6 +127,17 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu().contiguous()
     shares = tensor.untyped_storage().nbytes() != tensor.nbytes
     return tensor.clone() if shares else tensor
+
+
+def _digest(description: str, tensors: Tensors) -> str:
+    """sha256 of a file's description and of the bytes of all its tensors."""
+    digest = hashlib.sha256(description.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+        # numpy knows no bfloat16, so every type is read as bytes.
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _counts(layer: RotatedLayer) -> dict[str, Any]:

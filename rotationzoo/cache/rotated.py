@@ -137,13 +137,15 @@ class RotatedCache(DynamicCache):
 
     def save(self, path: str | Path) -> None:
         """Write what the cache holds to a safetensors file, for `load`. Raises `RotationZooError`
-        where the disk refuses."""
+        where the disk refuses, and while a `DecodingGraph` has the newest tokens."""
         model = self._model()
         if model is None or self.has_models_class:
             raise RotationZooError(
                 "a cache without its model, or of a class of the model's own, is not saved"
             )
         layers = {layer.index: layer for layer in self.rotated_layers}
+        for layer in layers.values():
+            layer.check_not_lent()
         prefix.write(Path(path), self.tensors(), layers, describe(self.storage, model))
 
     @classmethod

@@ -80,7 +80,7 @@ class RotatedLayer(CacheLayerMixin):
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Add new tokens, and quantize what their queries do not read exact. Returns the first
         column that they read."""
-        self._check_not_lent()
+        self.check_not_lent()
         # Until a token is read that is no padding, it is not known where each row begins.
         if not any(stream.length for stream in self.streams):
             self.lazy_initialization(key_states, value_states)
@@ -136,7 +136,8 @@ class RotatedLayer(CacheLayerMixin):
         """The first token that a call after `length` tokens reads."""
         return 0
 
-    def _check_not_lent(self) -> None:
+    def check_not_lent(self) -> None:
+        """Raise `UsageError` while a `DecodingGraph` has the newest tokens."""
         if self.lent:
             raise UsageError("a DecodingGraph has the tokens of this cache", hint="close it first")
 
@@ -178,7 +179,7 @@ class RotatedLayer(CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `RotationZooError` as `crop` does, before anything changes."""
-        self._check_not_lent()
+        self.check_not_lent()
         if tokens_to_remove > 0:
             raise RotationZooError(
                 f"a cache is not cropped to a length of {tokens_to_remove}",
@@ -203,7 +204,7 @@ class RotatedLayer(CacheLayerMixin):
         """Keep these rows `[B']`, in this order."""
         if not self.is_initialized:
             return
-        self._check_not_lent()
+        self.check_not_lent()
         numbers = beam_idx.tolist()
         # Nothing moves in most steps of a beam search that has settled.
         if numbers == list(range(self.batch)):
@@ -224,7 +225,7 @@ class RotatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self._check_not_lent()
+        self.check_not_lent()
         self.record_past = False
         self._clear()
 

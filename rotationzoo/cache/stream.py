@@ -58,7 +58,10 @@ class Stream:
         if end <= start:
             return
         if not self.head:
-            self.head = {side: rows[:, :, :sink].clone() for side, rows in self.tail.items()}
+            # As a kernel reads them: models hand over transposed rows.
+            heads = {side: rows[:, :, :sink] for side, rows in self.tail.items()}
+            layout = torch.contiguous_format
+            self.head = {side: rows.clone(memory_format=layout) for side, rows in heads.items()}
         forgotten = min(max(self._whole_groups(self.first), start), end)
         for side in SIDES:
             leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]

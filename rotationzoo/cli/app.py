@@ -19,6 +19,7 @@ from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
 from rotationzoo.cli.list import list_command
 from rotationzoo.cli.output import print_traceback, say, show_error, start_output
+from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.pull import pull_command
 from rotationzoo.cli.push import push_command
 from rotationzoo.cli.regenerate import regenerate_command
@@ -29,6 +30,7 @@ from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.words import nearest
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan_command,
     "calibrate": calibrate_command,
     "inspect": inspect_command,
     "verify": verify_command,

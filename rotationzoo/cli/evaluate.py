@@ -119,7 +119,7 @@ def evaluate_command(
             hint="name an artifact folder after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
-    from rotationzoo.cli.evaluate_view import show_evaluation
+    from rotationzoo.cli.evaluate_view import next_command, show_evaluation
     from rotationzoo.evaluation.job import Evaluation, evaluate
     from rotationzoo.recipe import load, override
 
@@ -160,7 +160,9 @@ def evaluate_command(
     )
     with show_progress(out) as progress:
         report = evaluate(job, progress)
+    model_words = [model, "--revision", revision] if revision else [model]
     show_evaluation(out, report)
+    out.suggest(next_command(model_words, folders))
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:

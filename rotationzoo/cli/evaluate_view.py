@@ -1,5 +1,7 @@
 """What `evaluate` prints: a table of all arms for each window, and which arms clearly differ."""
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.card_results import ABOUT_FEEDBACK, ABOUT_KIVI, describe_prefill
@@ -15,6 +17,18 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
     length."""
     out.notes(report["notes"])
     out.result(report, "\n".join(report["arms"]), lambda: _say_evaluation(report))
+
+
+def next_command(model: list[str], artifacts: list[Path]) -> str:
+    """What to do after an evaluation of these artifacts. `model`: its name and, if the user gave
+    one, the option for its revision."""
+    if not artifacts:
+        words = ["rotationzoo", "calibrate", *model]
+        return f"Next, rotations of this model: {shlex.join(words)}"
+    words = ["rotationzoo", "generate", *model, "--rotations", str(artifacts[0]), "--compare"]
+    if model != ["demo"]:
+        words += ["--prompt", "TEXT"]
+    return f"Next, a text through this cache beside the exact model's: {shlex.join(words)}"
 
 
 def _say_evaluation(report: dict[str, Any]) -> None:

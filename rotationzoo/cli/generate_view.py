@@ -63,6 +63,9 @@ def _summary(report: dict[str, Any]) -> str:
     words += f"; cache {_size(held)}, and {_size(exact)} in bf16"
     if held and exact > held:
         words += f" ({exact / held:.1f} times smaller)"
+    # The cache has read all tokens but the last one.
+    if report["prompt_tokens"] + report["tokens"] - 1 <= report["sink"] + report["recent"]:
+        words += "; so short a context stays exact"
     if report["rotations"] is None:
         words += "; no rotation"
     return words

@@ -11,7 +11,7 @@ from rotationzoo.errors import UsageError
 
 _LONGEST = 64 << 20  # bytes, which is more text than any model has positions for
 _PATIENCE = 2.0  # seconds
-_HINT = 'give one with --prompt "TEXT" or --file FILE'
+_HINT = 'give a text with --prompt "TEXT" or --file FILE'
 
 
 def read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]) -> str | None:

@@ -17,21 +17,26 @@ class TimeLeft:
         self._begun, self._first = 0.0, 0
         """When the stage was first told, and how many steps were done then: a job that continues
         an earlier one begins with the steps of that one."""
-        self._told, self._seconds = 0.0, -1.0
-        """When the stage was told last, and the seconds left then; negative if not known."""
+        self._told, self._steps, self._left = 0.0, 0, 0
+        """When the stage was told last, the steps done since it began, and those left then."""
 
     def tell(self, stage: str, done: int, total: int) -> None:
         """Take note of a step. A `total` of 0 is not known."""
         now = self._clock()
         if stage != self._stage:
             self._stage, self._begun, self._first = stage, now, done
-        self._told, self._seconds = now, -1.0
-        if total and done > self._first:
-            self._seconds = (now - self._begun) / (done - self._first) * (total - done)
+        self._told, self._steps = now, done - self._first
+        self._left = total - done if total else 0
 
     def words(self) -> str:
-        """The time left, as `0:02:30 left`; empty if it is not known yet."""
-        if self._seconds < 0:
+        """The time left, as `0:02:30 left`; empty if it is not known yet, and where the last step
+        takes longer than those before it."""
+        if self._steps <= 0:
             return ""
-        left = max(0.0, self._seconds - (self._clock() - self._told))
-        return f"{timedelta(seconds=int(left))} left"
+        now = self._clock()
+        step = (self._told - self._begun) / self._steps
+        left = self._left * step - (now - self._told)
+        # A step that takes longer than those before it counts as if it ended now.
+        overdue = (now - self._begun) / (self._steps + 1) * (self._left - 1)
+        seconds = max(left, overdue)
+        return f"{timedelta(seconds=int(seconds))} left" if seconds > 0 else ""

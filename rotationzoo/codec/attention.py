@@ -14,8 +14,8 @@ class PackedSide:
     """The packed keys, or the packed values, of a layer."""
 
     blocks: Sequence[torch.Tensor]
-    """At least one, uint8 `[B, bytes of a page]` each, in the order of tokens. Pages are filled one
-    after the other."""
+    """At least one, uint8 `[B, bytes of a page]` each, contiguous, in the order of tokens. Pages
+    are filled one after the other."""
     layout: PageLayout
     matrix: torch.Tensor
     """float32 `[H, D, D]`: what dequantized rows are multiplied by to be in the model's frame."""

@@ -1,5 +1,5 @@
-"""The kernels of `attention.cu`: what they read, how they are compiled, and how their work is cut
-up."""
+"""The kernels of `attention.cu` and `attention_parts.cu`: what they read, how they are compiled,
+and how their work is cut up."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec.cuda import ATTENTION_SOURCE, TYPES, build
+from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES, build
 from rotationzoo.codec.pages import PageLayout
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 PREPARE_THREADS, FINISH_THREADS = 1024, 512
 _EARLY = "programmatic_stream_serialization"
+_WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
 MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
@@ -50,6 +51,12 @@ class Variant:
         return 4 if 8 * bytes_of_a_tile <= _SHARED_MEMORY else 2
 
     @property
+    def window(self) -> int:
+        """Exact tokens that a block of `attend` reads: four threads compare each. `WINDOW` in the
+        source."""
+        return 32 * self.warps // 4
+
+    @property
     def key_group(self) -> int:
         """Channels of a key whose products are summed before a scale multiplies them: all, where
         channels have scales of their own, which multiply the query instead."""
@@ -61,6 +68,11 @@ class Variant:
         """Bytes of a query that `prepare` writes: two of each channel, or float32 where `attend`
         rounds them for every tile. `COLUMN` in the source."""
         return -(-self.key.dim // 64) * 64 * (2 if self.key.tokens_per_scale == 1 else 4)
+
+    @property
+    def source(self) -> str:
+        """The program that has the kernels."""
+        return "".join(path.read_text() for path in ATTENTION_SOURCES)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""
@@ -96,16 +108,15 @@ class Kernels:
     blocks: int
     """Blocks of `attend` that the GPU holds at once."""
 
-    @property
-    def window(self) -> int:
-        """Exact tokens that a block of `attend` reads: four threads compare each."""
-        return self.threads // 4
 
-
-def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype) -> bool:
-    """Whether the kernels read pages of these layouts with queries of this type."""
+def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_tokens: int = 0) -> bool:
+    """Whether the kernels read pages of these layouts with queries of this type, and windows that
+    have room for so many exact tokens together."""
+    # Windows are cut into parts one by one, and packed tokens are at least one more.
+    parts = exact_tokens // Variant(key, value, dtype, soft_cap=False, columns=4).window + 3
     return (
-        dtype in TYPES
+        parts <= MOST_TOTALS
+        and dtype in TYPES
         and (key.format, key.tokens, key.heads) == (value.format, value.tokens, value.heads)
         and key.tokens % _TILE == 0
         and all(layout.dim % 16 == 0 and layout.dim <= _LARGEST_DIM for layout in (key, value))
@@ -159,6 +170,7 @@ class Launcher:
         from cuda.core import Stream
 
         self.device = device
+        self.waits_itself = torch.cuda.get_device_capability(device) >= _WAITING_GPU
         with torch.cuda.device(device):
             self.stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
 
@@ -168,14 +180,18 @@ class Launcher:
         grid: tuple[int, int, int],
         threads: int,
         arguments: Iterable[Argument],
+        early: bool = True,
     ) -> None:
-        """Launch a kernel with the arguments of the function in the source."""
+        """Launch a kernel with the arguments of the function in the source. It may start before the
+        one before it has ended, where it is to start `early`."""
         from cuda.core import LaunchConfig, launch
 
         values = [_value(argument) for argument in arguments]
-        # Older versions of cuda.core cannot say that a kernel waits for the one before by itself.
-        early = {_EARLY: True} if hasattr(LaunchConfig, _EARLY) else {}
-        config = LaunchConfig(grid=grid, block=threads, **early)
+        # Older versions of cuda.core cannot say that a kernel waits for the one before by itself,
+        # and older GPUs have no instruction for it.
+        early = early and self.waits_itself and hasattr(LaunchConfig, _EARLY)
+        option = {_EARLY: True} if early else {}
+        config = LaunchConfig(grid=grid, block=threads, **option)
         with torch.cuda.device(self.device):
             launch(self.stream, config, kernel, *values)
 
@@ -191,7 +207,7 @@ def _value(argument: Argument) -> int | float:
 def compiled(variant: Variant, device: torch.device) -> Kernels:
     """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
     `RotationZooError` where cuda.core or NVRTC is missing."""
-    code = build(ATTENTION_SOURCE.read_text(), variant.macros(), device)
+    code = build(variant.source, variant.macros(), device)
     attend = code.get_kernel("attend")
     threads = 32 * variant.warps
     resident = attend.occupancy.max_active_blocks_per_multiprocessor(threads, 0)

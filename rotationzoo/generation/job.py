@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.cache.rotated import RotatedCache
+from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_weights,
@@ -26,7 +27,7 @@ from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
-from rotationzoo.rotated_cache import CacheOptions, RotatedCache, open_artifact
+from rotationzoo.rotated_cache import CacheOptions, build_storage, open_artifact
 
 
 def generate(
@@ -63,7 +64,8 @@ def generate(
         dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
         model = loading.load(source, config, device, dtype, placement)
         writer = _Writer(job, model, tokenizer, prompt, progress)
-        cache = RotatedCache(artifact, model, **job.cache)
+        # Other weights are a note of the report, and need not be logged by the public class.
+        cache = RotatedCache(build_storage(artifact, model, job.cache), model)
         shown = _after(prompt.question, write) if write else writer.counting("writing")
         written = writer.write(shown, cache)
         sizes = {"cache_bytes": cache.bytes_held, "bf16_cache_bytes": cache.bytes_in_bf16}
@@ -131,13 +133,7 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
         artifact = job.rotations
     else:
         progress("opening the rotations", 0, 0)
-        try:
-            artifact = open_artifact(job.rotations)
-        except HubError as error:
-            folder = f"{job.rotations} is no folder, and pulling it from the zoo fails"
-            raise HubError(
-                f"{folder}: {error}", hint="check the spelling and the network, or give a folder"
-            ) from error
+        artifact = open_artifact(job.rotations)
     feedback = job.cache.get("rounding") == "feedback"
     if feedback and (artifact is None or not artifact.rotations.has_feedback):
         name = artifact.folder if artifact else "a cache without rotations"

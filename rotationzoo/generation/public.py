@@ -3,11 +3,13 @@
 from typing import Any, Unpack
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.errors import UsageError
 from rotationzoo.generation.job import generate as run_generation
 from rotationzoo.generation.settings import Generation, Sampling
 from rotationzoo.generation.stream import Write
 from rotationzoo.progress import Progress, silent
 from rotationzoo.rotated_cache import CacheOptions
+from rotationzoo.words import nearest
 
 
 class GenerationOptions(CacheOptions, total=False):
@@ -59,6 +61,17 @@ def generate(
     its own `generate`. Raises `RotationZooError` where model, rotations and prompt do not fit
     together.
     """
+    if unknown := options.keys() - GenerationOptions.__annotations__:
+        name = min(unknown)
+        raise UsageError(
+            f"generate has no option {name!r}{nearest(name, GenerationOptions.__annotations__)}",
+            hint="rotationzoo.generation.public.GenerationOptions lists them",
+        )
+    if not isinstance(prompt, str):
+        raise UsageError(
+            f"a prompt is a text, and not of type {type(prompt).__name__}",
+            hint="for token ids, give the model's own generate a RotatedCache",
+        )
     settings: dict[str, Any] = {**options}
     progress, write = settings.pop("progress", silent), settings.pop("write", None)
     cache: Any = _taken(settings, CacheOptions)

@@ -141,16 +141,16 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path, way_out: str = "choose another place with --output") -> Iterator[None]:
     """Turn a full or read-only disk into a one-sentence error. safetensors reports disk errors with
-    its own exception type."""
+    its own exception type. `way_out` says how to name another place."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RotationZooError(
             f"{path} cannot be written: {reason}",
-            hint="make room, or choose another place with --output",
+            hint=f"make room, or {way_out}",
         ) from error
 
 

@@ -156,7 +156,7 @@ def test_a_layer_stores_what_an_ordinary_one_does(prompt, steps):
     assert layers[0].columns == layers[1].columns == prompt + steps
 
 
-def test_a_closed_cache_goes_on():
+def test_a_closed_cache_goes_on(tmp_path):
     model = architectures.build("llama")
     caches = [after_prompt(model, 20) for _ in range(2)]
     before, after = range(20, 31), range(31, 40)
@@ -166,9 +166,14 @@ def test_a_closed_cache_goes_on():
             step(IDS[:, token : token + 1])
         with pytest.raises(UsageError, match="a DecodingGraph has the tokens of this cache"):
             decode(model, caches[1], after)
-        for change in (caches[1].reset, lambda: caches[1].crop(-1)):
+        uses = (
+            caches[1].reset,
+            lambda: caches[1].crop(-1),
+            lambda: caches[1].save(tmp_path / "prefix"),
+        )
+        for use in uses:
             with pytest.raises(UsageError, match="a DecodingGraph has the tokens"):
-                change()
+                use()
         with pytest.raises(UsageError, match="a DecodingGraph has the tokens"):
             caches[1].reorder_cache(torch.tensor([1, 0]))
         assert caches[1].get_seq_length() == 31
@@ -257,6 +262,28 @@ def test_generate_takes_these_steps(prompt, samples, captured):
     assert lengths == [prompt + 11] * 2
     assert len(captured) == 1
     assert "forward" not in vars(model)
+
+
+def test_generate_gets_more_than_a_step_computes(captured):
+    """Tokens hidden by a mask, which a step would read, and hidden states."""
+    model = architectures.build("llama")
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    mask = torch.ones_like(IDS[:, :20])
+    hiding = mask.clone()
+    hiding[1, 9:12] = 0
+    for changes in ({"attention_mask": hiding}, {"output_hidden_states": True}):
+        outputs = []
+        for replays in (False, True):
+            cache = after_prompt(model, 20)
+            cache.reset()
+            arguments = {"attention_mask": mask, "past_key_values": cache, **options, **changes}
+            with replayed_steps(model, cache) if replays else nullcontext():
+                outputs.append(model.generate(IDS[:, :20], **arguments))
+        assert torch.equal(*[torch.stack(output.logits) for output in outputs])
+        if "output_hidden_states" in changes:
+            assert None not in outputs[1].hidden_states
+    assert not captured
 
 
 def test_generate_goes_on_without_a_graph(captured):

@@ -75,6 +75,29 @@ def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
     assert (pages - rows).abs().max() <= 2e-5 * rows.abs().max()
 
 
+@torch.no_grad()
+def test_windows_lie_as_the_kernel_reads_them(monkeypatch):
+    """They are not copied in each step, though models hand over transposed rows."""
+    model = architectures.build("llama")
+    storage = Storage(
+        Arm("", fit(None, PRESETS["random"], geometry_of(model))), Cache(sink=4, recent=8)
+    )
+    cache = RotatedCache(storage, model)
+    decode(model, cache)
+    stream = cache.layers[0].streams[0]
+    for window in stream.windows():
+        assert window.key.is_contiguous()
+        assert window.value.is_contiguous()
+    # Windows that are too long for the kernel are left to the definition.
+    monkeypatch.setattr(decoding_step, "kernels_run_on", lambda device: True)
+    query = stream.tail["key"]
+    assert decoding_step.has_kernel(stream, query)
+    stream.tail = {
+        side: rows[:, :, :1].expand(-1, -1, 40_000, -1) for side, rows in stream.tail.items()
+    }
+    assert not decoding_step.has_kernel(stream, query)
+
+
 def layer_on(device, codec):
     """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
     rotations = with_feedback(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))

@@ -15,6 +15,7 @@ from support.naive_cache import NaiveLayer
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+from rotationzoo.cache import prefix
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.cache.rotated import RotatedCache
@@ -294,11 +295,21 @@ def test_a_prefix_in_the_layout_of_an_earlier_version_is_refused(tmp_path):
     cache = prefix_of(model)
     cache.save(path)
     with safe_open(path, "pt") as file:
-        ((name, text),) = file.metadata().items()
-    earlier = {part: each for part, each in json.loads(text).items() if part != "layout"}
-    save_file(load_file(path), path, {name: json.dumps(earlier)})
-    with pytest.raises(RotationZooError, match="was written by another version of rotationzoo"):
-        RotatedCache.load(path, cache.storage, model)
+        metadata = file.metadata()
+    text = metadata[prefix._KEY]
+    laid_out = {part: each for part, each in json.loads(text).items() if part != "layout"}
+    for earlier in ({**metadata, prefix._KEY: json.dumps(laid_out)}, {prefix._KEY: text}):
+        save_file(load_file(path), path, earlier)
+        with pytest.raises(RotationZooError, match="was written by another version"):
+            RotatedCache.load(path, cache.storage, model)
+
+
+def test_a_place_for_a_prefix_is_an_argument(tmp_path):
+    model = architectures.build("llama")
+    cache = prefix_of(model)
+    with pytest.raises(RotationZooError, match="cannot be written") as raised:
+        cache.save(tmp_path)
+    assert raised.value.hint == "make room, or give another path"
 
 
 def test_a_missing_prefix_is_one_sentence(tmp_path):
@@ -309,7 +320,7 @@ def test_a_missing_prefix_is_one_sentence(tmp_path):
 
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
-    "damage", ["cut", "missing", "shape", "type", "unknown", "plain", "count", "flat"]
+    "damage", ["cut", "missing", "shape", "type", "unknown", "plain", "count", "flat", "bit"]
 )
 def test_a_damaged_prefix_is_refused(damage, tmp_path):
     model, path = architectures.build("llama"), tmp_path / "prefix"
@@ -330,8 +341,12 @@ def test_a_damaged_prefix_is_refused(damage, tmp_path):
     elif damage == "flat":
         tensors["layers.1.0.key.tail"] = torch.zeros(3)
     elif damage == "count":
-        (name,) = metadata
-        metadata[name] = metadata[name].replace('"columns": 17', '"columns": 16')
+        description = metadata[prefix._KEY]
+        metadata[prefix._KEY] = description.replace('"columns": 17', '"columns": 16')
+    elif damage == "bit":
+        tensors[name].view(torch.uint8)[0, 0] ^= 1
+    if damage not in ("plain", "bit"):  # whoever wrote this file knew how
+        metadata[prefix._DIGEST] = prefix._digest(metadata[prefix._KEY], tensors)
     save_file(tensors, path, None if damage == "plain" else metadata)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])

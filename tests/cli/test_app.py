@@ -64,7 +64,8 @@ def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = inside("--help").stdout
     journey = (
-        "calibrate inspect verify evaluate generate validate report export import list pull push"
+        "plan calibrate inspect verify evaluate generate validate report export import list pull "
+        "push"
     )
     places = [shown.index(f"│ {name} ") for name in journey.split()]
     assert places == sorted(places)

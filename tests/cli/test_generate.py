@@ -22,7 +22,8 @@ PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def read(self):"
 SMALL = ["--sink", "2", "--recent", "8", "--max-new-tokens", "24"]
 SUMMARY = re.compile(
     r"\d+ tokens at [\d,.]+ a second; prompt of [\d,]+ at [\d,]+ a second; "
-    r"cache \d+\.\d\d MB, and \d+\.\d\d MB in bf16( \(\d+\.\d times smaller\))?(; no rotation)?"
+    r"cache \d+\.\d\d MB, and \d+\.\d\d MB in bf16( \(\d+\.\d times smaller\))?"
+    r"(; so short a context stays exact)?(; no rotation)?"
 )
 
 
@@ -83,7 +84,9 @@ def test_the_exact_model_is_shown_after_the_text(inside, made):
         exact.rstrip(),
     )
     assert shown.stderr.rstrip().endswith("; no rotation")
+    assert "stays exact" not in shown.stderr
     shown = inside(*words, "--rotations", made, "--max-new-tokens", "8")
+    assert shown.stderr.rstrip().endswith("; so short a context stays exact")
     assert shown.stdout.endswith("\nThe exact model writes the same 8 tokens.\n")
 
 

@@ -38,7 +38,10 @@ def test_the_time_left_counts_every_step_of_the_stage():
     assert words_at(60, "searching", 5, 24) == "0:19:00 left"
     assert words_at(75) == "0:18:45 left"
     assert words_at(300, "searching", 6, 24) == "0:45:00 left"
-    assert words_at(9000) == "0:00:00 left", "never less than nothing"
+    assert words_at(9000) == "14:10:00 left", "as if the seventh step ended now"
+    words_at(9000, "searching", 23, 24)
+    assert words_at(9400) == "0:01:13 left"
+    assert words_at(9500) == "", "the last step takes longer than the others"
     assert words_at(9001, "testing", 0, 0) == words_at(9002, "testing", 0, 3) == ""
     assert words_at(9011, "testing", 1, 3) == "0:00:20 left"
 

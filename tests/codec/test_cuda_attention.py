@@ -14,10 +14,17 @@ from decode_cases import Case, Drawing, Inputs
 from decode_reference import error_of, reference
 from support import attention_on_cpu
 from support.nvcc import compile_kernels
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import cuda_attention
-from rotationzoo.codec.attention_kernels import Variant, choose_columns, choose_splits, supports
-from rotationzoo.codec.cuda import ATTENTION_SOURCE
+from rotationzoo.codec.attention import ExactWindow, PackedTokens
+from rotationzoo.codec.attention_kernels import (
+    Kernels,
+    Variant,
+    choose_columns,
+    choose_splits,
+    supports,
+)
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
@@ -114,17 +121,87 @@ def assert_right(output: torch.Tensor, inputs: Inputs, most: float) -> None:
     assert error_of(output, reference(inputs)).row < most
 
 
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers with others between them."""
+    return torch.stack([tensor, torch.full_like(tensor, 99)], -1)[..., 0]
+
+
+def scattered(inputs: Inputs) -> Inputs:
+    """The same with nothing contiguous but pages, and 64-bit lengths."""
+    windows = []
+    for window in (inputs.head, inputs.tail):
+        rows = [spread(side) for side in (window.key, window.value)]
+        windows.append(ExactWindow(*rows, spread(window.lengths.long())))
+    sides = [
+        replace(side, matrix=spread(side.matrix), mean=spread(side.mean))
+        for side in inputs.packed.sides
+    ]
+    packed = PackedTokens(*sides, spread(inputs.packed.lengths.long()))
+    return replace(
+        inputs, query=spread(inputs.query), packed=packed, head=windows[0], tail=windows[1]
+    )
+
+
+class Calls(TorchDispatchMode):
+    """Names of torch's operations and of kernels that were launched, in their order."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names, self.early = [], []
+        kernels = Kernels("prepare", "attend", "finish", "finish_many", threads=128, blocks=1000)
+        monkeypatch.setattr(cuda_attention, "compiled", lambda variant, device: kernels)
+        monkeypatch.setattr(cuda_attention, "Launcher", lambda device: self.launch)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+    def launch(self, kernel, grid, threads, arguments, early=True):
+        self.names.append(kernel)
+        self.early.append(early)
+
+
+def test_nothing_runs_between_kernels_that_start_early(monkeypatch):
+    inputs = Drawing(SMALL, "cpu").inputs()
+    with Calls(monkeypatch) as calls:
+        cuda_attention.attend(*inputs.arguments())
+        assert calls.early == [True, True, True]
+        cuda_attention.attend(*scattered(inputs).arguments())
+    # The copy of the matrix of keys may be the last kernel before the first one here.
+    assert calls.early[3:] == [False, True, True]
+    assert calls.names[-3:] == ["prepare", "attend", "finish"]
+
+
+def test_windows_that_are_too_long_are_not_supported():
+    assert supports(*layouts("sglang", 128), FLOAT, exact_tokens=32_000)
+    assert not supports(*layouts("sglang", 128), FLOAT, exact_tokens=33_000)
+    assert not supports(*layouts("kivi", 256), FLOAT, exact_tokens=17_000)
+    inputs = Drawing(SMALL, "cpu").inputs()
+    rows = torch.empty(3, 1, 33_000, 128, device="meta")
+    with pytest.raises(RotationZooError, match="33,003 exact tokens"):
+        cuda_attention.attend(*replace(inputs, tail=ExactWindow(rows, rows)).arguments())
+
+
+def test_grids_that_are_empty_or_too_large():
+    inputs = Drawing(SMALL, "cpu").inputs()
+    assert cuda_attention.attend(inputs.query[:, :, :0], *inputs.arguments()[1:]).shape[2] == 0
+    for shape in ((70_000, 4, 1, 128), (3, 8, 70_000, 128)):
+        query = torch.empty(shape, device="meta")
+        with pytest.raises(RotationZooError, match="at once: there may be 65,535 of each"):
+            cuda_attention.attend(query, *inputs.arguments()[1:])
+
+
 @on_cpu
 @pytest.mark.parametrize(
     ("format", "changes"),
     [
         ("sglang", {"dim": 64, "group": 7}),
-        ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20.0}),
+        ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
         ("kivi", {"dim": 80, "group": 5, "sinks": True}),
     ],
 )
 def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):
-    inputs = Drawing(replace(SMALL, format=format, **changes), "cpu").inputs()
+    inputs = scattered(Drawing(replace(SMALL, format=format, **changes), "cpu").inputs())
     output = attention_on_cpu.attend(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
     assert_right(output, inputs, 2e-4)  # measured: 6e-5, 4e-5 and 8e-5
 
@@ -145,5 +222,5 @@ def test_the_kernel_is_the_definition(format, dim, device):
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_variant_compiles(format, dim, tmp_path):
     for columns in {4, choose_columns(8, *layouts(format, dim))}:
-        macros = replace(variant(format, dim), columns=columns).macros()
-        compile_kernels(ATTENTION_SOURCE.read_text(), macros, tmp_path, [90])
+        chosen = replace(variant(format, dim), columns=columns)
+        compile_kernels(chosen.source, chosen.macros(), tmp_path, [90])

@@ -13,6 +13,7 @@ from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.cli.evaluate_view import next_command
 from rotationzoo.cli.option_values import parse_tasks
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation, evaluate
@@ -49,9 +50,16 @@ def job(induction, artifact):
 
 
 @pytest.fixture(scope="module")
-def report(job):
+def told():
+    """The progress of the evaluation that made `report`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(job, told):
     tasks = replace(job.tasks, lengths=(LENGTH, SHORT))
-    return evaluate(replace(job, tasks=tasks, save_to=job.artifacts))
+    job = replace(job, tasks=tasks, save_to=job.artifacts)
+    return evaluate(job, lambda *step: told.append(step))
 
 
 def test_arms_are_asked_what_the_exact_model_can_do(report):
@@ -133,6 +141,27 @@ def test_manifests_of_earlier_versions_hold_no_answers(report, job):
         "metrics": artifact.content["metrics"] | {"evaluation": evaluation}
     }
     assert "| exact |" not in render_card(parse_manifest(content, "the manifest"))
+
+
+def test_the_caches_are_a_stage_of_their_own(report, told):
+    """A real cache is slower than the exact one, whose speed says nothing about the time left."""
+    for stage in ("answering with the exact cache", "answering"):
+        steps = [(done, total) for name, done, total in told if name == stage]
+        total = steps[0][1]
+        assert steps == sorted(steps)
+        assert (steps[0], steps[-1]) == ((0, total), (total, total))
+        assert {each for _, each in steps} == {total}, "as the time left needs it"
+
+
+def test_the_next_command():
+    artifacts = [Path("rotations/my demo")]
+    assert next_command(["demo"], artifacts).endswith(
+        "exact model's: rotationzoo generate demo --rotations 'rotations/my demo' --compare"
+    )
+    other = next_command(["a/b", "--revision", "c"], artifacts)
+    assert "generate a/b --revision c --rotations" in other
+    assert other.endswith("--prompt TEXT")
+    assert next_command(["a/b"], []).endswith("of this model: rotationzoo calibrate a/b")
 
 
 def test_the_command_line(inside, induction):

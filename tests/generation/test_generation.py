@@ -118,6 +118,8 @@ def test_a_model_ends_its_text_itself(demo, made, tmp_path):
     ("options", "words"),
     [
         ({"prompt": " \n"}, "the prompt is empty"),
+        ({"prompt": [1, 2]}, "a prompt is a text, and not of type list"),
+        ({"max_tokens": 8}, "no option 'max_tokens'"),
         ({"max_new_tokens": 8192}, "exceed the 8,192 positions of demo"),
         ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1"),
         ({"top_p": 0.5}, "without a temperature"),

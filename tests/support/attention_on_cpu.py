@@ -14,7 +14,6 @@ import torch
 
 from rotationzoo.codec import attention_kernels, cuda_attention
 from rotationzoo.codec.attention import PackedTokens
-from rotationzoo.codec.cuda import ATTENTION_SOURCE
 
 HEADER = Path(__file__).with_name("warps_on_cpu.h")
 # Functions in PTX, which the header has in C++. Their definitions become unused names.
@@ -60,7 +59,7 @@ def _compiled(
     device: torch.device,
 ) -> attention_kernels.Kernels:
     source, library = folder / "kernels.cpp", folder / "kernels.so"
-    text = IN_PTX.sub(r"\1ptx_\2\3", ATTENTION_SOURCE.read_text())
+    text = IN_PTX.sub(r"\1ptx_\2\3", variant.source)
     text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
     launches = "".join(LAUNCH.format(name) for name in KERNELS)
     source.write_text(f'#include "{HEADER}"\n{text}{launches}{PAGES}')
@@ -91,6 +90,7 @@ class _Launcher:
         grid: tuple[int, int, int],
         threads: int,
         arguments: Iterable[attention_kernels.Argument],
+        early: bool = True,
     ) -> None:
         kept = list(arguments)
         values = [_bits(argument) for argument in kept]

@@ -71,7 +71,7 @@ class TaskAnswers:
 
 
 class Asking:
-    """Reads answers in batches and reports how many prompts are done.
+    """Reads answers in batches and reports how many prompts of a stage are done.
 
     * `name`: what errors call the model;
     * `tokens`: how many a forward pass may read; a longer prompt has one of its own.
@@ -79,11 +79,12 @@ class Asking:
 
     def __init__(self, model: PreTrainedModel, name: str, tokens: int, progress: Progress):
         self.model, self.name, self.tokens, self.progress = model, name, tokens, progress
-        self.done = self.total = 0
+        self.stage, self.done, self.total = "", 0, 0
 
-    def expect(self, series: Iterator[list[Prompt]]) -> None:
-        """Count the prompts of some series among those to be asked."""
-        self.total += sum(len(prompts) for prompts in series)
+    def begin(self, stage: str, series: Iterator[list[Prompt]]) -> None:
+        """Begin a stage in which the prompts of these series will be asked."""
+        self.stage, self.done, self.total = stage, 0, sum(len(prompts) for prompts in series)
+        self.progress(stage, 0, self.total)
 
     def ask(
         self,
@@ -101,7 +102,7 @@ class Asking:
                 rows = prompts[start : start + batch]
                 parts.append(read_answers(self.model, rows, batch, reader))
                 self.done += len(rows)
-                self.progress("answering", self.done, self.total)
+                self.progress(self.stage, self.done, self.total)
         correct = torch.cat([part.correct for part in parts])
         return Answers(correct, torch.cat([part.log_probability for part in parts]))
 
@@ -112,7 +113,8 @@ def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
 
     Raises `RotationZooError` for prompts that do not fit the device's memory.
     """
-    asking.expect(prompts for series in plan.series for prompts in (series.prompts, series.blind))
+    every = (prompts for series in plan.series for prompts in (series.prompts, series.blind))
+    asking.begin("answering with the exact cache", every)
     exact = []
     for series in plan.series:
         answers, blind = asking.ask(series.prompts), asking.ask(series.blind)
@@ -120,7 +122,8 @@ def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
     asked = [each.series.prompts for each in exact if each.can_do]
     arms: dict[tuple[Cache, str], list[Answers]] = {}
     pairs = list(product(trial.caches, trial.arms))
-    asking.expect(prompts for _ in pairs for prompts in asked)
+    # A stage of its own, because a 2-bit cache is slower than the exact one.
+    asking.begin("answering", (prompts for _ in pairs for prompts in asked))
     for cache, arm in pairs:
         if trial.real_cache:
             reader = ThroughCache(asking.model, real_arm(arm), cache)

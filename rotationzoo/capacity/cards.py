@@ -1,0 +1,79 @@
+"""GPUs by name or by size: their memory and their bandwidth."""
+
+import re
+from dataclasses import dataclass
+
+from rotationzoo.errors import UsageError
+from rotationzoo.words import nearest
+
+USABLE = 0.9
+"""The share of a GPU's memory for weights and cache; the rest is for activations and the CUDA
+context. It was for years the default of vLLM's `gpu_memory_utilization`."""
+_GIB = 1 << 30
+_UNITS = {"gib": _GIB, "gb": 10**9, "g": _GIB, "tib": 1024 * _GIB, "tb": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|tib|tb)", re.IGNORECASE)
+_SEVERAL = re.compile(r"(\d{1,4})\s*[x*]\s*(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU, or several of one kind that share a model evenly."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    bandwidth: int | None
+    """Bytes per second; None where only the memory is known."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes for weights and cache."""
+        return int(self.memory * USABLE)
+
+
+def _card(name: str, gigabytes: int, gigabytes_per_second: int) -> Card:
+    # What data sheets call GB is nearer to GiB: a 24 GB card reports 24 GiB, an H100 79.6 of 80.
+    return Card(name, gigabytes * _GIB, gigabytes_per_second * 10**9)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        # Data sheets of NVIDIA: "GeForce RTX 3090", "Ada GPU architecture" (appendix, RTX 4090),
+        # "L40S", "A100 80GB" (SXM; PCIe has 1,935 GB/s), "H100" (SXM5), "H200" (SXM).
+        _card("RTX 3090", 24, 936),
+        _card("RTX 4090", 24, 1008),
+        _card("L40S", 48, 864),
+        _card("A100", 80, 2039),
+        _card("H100", 80, 3350),
+        _card("H200", 141, 4800),
+        # "DGX B200": 1,440 GB and 64 TB/s for eight. The chip's announcement said 192 GB.
+        _card("B200", 180, 8000),
+    )
+}
+
+
+def parse_card(text: str) -> Card:
+    """A GPU from its name (`H100`), its memory (`24GiB`), or several of one (`2x24GiB`). Raises
+    `UsageError`."""
+    several = _SEVERAL.fullmatch(text.strip())
+    if several and int(several[1]) > 0:
+        one, count = parse_card(several[2]), int(several[1])
+        bandwidth = None if one.bandwidth is None else one.bandwidth * count
+        return Card(f"{count} x {one.name}", one.memory * count, bandwidth)
+    names = {_plain(name): name for name in CARDS}
+    plain = _plain(text)
+    for candidate in (plain, f"rtx{plain}"):
+        if candidate in names:
+            return CARDS[names[candidate]]
+    size = _SIZE.fullmatch(text.strip())
+    if size and (memory := int(float(size[1]) * _UNITS[size[2].lower()])) > 0:
+        return Card(text.strip(), memory, None)
+    raise UsageError(
+        f"--gpu {text!r} is neither a card's name nor an amount of memory{nearest(text, CARDS)}",
+        hint=f"give one such as 24GiB, 2x24GiB, or a card: {', '.join(CARDS)}",
+    )
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s_-]|nvidia|geforce|80gb|sxm", "", text.lower())

@@ -1,0 +1,133 @@
+"""Plans how a model is served: what its weights and caches take, what fits which GPU, and how fast
+decoding can be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rotationzoo.capacity.cache_bytes import CACHES, Storage, longest_context, request_bytes
+from rotationzoo.capacity.cards import Card
+from rotationzoo.capacity.config_shape import shape_of_config, text_config
+from rotationzoo.capacity.shape import Shape
+from rotationzoo.capacity.weights import Weights, weigh
+from rotationzoo.model.files import read_json
+from rotationzoo.model.source import Source, find
+
+LATENT_REASON = (
+    "it caches a compressed latent (MLA), which all heads share and which a rotation per KV head "
+    "does not fit"
+)
+# `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
+_INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
+
+
+def _do_nothing() -> None:
+    """The default of `before_building`."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be served: so many requests at once, each with so many tokens."""
+
+    model: str
+    context: int
+    requests: int
+    card: Card
+    storage: Storage = field(default_factory=Storage)
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What is known of a model for a wish. `refusal` says why it cannot have a 2-bit cache."""
+
+    wish: Wish
+    source: Source
+    shape: Shape
+    weights: Weights
+    positions: int | None
+    """How many positions the model was made for."""
+    refusal: str | None
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The caches that this model can have: for a latent, only those of whole elements."""
+        return CACHES[:2] if self.refusal else CACHES
+
+    def sizes_of_weights(self) -> dict[str, int]:
+        """Bytes of the weights, by the name of their format."""
+        return {"published": self.weights.published, "4bit": self.weights.four_bit}
+
+    def request_bytes(self, cache: str) -> int:
+        """Bytes of the cache of one request of the wish."""
+        return request_bytes(self.shape, cache, self.wish.context, self.wish.storage)
+
+    def longest_context(self, cache: str, weights: str, card: Card) -> int | None:
+        """The most tokens that one request can have beside these weights on a card. None if there
+        is no limit."""
+        free = card.usable - self.sizes_of_weights()[weights]
+        return longest_context(self.shape, cache, free, self.wish.storage)
+
+    def most_requests(self, cache: str, weights: str, card: Card) -> int:
+        """How many requests of the wished context fit beside these weights on a card."""
+        free = card.usable - self.sizes_of_weights()[weights]
+        return max(0, free // self.request_bytes(cache))
+
+    def tokens_per_second(self, cache: str, weights: str, card: Card) -> float | None:
+        """The most tokens per second that decoding the wished requests can write, all together: a
+        step reads the weights once and each request's cache, at the card's bandwidth. None where
+        they do not fit, or the bandwidth is not known."""
+        requests = self.wish.requests
+        if card.bandwidth is None or self.most_requests(cache, weights, card) < requests:
+            return None
+        read = self._bytes_read(weights) + requests * self.request_bytes(cache)
+        return requests * card.bandwidth / read
+
+    def _bytes_read(self, weights: str) -> float:
+        """Bytes of weights that a decoding step reads: all but the input embedding, and the experts
+        that its tokens choose."""
+        size, experts = self.weights.published, self.weights.published_experts
+        unread = self.weights.unread
+        if weights == "4bit":
+            size, experts = self.weights.four_bit, self.weights.four_bit_experts
+            unread = min(unread, 2 * self.shape.embedding)  # which stays in 16 bits
+        touched = self.shape.touched_experts(self.wish.requests)
+        return size - unread - experts * (1 - touched)
+
+
+def measure_capacity(wish: Wish, before_building: Callable[[], None] = _do_nothing) -> Capacity:
+    """Read a model's config, and build the model on `meta` only where the config does not tell.
+    `before_building` is called before that, to silence the libraries that it needs.
+
+    Raises `ModelUnavailable` if there is no such model, and `UnsupportedModel` if nobody knows what
+    it caches.
+    """
+    source = find(wish.model, wish.revision)
+    config = read_json(source.folder / "config.json")
+    shape = shape_of_config(config)
+    if shape is None:
+        # Only here, because it takes seconds to import torch and transformers.
+        from rotationzoo.capacity.meta_shape import shape_on_meta
+
+        before_building()
+        shape = shape_on_meta(source)
+
+    def count() -> int:
+        from rotationzoo.capacity.meta_shape import parameters_on_meta
+
+        before_building()
+        return parameters_on_meta(source)
+
+    weights = weigh(source, config, shape, count)
+    refusal = LATENT_REASON if shape.latent_elements else None
+    positions = text_config(config).get("max_position_embeddings")
+    positions = positions if isinstance(positions, int) else None
+    return Capacity(wish, source, shape, weights, positions, refusal)
+
+
+def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
+    """What the index that comes with the package lists for this model."""
+    entries = read_json(_INDEX).get("entries", [])
+    name = capacity.source.label.lower()
+    return [entry for entry in entries if entry["model"].lower() == name]

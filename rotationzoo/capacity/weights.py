@@ -1,0 +1,133 @@
+"""Bytes of a model's weights as they are published, and in 4 bits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import huggingface_hub
+
+from rotationzoo.capacity.config_shape import text_config
+from rotationzoo.capacity.shape import Shape
+from rotationzoo.model.files import read_json, weight_files
+from rotationzoo.model.source import Source
+from rotationzoo.network.huggingface_session import asking_huggingface
+from rotationzoo.network.tokens import huggingface_token
+
+FOUR_BITS = 4 + (16 + 4) / 128
+"""Bits of a weight in AWQ and GPTQ: for each group of 128, a float16 scale and a 4-bit zero."""
+_MXFP4_BITS = 4 + 8 / 32  # an 8-bit exponent for each block of 32
+_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_STORED_BYTES = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sizes of a model's weights in bytes."""
+
+    parameters: int
+    published: int
+    four_bit: int
+    published_experts: int
+    four_bit_experts: int
+    """Of these bytes, those of routed experts."""
+    origin: str
+    """What told the published size: `files`, `index`, `hub` or `config`."""
+    unread: int = 0
+    """Bytes of the published input embedding, of which a decoding step reads a row a token. 0 where
+    it is also the output projection, which is read whole."""
+
+
+def weigh(
+    source: Source, config: dict[str, Any], shape: Shape, count: Callable[[], int]
+) -> Weights:
+    """The sizes of a model's weights, from its files, its index, the hub or its config, whichever
+    is at hand first. `count` builds the model to count its parameters, and is only called where
+    nothing else tells. In 4 bits, embedding and output projection stay in 16 bits, as AWQ and GPTQ
+    have it."""
+    bits, only_experts = _published_bits(config)
+    published, origin = _published_bytes(source)
+    parameters = shape.parameters
+    if published is None:
+        parameters = parameters or count()
+        published, origin = _packed(shape, parameters, bits, only_experts), "config"
+    elif bits in (16, 32) or parameters is None:
+        parameters = int(published * 8 / bits)
+    four_bit = _packed(shape, parameters, FOUR_BITS, only_experts=False)
+    experts = int(shape.expert_parameters * bits / 8)
+    four_bit_experts = int(shape.expert_parameters * FOUR_BITS / 8)
+    if bits < 5 or published < four_bit:
+        four_bit, four_bit_experts = published, experts  # which have 4 bits already
+    item = max(2, int(bits / 8))
+    unread = 0 if shape.tied else item * shape.embedding
+    return Weights(
+        parameters,
+        published,
+        four_bit,
+        experts,
+        four_bit_experts,
+        origin,
+        unread,
+    )
+
+
+def _packed(shape: Shape, parameters: int, bits: float, only_experts: bool) -> int:
+    """Bytes where some parameters take `bits` and the others 16: embeddings, or all but the routed
+    experts. Weights of 16 and 32 bits are all alike."""
+    kept = shape.embedding * (1 if shape.tied else 2)
+    if only_experts:
+        kept = parameters - shape.expert_parameters
+    if bits >= 16:
+        return int(parameters * bits / 8)
+    kept = min(kept, parameters)
+    return int(kept * 2 + (parameters - kept) * bits / 8)
+
+
+def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:
+    """Bits of a published weight, and whether only routed experts have so few."""
+    text = text_config(config)
+    for table in (config, text):
+        quantized = table.get("quantization_config")
+        if isinstance(quantized, dict):
+            return _quantized_bits(quantized)
+    names = [table.get(key) for table in (config, text) for key in ("dtype", "torch_dtype")]
+    known = [_ITEM_BYTES[name] for name in names if isinstance(name, str) and name in _ITEM_BYTES]
+    return (8.0 * known[0] if known else 16.0), False
+
+
+def _quantized_bits(quantized: dict[str, Any]) -> tuple[float, bool]:
+    if quantized.get("quant_method") == "mxfp4":
+        return _MXFP4_BITS, True
+    bits = quantized.get("bits", 4 if quantized.get("load_in_4bit") else 8)
+    return (FOUR_BITS if bits == 4 else 8.0), False
+
+
+def _published_bytes(source: Source) -> tuple[int | None, str]:
+    """The size and what told it; None where only the config is left."""
+    if paths := weight_files(source.folder):
+        return sum(path.stat().st_size for path in paths), "files"
+    index = read_json(source.folder / "model.safetensors.index.json")
+    metadata = index.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(size, int | float) and 0 < size < 1 << 60:
+        return int(size), "index"
+    return _ask_hub(source), "hub"
+
+
+def _ask_hub(source: Source) -> int | None:
+    """The size that the hub's safetensors metadata give, in one small request. None for a folder,
+    without a network, or if the hub does not know."""
+    if source.revision is None:
+        return None
+    try:
+        huggingface_token()  # raises before any request for a token that cannot be sent
+        with asking_huggingface(repeats=True):
+            info = huggingface_hub.HfApi().model_info(
+                source.name, revision=source.revision, expand=["safetensors"]
+            )
+        counts = info.safetensors.parameters if info.safetensors else {}
+        return sum(_STORED_BYTES[name] * count for name, count in counts.items()) or None
+    except Exception:  # a size that nobody tells is no failure: the config is left
+        return None

@@ -1,0 +1,53 @@
+"""`rotationzoo plan`: what a model's weights and cache take, and what fits a GPU."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import Json, Revision
+from rotationzoo.cli.output import Output
+
+
+def plan_command(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    gpu: Annotated[
+        str, typer.Option(help="Its memory, or a card: 24GiB, 2x24GiB, RTX 4090, H100.")
+    ] = "24GiB",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each request.")] = 131072,
+    requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
+    format: Annotated[
+        Literal["sglang", "vllm", "mlx"],
+        typer.Option(help="Whose 2-bit format: it decides the size of scales and offsets."),
+    ] = "sglang",
+    sink: Annotated[int, typer.Option(min=0, help="First tokens kept exact.")] = 64,
+    recent: Annotated[int, typer.Option(min=0, help="Last tokens kept exact.")] = 256,
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the answer in one line.")
+    ] = False,
+) -> None:
+    """Show what a model's weights and cache take, and what fits a GPU.
+
+    It reads the config alone. The answer is for bf16, fp8, int4 and int2 caches, and for weights as
+    published and in 4 bits.
+
+    rotationzoo plan Qwen/Qwen3-8B
+
+    rotationzoo plan meta-llama/Llama-3.3-70B-Instruct --gpu "2x RTX 3090" --format vllm
+
+    rotationzoo plan Qwen/Qwen3-4B --gpu H200 --context 100000 --requests 256
+    """
+    out = Output(json, quiet)
+    from rotationzoo.capacity.cache_bytes import Storage
+    from rotationzoo.capacity.cards import parse_card
+    from rotationzoo.capacity.job import Wish, measure_capacity
+    from rotationzoo.cli.plan_view import show_capacity
+    from rotationzoo.codec.formats import FORMATS
+
+    card = parse_card(gpu)
+    hush_libraries(models=False)
+    storage = Storage(FORMATS[format], sink, recent)
+    wish = Wish(model, context, requests, card, storage, revision)
+    show_capacity(out, measure_capacity(wish, hush_libraries), format)

@@ -1,0 +1,159 @@
+"""What `plan` prints: tables for people, one line, or one JSON object."""
+
+import shlex
+from typing import Any
+
+from rotationzoo.capacity.cards import USABLE
+from rotationzoo.capacity.job import Capacity, zoo_entries
+from rotationzoo.capacity.report import capacity_json
+from rotationzoo.capacity.verdict import judge_wish, remarks, size_words
+from rotationzoo.cli.option_values import default_output
+from rotationzoo.cli.output import Output, say, show_lines, table
+from rotationzoo.words import counted
+
+_WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}
+
+
+def show_capacity(out: Output, capacity: Capacity, format: str) -> None:
+    """Print the plan for a wish."""
+    fits, sentence = judge_wish(capacity, capacity.wish.card)
+    entries = zoo_entries(capacity)
+    commands = _commands(capacity, format)
+    notes = remarks(capacity)
+    data = {
+        **capacity_json(capacity),
+        "format": format,
+        "fits": fits,
+        "answer": sentence,
+        "remarks": notes,
+        "zoo": entries,
+        "commands": commands,
+    }
+
+    def show() -> None:
+        _show_sizes(capacity, data, format)
+        _show_card(data)
+        _show_cards(data)
+        say("", sentence, *(f"Note: {note}" for note in notes))
+        _show_published(data)
+        if commands:
+            say("", "To have it:")
+            show_lines(*(f"  {command}" for command in commands))
+
+    out.result(data, sentence, show)
+
+
+def _show_sizes(capacity: Capacity, data: dict[str, Any], format: str) -> None:
+    weights = data["weights_bytes"]
+    published, four_bit = size_words(weights["published"]), size_words(weights["4bit"])
+    layers = counted(data["layers"], "layer")
+    if data["sliding_layers"]:
+        layers += f" ({data['sliding_layers']} with a sliding window)"
+    kind = f"{layers} with a cache" if data["layers"] else "a latent cache"
+    say(f"{data['model']}: {kind}, {data['parameters'] / 1e9:.1f} billion parameters")
+    say(f"Weights: {published} as published, {four_bit} in 4 bits")
+    rows = []
+    for cache, size in data["kv_bytes_per_request"].items():
+        if size is not None:
+            bytes_per_token = f"{data['kv_bytes_per_token'][cache]:,.0f}"
+            all_requests = size_words(size * data["requests"])
+            rows.append([cache, bytes_per_token, size_words(size), all_requests])
+    columns = ["cache", "bytes a token", "one request", counted(data["requests"], "request")]
+    shown = len(columns)
+    if data["requests"] == 1:
+        shown -= 1
+    rows = [row[:shown] for row in rows]
+    table(f"Cache of a request of {data['context']:,} tokens", columns[:shown], rows, apart=True)
+    if not capacity.refusal:
+        say(
+            f"int2: the format of {format}, {data['sink']} first and {data['recent']} last tokens "
+            f"exact, {data['bits_per_element']:.2f} bits an element"
+        )
+
+
+def _show_card(data: dict[str, Any]) -> None:
+    card = data["gpu"]
+    columns = ["weights", "cache", "longest request", f"requests of {data['context']:,}"]
+    rows = []
+    for name, fitting in _different_weights(data, card):
+        for cache, longest in fitting["max_context"].items():
+            requests = f"{fitting['max_requests'][cache]:,}"
+            rows.append([_WEIGHTS_NAMES[name], cache, _context(longest), requests])
+    usable = size_words(card["usable_bytes"])
+    title = f"{card['name']}: {usable} for weights and cache ({USABLE:.0%} of it)"
+    table(title, columns, rows, apart=True)
+
+
+def _show_cards(data: dict[str, Any]) -> None:
+    """One row a card and kind of weights that fit it; bf16 and the smallest cache side by side."""
+    small = "fp8" if data["refusal"] else "int2"
+    columns = ["card", "weights"]
+    for title in ("longest", "fit", "tok/s"):
+        columns += [f"{title} bf16", small]
+    rows = []
+    for card in data["cards"]:
+        for name, fitting in _different_weights(data, card):
+            if fitting["fit"]:
+                rows.append([card["name"], _WEIGHTS_NAMES[name], *_cells(fitting, small)])
+    context = f"{data['context']:,}"
+    if not rows:
+        say("", "None of the cards known here holds the weights alone, not even in 4 bits")
+        return
+    table("Cards that hold the weights", columns, rows, apart=True)
+    at_once = counted(data["requests"], "request")
+    say(
+        f"longest: tokens of one request; fit: requests of {context} tokens; tok/s: the most "
+        f"tokens a second that bandwidth allows for {at_once} of {context} tokens, all together"
+    )
+
+
+def _show_published(data: dict[str, Any]) -> None:
+    """What the index that comes with rotationzoo lists for the model; some of it is only listed."""
+    for entry in data["zoo"]:
+        line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
+        if entry["format"] in ("rotationzoo", "oscar"):
+            line += f"; fetch them with: rotationzoo pull {entry['model']}"
+        say(line)
+
+
+def _different_weights(
+    data: dict[str, Any], card: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """What fits a card, for each kind of weights; only one if the published ones have 4 bits."""
+    fitting = list(card["weights"].items())
+    sizes = data["weights_bytes"]
+    return fitting[:1] if sizes["4bit"] == sizes["published"] else fitting
+
+
+def _cells(fitting: dict[str, Any], small: str) -> list[str]:
+    cells = []
+    for cache in ("bf16", small):
+        cells.append(_context(fitting["max_context"][cache]))
+    for cache in ("bf16", small):
+        cells.append(f"{fitting['max_requests'][cache]:,}")
+    for cache in ("bf16", small):
+        rate = fitting["tokens_per_second"][cache]
+        cells.append("-" if rate is None else f"{rate:,.0f}")
+    return cells
+
+
+def _context(tokens: int | None) -> str:
+    return "any" if tokens is None else f"{tokens:,}"
+
+
+def _commands(capacity: Capacity, format: str) -> list[str]:
+    """The commands that lead to the 2-bit cache of the plan; none for a model that cannot have
+    one."""
+    if capacity.refusal:
+        return []
+    model, storage = capacity.wish.model, capacity.wish.storage
+    artifact = str(default_output(model, "oscar"))
+    calibrate = ["rotationzoo", "calibrate", model]
+    generate = ["rotationzoo", "generate", model, "--rotations", artifact]
+    export = ["rotationzoo", "export", artifact, "--to", format]
+    if format != "sglang":
+        generate += ["--format", format]
+    if (storage.sink, storage.recent) != (64, 256):
+        generate += ["--sink", str(storage.sink), "--recent", str(storage.recent)]
+        export += ["--windows", f"{storage.sink}/{storage.recent}"]
+    return [shlex.join(words) for words in (calibrate, generate, export)]

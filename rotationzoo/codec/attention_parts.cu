@@ -1,0 +1,324 @@
+// Attention over parts of the tokens, and their merging: the kernels `attend` and `finish`.
+//
+// This file continues attention.cu: both are compiled as one program with the same macros.
+
+// ---- one range of tokens of one KV head ------------------------------------------------------------------------------------
+
+struct Rows {  // exact rows [B, H, room, D], of which the first `lengths[b]` count, or all of them
+  const Element *key, *value;
+  const int* lengths;
+  Count room;
+};
+
+struct Job {
+  int head, heads, tile, tiles, batch, part, parts;
+  Count columns, tokens;  // tokens: of the query
+
+  __device__ Count at(int column) const {  // of what is written for a column
+    return (((Count(batch) * heads + head) * tiles + tile) * COLUMNS + column) * parts + part;
+  }
+};
+
+__device__ void attend_packed(
+    const Job& job, const Tables& tables, int begin, int end, int length, const signed char* prepared, const Header* headers,
+    float cap, float2* totals, float* outputs, char* shared) {
+  const Place place;
+  const int warp = threadIdx.x / 32, row = place.row, part = place.part;
+  const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
+  const int each = (end - begin + WARPS - 1) / WARPS;
+  const int first = min(end, begin + warp * each), last = min(end, first + each);
+
+  Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages,
+                   job.head, job.heads, place.lane, int(min(tables.key_pages, tables.value_pages))};
+  if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
+  #pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (first + i < last) cursor.fetch(first + i, ring + i * STAGE);
+    end_group();
+  }
+
+  wait_for_previous();
+  const Count column = ((Count(job.batch) * job.heads + job.head) * job.tiles + job.tile) * COLUMNS;
+  Query query;
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    const signed char* bytes = prepared + (column + 4 * set) * COLUMN + row * (COLUMN / 2);
+    if constexpr (KEY_TOKENS == 1)
+      #pragma unroll
+      for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
+        const uint4 four = *reinterpret_cast<const uint4*>(bytes + 16 * key_word(chunk, part));
+        unsigned(&words)[4] = query.words[set][chunk];
+        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+      }
+    #pragma unroll
+    for (int group = 0; group < KEY_GROUPS; group++) query.sums[group][set] = headers[column + 4 * set + part].sums[group];
+    query.biases[set] = headers[column + 4 * set + part].bias;
+  }
+  if constexpr (KEY_TOKENS > 1)
+    #pragma unroll
+    for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
+      const float* channels = reinterpret_cast<const float*>(prepared + (column + row / 2) * COLUMN);
+      #pragma unroll
+      for (int i = 0; i < 8; i++) query.channels[chunk][i] = channels[16 * key_word(chunk, part) + 8 * (row % 2) + i];
+    }
+  query.unit = headers[column].unit, query.cap = cap;
+
+  State state = {};
+  int slot = 0;
+  for (int tile = first; tile < last; tile++) {
+    wait_groups<STAGES - 2>();
+    __syncwarp();  // all lanes' copies have arrived, and nobody reads the stage before any more
+    const int ahead = tile + STAGES - 1, free = slot ? slot - 1 : STAGES - 1;
+    if (ahead < last) cursor.fetch(ahead, ring + free * STAGE);
+    end_group();
+    process(state, ring + slot * STAGE, length - tile * TILE, query, place, tile == first);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+  wait_groups<0>();
+  let_next_start();
+
+  // The sum over the rows that other lanes have.
+  #pragma unroll
+  for (int step = 4; step < 32; step *= 2)
+    #pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      state.sum[set] += __shfl_xor_sync(ALL, state.sum[set], step);
+      #pragma unroll
+      for (int group = 0; group < VALUE_GROUPS; group++)
+        state.offsets[group][set] += __shfl_xor_sync(ALL, state.offsets[group][set], step);
+    }
+
+  // Merge the warps. [warp][column][VALUE_DIM + 2]: the outputs, the reference and the sum.
+  __syncthreads();
+  constexpr int WIDTH = VALUE_DIM + 2;
+  float* merged = reinterpret_cast<float*>(shared);
+  #pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    float* to = merged + (warp * COLUMNS + 4 * set + part) * WIDTH;
+    #pragma unroll
+    for (int chunk = 0; chunk < VALUE_CHUNKS; chunk++)
+      #pragma unroll
+      for (int field = 0; field < 4; field++)
+        #pragma unroll
+        for (int byte = 0; byte < 4; byte++) {
+          const int word = 8 * chunk + row;
+          if (word >= VALUE_WORDS) continue;
+          float offset = state.offsets[0][set];
+          #pragma unroll
+          for (int group = 1; group < VALUE_GROUPS; group++)
+            if (group_of<VALUE_DIM, VALUE_GROUP>(word, field) == group) offset = state.offsets[group][set];
+          const float power = 16777216.0f / (1 << 2 * field);
+          const float(&sums)[4] = state.output[set][chunk][field][byte / 2];
+          to[channel<VALUE_DIM>(word, byte, field)] = power * (sums[byte % 2 * 2] + sums[byte % 2 * 2 + 1]) + offset;
+        }
+    if (!row) to[VALUE_DIM] = first < last ? state.top[set] : LOWEST, to[VALUE_DIM + 1] = state.sum[set];
+  }
+  __syncthreads();
+  const int columns = min(Count(COLUMNS), job.columns - job.tile * COLUMNS);
+  for (int c = 0; c < columns; c++) {
+    float top = LOWEST, total = 0.0f, factors[WARPS];
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, merged[(w * COLUMNS + c) * WIDTH + VALUE_DIM]);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float* of = merged + (w * COLUMNS + c) * WIDTH + VALUE_DIM;
+      factors[w] = exp2_of(of[0] - top);
+      total += factors[w] * of[1];
+    }
+    for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
+      float x = 0.0f;
+      #pragma unroll
+      for (int w = 0; w < WARPS; w++) x += factors[w] * merged[(w * COLUMNS + c) * WIDTH + d];
+      outputs[job.at(c) * VALUE_DIM + d] = x;
+    }
+    if (!threadIdx.x) totals[job.at(c)] = {top + (SOFT_CAP ? 0.0f : headers[column + c].bias), total};
+  }
+}
+
+// The exact tokens from `begin` on, at most WINDOW. Of n query tokens, number i does not read the `newest` * (n - 1 - i) last ones.
+__device__ void attend_exact(
+    const Job& job, const Rows& rows, int begin, int newest, const Element* query, float scale, float cap, float2* totals,
+    float* outputs, char* shared) {
+  constexpr int SHARE = KEY_DIM / COMPARERS, PADDED = SHARE + 4;
+  static_assert((COMPARERS * PADDED + WINDOW + 2) * COLUMNS * sizeof(float) <= SHARED && WINDOW <= 32, "too large");
+  float* queries = reinterpret_cast<float*>(shared);                     // [COLUMNS][COMPARERS][PADDED]
+  float* scores = queries + COLUMNS * COMPARERS * PADDED;                // [WINDOW][COLUMNS]
+  float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
+  const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
+  const Count group = Count(job.batch) * job.heads + job.head;
+  const int length = rows.lengths ? rows.lengths[job.batch] : int(rows.room), count = min(WINDOW, length - begin);
+  const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
+  for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
+    const int c = i / KEY_DIM, d = i % KEY_DIM;
+    const float x = c < columns ? element(query[(group * job.columns + first + c) * KEY_DIM + d]) : 0.0f;
+    queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
+  }
+  float key[SHARE] = {};
+  if (token < count) load<SHARE>(key, rows.key + (group * rows.room + begin + token) * KEY_DIM + side * SHARE);
+  // Values are on their way while keys are compared.
+  Element values[WINDOW];
+  const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM;
+  #pragma unroll
+  for (int i = 0; i < WINDOW; i++) values[i] = i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
+  wait_for_previous();
+  __syncthreads();
+  #pragma unroll 2
+  for (int c = 0; c < COLUMNS; c++) {
+    const float4* of = reinterpret_cast<const float4*>(queries + (c * COMPARERS + side) * PADDED);
+    float score = 0.0f;
+    #pragma unroll
+    for (int d = 0; d < SHARE; d += 4) {
+      const float4 x = of[d / 4];
+      score += key[d] * x.x + key[d + 1] * x.y + key[d + 2] * x.z + key[d + 3] * x.w;
+    }
+    #pragma unroll
+    for (int step = 1; step < COMPARERS; step *= 2) score += __shfl_xor_sync(ALL, score, step);
+    const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
+    if (side == c % COMPARERS)
+      scores[token * COLUMNS + c] = begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  for (int c = threadIdx.x / 32; c < COLUMNS; c += WARPS) {
+    float score = lane < WINDOW ? scores[lane * COLUMNS + c] : MINUS_INFINITY, top = fmaxf(score, LOWEST);
+    #pragma unroll
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    score = exp2_of(score - top);
+    if (lane < WINDOW) scores[lane * COLUMNS + c] = score;
+    #pragma unroll
+    for (int step = 16; step; step /= 2) score += __shfl_xor_sync(ALL, score, step);
+    if (!lane) merged[c] = {top, score};
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
+    if (d >= THREADS)
+      #pragma unroll
+      for (int i = 0; i < WINDOW; i++) values[i] = i < count ? value[i * VALUE_DIM + d] : 0;
+    float sums[COLUMNS] = {};
+    #pragma unroll
+    for (int i = 0; i < WINDOW; i++) {
+      const float x = element(values[i]);
+      #pragma unroll
+      for (int c = 0; c < COLUMNS; c++) sums[c] += scores[i * COLUMNS + c] * x;
+    }
+    for (int c = 0; c < columns; c++) outputs[job.at(c) * VALUE_DIM + d] = sums[c];
+  }
+  if (threadIdx.x < columns) totals[job.at(threadIdx.x)] = merged[threadIdx.x];
+}
+
+// Grid: x = windows + splits, where windows are the blocks of the sink and of the recent tokens; y = KV heads times tiles of
+// columns, z = batch. `lengths` [B]: how many tokens are packed.
+// totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
+    const Element* query, Count columns, Count tokens, const signed char* prepared, const Header* headers,
+    const Address* keys, const Address* values, Count key_pages, Count value_pages, const int* lengths, Count splits, Count tiles,
+    const Element* sink_key, const Element* sink_value, const int* sink_lengths, Count sink_room, const Element* recent_key,
+    const Element* recent_value, const int* recent_lengths, Count recent_room, double scale, double cap, float2* totals,
+    float* outputs) {
+  __shared__ alignas(128) char shared[SHARED];
+  const int windows = gridDim.x - splits;
+  const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), int(blockIdx.z),
+                   int(blockIdx.x), int(gridDim.x), columns, tokens};
+  const float capped = float(cap) * LOG2E;
+  if (blockIdx.x < windows) {
+    const int sinks = (sink_room + WINDOW - 1) / WINDOW, block = blockIdx.x;
+    const bool early = block < sinks;
+    const Rows rows = early ? Rows{sink_key, sink_value, sink_lengths, sink_room}
+                            : Rows{recent_key, recent_value, recent_lengths, recent_room};
+    const int begin = (early ? block : block - sinks) * WINDOW;
+    attend_exact(job, rows, begin, !early, query, scale, capped, totals, outputs, shared);
+    return;
+  }
+  const int length = lengths[job.batch], count = (length + TILE - 1) / TILE;
+  const int each = (count + splits - 1) / splits, begin = min(count, int(blockIdx.x - windows) * each);
+  const Tables tables = {keys, values, key_pages, value_pages};
+  attend_packed(job, tables, begin, min(count, begin + each), length, prepared, headers, capped, totals, outputs, shared);
+}
+
+// ---- merging ---------------------------------------------------------------------------------------------------------------
+
+// Merge the parts of TOGETHER columns, by as many groups of threads: packed parts, which come after `windows` exact ones, are
+// rotated back first. Grid: x = columns / TOGETHER, y = KV heads, z = batch. matrix [H, VALUE_DIM, VALUE_DIM],
+// mean [H, VALUE_DIM] or null, sinks [H_q] or null (logits that take part in the softmax and read nothing), result
+// [B, H, columns, VALUE_DIM].
+constexpr int LANES = VALUE_DIM <= 128 ? 128 : 256, GROUPS = 512 / LANES, MOST_TOTALS = 1024;  // columns times parts, of a block
+
+template <int TOGETHER>
+__device__ void merge(
+    const float2* totals, const float* outputs, int columns, int padded, int parts, int windows, int tokens, const float* matrix,
+    const float* mean, const float* sinks, Element* result) {
+  constexpr int D = VALUE_DIM, HELPERS = GROUPS / TOGETHER, SHARE = D / HELPERS;
+  constexpr bool EARLY = SHARE <= 32;  // numbers of the matrix for a thread, where they fit into registers
+  __shared__ float packed[GROUPS][LANES], exact[GROUPS][LANES];
+  __shared__ float2 all_totals[MOST_TOTALS];
+  const int head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
+  const int d = threadIdx.x % LANES, group = threadIdx.x / LANES, helper = group % HELPERS, base = group - helper;
+  const int column = blockIdx.x * TOGETHER + group / HELPERS;
+  const bool works = column < columns && d < D;
+  const float* rows = matrix + Count(head) * D * D;
+  float numbers[EARLY ? SHARE : 1] = {};
+  if (EARLY && d < D)
+    #pragma unroll
+    for (int i = 0; i < (EARLY ? SHARE : 0); i++) numbers[i] = rows[(i * HELPERS + helper) * D + d];
+  wait_for_previous();
+
+  const Count of_head = (Count(batch) * heads + head) * padded * parts;
+  const int first = blockIdx.x * TOGETHER * parts;
+  for (int i = threadIdx.x; i < TOGETHER * parts; i += 512) all_totals[i] = totals[of_head + first + i];
+  __syncthreads();
+  const float2* mine = all_totals + group / HELPERS * parts;
+  const float* of = outputs + (of_head + Count(column) * parts) * D + d;
+  // Every warp has one column, and finds out for itself what all its threads need.
+  const float sink = sinks && column < columns ? sinks[head * (columns / tokens) + column / tokens] * LOG2E : LOWEST;
+  float top = sink, total = 0.0f, share = 0.0f;
+  for (int i = threadIdx.x % 32; i < parts; i += 32) top = fmaxf(top, mine[i].x);
+  #pragma unroll
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  for (int i = threadIdx.x % 32; i < parts; i += 32) {
+    const float sum = exp2_of(mine[i].x - top) * mine[i].y;
+    total += sum, share += i < windows ? 0.0f : sum;
+  }
+  #pragma unroll
+  for (int step = 16; step; step /= 2)
+    total += __shfl_xor_sync(ALL, total, step), share += __shfl_xor_sync(ALL, share, step);
+  total += sinks ? exp2_of(sink - top) : 0.0f;
+  float of_packed = 0.0f, of_exact = 0.0f;
+  if (works)
+    #pragma unroll 8
+    for (int i = helper; i < parts; i += HELPERS) {
+      const float x = exp2_of(mine[i].x - top) * of[Count(i) * D];
+      of_exact += i < windows ? x : 0.0f, of_packed += i < windows ? 0.0f : x;
+    }
+  packed[group][d] = of_packed, exact[group][d] = of_exact;
+  __syncthreads();
+  float turned = 0.0f;
+  if (works)
+    #pragma unroll (EARLY ? SHARE : 8)
+    for (int i = 0; i < SHARE; i++) {
+      float x = 0.0f;
+      #pragma unroll
+      for (int h = 0; h < HELPERS; h++) x += packed[base + h][i * HELPERS + helper];
+      turned += x * (EARLY ? numbers[EARLY ? i : 0] : rows[(i * HELPERS + helper) * D + d]);
+    }
+  __syncthreads();
+  packed[group][d] = turned;
+  __syncthreads();
+  if (!works || helper) return;
+  float x = mean ? share * mean[head * D + d] : 0.0f;
+  #pragma unroll
+  for (int h = 0; h < HELPERS; h++) x += packed[base + h][d] + exact[base + h][d];
+  result[((Count(batch) * heads + head) * columns + column) * D + d] = rounded(x / total);
+}
+
+// One column a block, for few of them, or as many as it has groups of threads, which then share what they read of the matrix.
+extern "C" __global__ void __launch_bounds__(512) finish(
+    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result) {
+  merge<1>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 3) finish_many(
+    const float2* totals, const float* outputs, Count columns, Count padded, Count parts, Count windows, Count tokens,
+    const float* matrix, const float* mean, const float* sinks, Element* result) {
+  merge<GROUPS>(totals, outputs, columns, padded, parts, windows, tokens, matrix, mean, sinks, result);
+}

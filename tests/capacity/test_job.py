@@ -1,0 +1,110 @@
+"""What fits a card, how fast decoding can be, and the answer in words."""
+
+import json
+
+import pytest
+from support.popular import CONFIGS
+
+from rotationzoo.capacity.cache_bytes import Storage
+from rotationzoo.capacity.cards import parse_card
+from rotationzoo.capacity.job import Wish, measure_capacity
+from rotationzoo.capacity.report import capacity_json
+from rotationzoo.capacity.verdict import judge_wish, remarks
+from rotationzoo.codec.formats import VLLM
+
+
+@pytest.fixture
+def measure(tmp_path):
+    """The capacity of a popular model, from its config alone."""
+
+    def measured(name, gpu, context=131072, requests=1, storage=None, **changes):
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
+        card = parse_card(gpu)
+        return measure_capacity(Wish(str(tmp_path), context, requests, card, storage or Storage()))
+
+    return measured
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "says"),
+    [
+        ("Llama-3.3-70B", "RTX 3090", "No: even in 4 bits, the weights take 39.8 GB"),
+        ("Qwen2.5-72B", "RTX 3090", "No: even in 4 bits, the weights take 41.5 GB"),
+        ("Qwen2.5-7B", "RTX 3090", "weights as published and a cache in bf16, fp8, int4 or int2"),
+        ("Llama-3.3-70B", "2x RTX 3090", "weights in 4 bits and a cache in int2"),
+        ("Llama-3.3-70B", "H100", "weights in 4 bits and a cache in fp8, int4 or int2"),
+        ("Qwen3-8B", "24GiB", "weights as published and a cache in int4 or int2"),
+    ],
+)
+def test_can_i_run_128k(measure, name, gpu, says):
+    capacity = measure(name, gpu, storage=Storage(VLLM))
+    fits, sentence = judge_wish(capacity, capacity.wish.card)
+    assert says in sentence
+    assert sentence.startswith("Yes: " if fits else "No: ")
+
+
+def test_a_claim_that_cannot_be(measure):
+    capacity = measure("Qwen3-4B", "H200", 100_000, 256, Storage(VLLM))
+    fits, sentence = judge_wish(capacity, capacity.wish.card)
+    assert not fits
+    assert sentence == (
+        "No: 256 requests of 100,000 tokens need 541 GB of cache even in int2, beside 2.7 GB of "
+        "weights in 4 bits, and H200 has 136 GB for both"
+    )
+
+
+def test_what_fits_is_what_the_bytes_say(measure):
+    report = capacity_json(measure("Qwen2.5-7B", "RTX 3090"))
+    card = report["gpu"]
+    free = card["usable_bytes"] - report["weights_bytes"]["published"]
+    # 57,344 bytes a token in bf16; in int2, 8,960 and 320 exact tokens.
+    assert report["max_context"]["bf16"] == free // 57_344
+    exact = 320 * (57_344 - 8_960)
+    assert report["max_context"]["int2"] == (free - exact) // 8_960
+    assert report["max_requests"]["bf16"] == free // (57_344 * 131_072) == 1
+    assert report["max_requests"]["int2"] == free // (8_960 * 131_072 + exact) == 6
+    assert report["kv_bytes_per_token"]["bf16"] == 57_344
+    assert report["kv_bytes_per_token"]["int2"] == 8_960 + exact / 131_072
+    assert report["weights_bytes"]["published"] == report["parameters"] * 2
+
+
+def test_the_bound_of_bandwidth(measure):
+    """A step reads all weights but the input embedding, and the cache of each request."""
+    capacity = measure("Qwen3-8B", "H100", requests=2)
+    read = capacity.weights.published - 2 * 151_936 * 4096
+    cache = 131_072 * 147_456
+    expected = 2 * 3.35e12 / (read + 2 * cache)
+    assert capacity.tokens_per_second("bf16", "published", parse_card("H100")) == expected
+    assert capacity.tokens_per_second("bf16", "published", parse_card("80GiB")) is None
+    assert capacity.tokens_per_second("bf16", "published", parse_card("L40S")) is None
+
+
+def test_a_step_reads_the_experts_that_it_uses(measure):
+    """Qwen3-30B-A3B: 8 of 128 experts for one token; of two, the second finds 8 / 128 of its own
+    among them."""
+    capacity = measure("Qwen3-30B-A3B", "H200", context=1)
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = capacity.weights.published - 2 * experts - 2 * 151_936 * 2048
+    read = others + 2 * experts * 8 / 128
+    rate = capacity.tokens_per_second("bf16", "published", parse_card("H200"))
+    assert rate == pytest.approx(4.8e12 / (read + 98_304))
+    assert capacity.shape.touched_experts(2) == pytest.approx((16 - 0.5) / 128)
+
+
+def test_a_latent_is_refused_for_int2_alone(measure):
+    capacity = measure("DeepSeek-V3", "8x H200")
+    report = capacity_json(capacity)
+    assert "MLA" in report["refusal"]
+    assert report["kv_bytes_per_token"] == {
+        "bf16": 70_272, "fp8": 35_136, "int4": None, "int2": None,
+    }  # fmt: skip
+    assert report["bits_per_element"] is None
+    assert set(report["max_requests"]) == {"bf16", "fp8"}
+    assert report["max_requests"]["bf16"] > 1
+    assert any("cannot have an int2 cache" in line for line in remarks(capacity))
+
+
+def test_more_tokens_than_positions(measure):
+    (remark, _) = remarks(measure("Qwen3-8B", "H100"))
+    assert "40,960 positions" in remark
+    assert len(remarks(measure("Llama-3.1-8B", "H100"))) == 1

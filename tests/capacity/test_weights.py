@@ -1,0 +1,101 @@
+"""Bytes of weights: from files, the index, the hub or the config."""
+
+import json
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from support.popular import CONFIGS, PARAMETERS
+
+from rotationzoo.capacity.config_shape import shape_of_config
+from rotationzoo.capacity.weights import weigh
+from rotationzoo.model.source import DEMO, Source
+
+
+def not_counted():
+    raise AssertionError("the config tells")
+
+
+def weights_of(name, folder, revision=None, **changes):
+    config = {**CONFIGS[name], **changes}
+    return weigh(Source(name, folder, revision), config, shape_of_config(config), not_counted)
+
+
+def test_from_the_config(tmp_path):
+    weights = weights_of("Qwen3-8B", tmp_path)
+    assert weights.origin == "config"
+    assert weights.published == pytest.approx(2 * PARAMETERS["Qwen3-8B"], rel=1e-4)
+    single = weights_of("Qwen3-8B", tmp_path, torch_dtype="float32")
+    assert single.published == 2 * weights.published
+    assert single.unread == 2 * weights.unread
+    odd = weights_of("Qwen3-8B", tmp_path, torch_dtype=["float32"], quantization_config="fp8")
+    assert odd.published == weights.published, "what says nothing is taken for bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    # Embedding and output projection stay in 16 bits.
+    [
+        ("Qwen2.5-72B", 2 * 152_064 * 8192),
+        ("Llama-3.3-70B", 2 * 128_256 * 8192),
+        ("Qwen3-4B", 151_936 * 2560),  # one matrix
+    ],
+)
+def test_in_4_bits(tmp_path, name, kept):
+    """4 bits a weight, and 20 for each group of 128: 4.15625."""
+    expected = 2 * kept + (PARAMETERS[name] - kept) * 4.15625 / 8
+    assert weights_of(name, tmp_path).four_bit == pytest.approx(expected, rel=1e-4)
+
+
+def test_experts_published_in_4_bits(tmp_path):
+    """gpt-oss-20b: 24 layers of 32 experts of 3 matrices in MXFP4, 4.25 bits; the rest in bf16."""
+    weights = weights_of("gpt-oss-20b", tmp_path)
+    experts = 24 * 32 * 3 * 2880 * 2880
+    expected = experts * 4.25 / 8 + 2 * (PARAMETERS["gpt-oss-20b"] - experts)
+    assert weights.published == pytest.approx(expected, rel=2e-3)
+    assert weights.published_experts == weights.four_bit_experts == experts * 4.25 / 8
+    assert weights.four_bit == weights.published
+
+
+def test_from_the_index(tmp_path):
+    size = 2 * PARAMETERS["Qwen3-8B"]
+    shards = {"x": "model-00001-of-00002.safetensors"}  # which is not on this machine
+    index = {"metadata": {"total_size": size}, "weight_map": shards}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = weights_of("Qwen3-8B", tmp_path)
+    assert (weights.origin, weights.published) == ("index", size)
+    assert weights.parameters == PARAMETERS["Qwen3-8B"]
+    assert weights.unread == 2 * 151_936 * 4096
+    assert weights_of("Qwen3-4B", tmp_path).unread == 0, "the embedding is read as the output"
+
+
+def test_from_the_files():
+    weights = weights_of("Qwen3-8B", DEMO)
+    assert weights.origin == "files"
+    assert weights.published == (DEMO / "model.safetensors").stat().st_size
+
+
+def test_from_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def model_info(_, name, **options):
+        asked.append((name, options))
+        return SimpleNamespace(safetensors=SimpleNamespace(parameters=counts))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    counts = {"F8_E4M3": 1000, "BF16": 10, "F32": 1}
+    weights = weights_of("DeepSeek-V3", tmp_path, "0" * 40)
+    assert (weights.origin, weights.published) == ("hub", 1024)
+    assert asked == [("DeepSeek-V3", {"revision": "0" * 40, "expand": ["safetensors"]})]
+    counts = {"NEW_TYPE": 1000}
+    assert weights_of("Qwen3-8B", tmp_path, "0" * 40).origin == "config"
+
+
+def test_without_any_other_word_the_model_is_counted(tmp_path):
+    config = dict(CONFIGS["DeepSeek-V3"])
+    del config["intermediate_size"], config["moe_intermediate_size"]
+    source = Source("x", tmp_path, None)
+    weights = weigh(source, config, shape_of_config(config), lambda: 671 * 10**9)
+    assert weights.parameters == 671 * 10**9
+    # Embeddings in 16 bits, the rest in 8.
+    assert weights.published == 671 * 10**9 + 2 * 129_280 * 7168

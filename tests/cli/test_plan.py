@@ -1,0 +1,133 @@
+"""`rotationzoo plan`: what it prints, and that it does not wait for torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.command_line import only_error
+from support.models import save_family
+from support.popular import CONFIGS
+
+
+@pytest.fixture
+def qwen3_8b(inside):
+    """The config of Qwen3-8B in a folder of that name."""
+    folder = inside.folder / "Qwen3-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
+    return folder
+
+
+def test_json(inside, qwen3_8b):
+    result = inside("plan", "Qwen3-8B", "--gpu", "H100", "--format", "vllm", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["kv_bytes_per_token"]["bf16"] == 147_456
+    assert report["bits_per_element"] == pytest.approx(2.28, abs=5e-3)
+    assert report["max_context"].keys() == report["max_requests"].keys()
+    assert report["max_context"]["int2"] > 6 * report["max_context"]["bf16"] > 0
+    assert [card["name"] for card in report["cards"]][-3:] == ["H100", "H200", "B200"]
+    assert report["fits"] is True
+    assert report["commands"] == [
+        "rotationzoo calibrate Qwen3-8B",
+        "rotationzoo generate Qwen3-8B --rotations rotations/Qwen3-8B-oscar --format vllm",
+        "rotationzoo export rotations/Qwen3-8B-oscar --to vllm",
+    ]
+
+
+def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):
+    words = ["--sink", "4", "--recent", "128", "--requests", "3"]
+    lines = inside("plan", "Qwen3-8B", *words).stdout.splitlines()
+    tables = [line for line in lines if "  " in line.strip() and not line.startswith("  ")]
+    assert max(map(len, tables)) <= 80
+    assert any(line.split()[:2] == ["bf16", "147,456"] for line in lines)
+    assert any(line.startswith("B200") for line in lines)
+    assert "  rotationzoo export rotations/Qwen3-8B-oscar --to sglang --windows 4/128" in lines
+
+
+def test_quiet_is_the_answer_alone(inside, qwen3_8b):
+    result = inside("plan", "Qwen3-8B", "--gpu", "16GiB", "--quiet")
+    assert result.stdout == (
+        "Yes: 16GiB holds 1 request of 131,072 tokens with weights in 4 bits and a cache in int4 "
+        "or int2\n"
+    )
+
+
+def test_published_rotations_are_named(inside, qwen3_8b, monkeypatch):
+    from rotationzoo.model import source
+
+    hub = source.Source("Qwen/Qwen3-8B", qwen3_8b, "0" * 40)
+    monkeypatch.setattr("rotationzoo.capacity.job.find", lambda *_: hub)
+    monkeypatch.setattr("rotationzoo.capacity.weights._ask_hub", lambda _: None)
+    result = inside("plan", "Qwen/Qwen3-8B")
+    assert "Published rotations: oscar-v1, at Zhongzhu/OSCAR-RotationZoo; fetch" in result.stdout
+    assert "rotationzoo pull Qwen/Qwen3-8B\n" in result.stdout
+    report = json.loads(inside("plan", "Qwen/Qwen3-8B", "--json").stdout)
+    assert {entry["model"] for entry in report["zoo"]} == {"Qwen/Qwen3-8B"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["./nowhere"], 1, "there is no folder ./nowhere"),
+        (["demo", "--gpu", "banana"], 2, "neither a card's name nor an amount of memory"),
+        (["demo", "--gpu", "h300"], 2, "did you mean"),
+        (["demo", "--context", "0"], 2, "--context"),
+        (["demo", "--format", "gguf"], 2, "'sglang', 'vllm', 'mlx'"),
+    ],
+)
+def test_mistakes(inside, words, code, says):
+    assert says in only_error(inside("plan", *words), code)
+
+
+def test_a_model_without_readable_config(inside):
+    (inside.folder / "x").mkdir()
+    (inside.folder / "x" / "config.json").write_text('{"model_type": "qwen3"')
+    assert "no readable config.json" in only_error(inside("plan", "x"))
+
+
+def test_it_does_not_wait_for_torch(qwen3_8b):
+    """A known model in 0.5 s on a quiet core; torch and transformers take 2 s alone."""
+    program = f"""
+import sys
+from rotationzoo.cli.app import main
+try:
+    main(["plan", {str(qwen3_8b)!r}])
+except SystemExit as done:
+    assert not done.code
+print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_unusual_model_is_built_without_noise(inside, monkeypatch):
+    """A hybrid one, of which transformers warns that fast kernels are missing."""
+    hushed = []
+    monkeypatch.setattr(
+        "rotationzoo.cli.plan.hush_libraries", lambda models=True: hushed.append(models)
+    )
+    save_family("qwen3_5", inside.folder / "hybrid", weights=False)
+    result = inside("plan", "hybrid", "--json")
+    assert result.returncode == 0, result.stderr
+    assert hushed == [False, True], "transformers is imported and silenced only for a model"
+    report = json.loads(result.stdout)
+    assert (report["layers"], report["state_bytes_per_request"]) == (1, 14_592)
+    assert report["weights_from"] == "config"
+
+
+def test_a_model_that_nobody_can_calibrate_is_refused(inside):
+    save_family("falcon", inside.folder / "falcon", weights=False)
+    assert "in code of its own" in only_error(inside("plan", "falcon"))
+
+
+def test_a_latent_has_no_commands(inside):
+    (inside.folder / "deepseek").mkdir()
+    content = json.dumps(CONFIGS["DeepSeek-V3"])
+    (inside.folder / "deepseek" / "config.json").write_text(content)
+    shown = inside("plan", "deepseek", "--gpu", "8x H200").stdout
+    assert "deepseek cannot have an int2 cache: it caches a compressed latent (MLA)" in shown
+    assert "rotationzoo calibrate" not in shown
+    assert inside("plan", "deepseek", "--quiet").stdout.startswith("No: even in 4 bits")
