@@ -18,6 +18,7 @@ ORDER = [
     "errors",
     "progress",
     "words",
+    "ranks",
     "storage",
     "network",
     "linalg",

@@ -1,5 +1,6 @@
 """The checkpoint of an unfinished calibration, from which a stopped run resumes."""
 
+import glob
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,19 @@ def checkpoint_files(path: Path) -> tuple[Path, ...]:
     layers of a search, the scores of its candidates, and sums."""
     parts = ("text", "search", "scores")
     return *(path.with_suffix(f".{part}.safetensors") for part in parts), path
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    """The main file of the checkpoint of one of several processes, each of which saves its sums.
+
+    That of process 0 is `path` itself.
+    """
+    return path.with_suffix(f".rank{rank}.safetensors") if rank else path
+
+
+def rank_files(path: Path) -> list[Path]:
+    """The files that processes other than process 0 have saved."""
+    return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*.safetensors"))
 
 
 class Checkpoint:
@@ -123,9 +137,9 @@ class Checkpoint:
         self._save(self._scores_path, lambda: scores, {"scores": len(scores)})
 
     def remove(self) -> None:
-        """Remove all files. The sums go first: sums that outlived their text would be joined to
-        another."""
-        for path in reversed(checkpoint_files(self.path)):
+        """Remove all files, also those of other processes. The sums go first: sums that outlived
+        their text would be joined to another."""
+        for path in (*rank_files(self.path), *reversed(checkpoint_files(self.path))):
             path.unlink(missing_ok=True)
 
     def _read(

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import (
     KeyEnergyObserver,
@@ -13,7 +14,8 @@ from rotationzoo.calibration.observers import (
     zero_statistics,
 )
 from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
-from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.calibration.totals import sum_over_ranks
+from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
@@ -33,9 +35,10 @@ def collect(
 ) -> Statistics:
     """Collect the second moments that a recipe needs, for each cached layer and KV head.
 
-    - `batches`: token ids `[B, T]`.
-    - `checkpoint`: where sums are saved between batches, and from which earlier sums of the same
-      job are read.
+    - `batches`: token ids `[B, T]`. Processes that `ranks` joins take turns in taking one; each
+      returns the sums of all of them.
+    - `checkpoint`: where the sums of this process are saved between batches, and from which its
+      earlier sums of the same job are read.
     - `progress`: called with "calibrating" after every batch.
 
     Queries and outputs count at every position, towards the layer that owns the cache they read.
@@ -47,7 +50,7 @@ def collect(
     the layer, if an activation is not finite. Raises `UnsupportedModel` too if the recipe has error
     feedback and the model does not show its softmax.
     """
-    two_passes = recipe.value_statistic == "key_energy"
+    passes = 2 if recipe.value_statistic == "key_energy" else 1
     statistics, done = zero_statistics(geometry, recipe), 0
     saved = checkpoint.read(statistics) if checkpoint is not None else None
     if saved is not None:
@@ -55,40 +58,46 @@ def collect(
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     tower = decoder(model)
-    total = len(batches) * (2 if two_passes else 1)
+    shared = ranks.share(batches)
     observer = MomentObserver(geometry, statistics, skip)
-    for step in range(done, total):
-        # Created late, also after a resume: it needs the finished query moments of the first pass.
-        if step >= len(batches) and not isinstance(observer, KeyEnergyObserver):
-            observer = KeyEnergyObserver(geometry, statistics, skip)
-        ids = batches[step % len(batches)].to(input_device(model))
-        sampling = recipe.feedback and step < len(batches)
-        peaked = PeakedQueryObserver(geometry, statistics, (recipe.sink, recipe.recent))
-        with capture(model, observer), intercept(model, peaked) if sampling else nullcontext():
-            tower(input_ids=ids, use_cache=False)
-        try:
-            kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
-            _check_finite(statistics, kinds)
-        except RotationZooError:
+    for number in range(passes):
+        if number == 1:
+            # It needs the finished query moments of the first pass, also after a resume.
+            queries = sum_over_ranks(statistics, ["query"])
+            observer = KeyEnergyObserver(geometry, statistics, skip, queries)
+        first = number * len(shared)
+        for step in range(max(done, first), first + len(shared)):
+            ids = shared[step - first].to(input_device(model))
+            sampling = recipe.feedback and number == 0
+            peaked = PeakedQueryObserver(geometry, statistics, (recipe.sink, recipe.recent))
+            with capture(model, observer), intercept(model, peaked) if sampling else nullcontext():
+                tower(input_ids=ids, use_cache=False)
+            try:
+                kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
+                _check_finite(statistics, kinds)
+            except RotationZooError:
+                if checkpoint is not None:
+                    # Its sums would make a run with other options refuse to start.
+                    checkpoint.remove()
+                raise
             if checkpoint is not None:
-                checkpoint.remove()  # its sums would make a run with other options refuse to start
-            raise
-        if checkpoint is not None:
-            checkpoint.save(statistics, step + 1)
-        progress("calibrating", step + 1, total)
-    _check_counts(statistics, geometry, batches, skip)
-    return statistics
+                checkpoint.save(statistics, step + 1)
+            progress("calibrating", step + 1, passes * len(shared))
+            ranks.beat()
+    totals = sum_over_ranks(statistics)
+    _check_counts(totals, geometry, batches, skip)
+    return totals
 
 
 def _check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
-    """Raise `RotationZooError` if a sum is not finite, before it is saved.
+    """Raise `Unsound` if a sum is not finite, before it is saved.
 
     This reads from the device once per batch; checking every activation would do so in every layer.
     """
     for layer, moments in statistics.items():
         for kind in kinds:
             if not torch.isfinite(moments[kind].first).all():
-                raise RotationZooError(
+                raise Unsound(
                     f"layer {layer} has {kind.replace('_', ' ')} activations that are not finite",
                     hint="run again with --dtype float32; if that does not help, "
                     "the weights are damaged",

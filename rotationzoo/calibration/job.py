@@ -6,6 +6,7 @@ A job can be stopped and resumed. It prints nothing; a callback reports its prog
 import time
 from contextlib import ExitStack, suppress
 
+from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import library_versions
 from rotationzoo.calibration.checkpoint import Checkpoint
@@ -70,7 +71,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     check_output(job)
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
-    source_text = _read_source_text(planned)
+    source_text = read_source_text(planned)
     check_room(planned)
     if planned.needs_weights:
         progress("fetching the weights", 0, 0)
@@ -82,7 +83,11 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     # failed download loses nothing.
     if job.restart:
         checkpoint.remove()
-    if (finished := finished_artifact(job, identity)) is not None:
+    finished = finished_artifact(job, identity)
+    # Other processes wait for this: only now the weights are there, and no older checkpoint is.
+    shares = finished is None and job.recipe.needs_statistics
+    ranks.tell(identity if shares else None)
+    if finished is not None:
         return finished
 
     result = _run(planned, source_text, checkpoint, progress)
@@ -96,7 +101,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     return artifact
 
 
-def _read_source_text(planned: Plan) -> Corpus | None:
+def read_source_text(planned: Plan) -> Corpus | None:
     """Read the calibration text, or the prompts if the model writes the text itself.
 
     None if the recipe needs no statistics. If the lengths of the rows are known by now, rows that a

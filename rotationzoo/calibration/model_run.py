@@ -120,6 +120,18 @@ def run_model(
         return replace(result, recipe=chosen.recipe, rotations=rotations, search=chosen.record)
 
 
+def collect_share(planned: Plan, text: Corpus, checkpoint: Checkpoint) -> None:
+    """Collect the statistics of this process's share of the text, and add them to those of the
+    others. Process 0 makes the artifact of them in `run_model`."""
+    job = planned.job
+    with place_weights(job.device_map, job.max_memory) as placement:
+        model = _load_model(planned, placement)
+        ids = _first_tokens(model, text)
+        geometry = planned.geometry or _look_at_model(model, ids, job.recipe)
+        recipe, _ = _check_capture(model, ids, job.recipe, geometry)
+        collect(model, geometry, text.batches(job.batch), recipe, checkpoint)
+
+
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
     """Load the model's weights, with the language-model head only if its predictions are used."""
     job = planned.job

@@ -91,16 +91,16 @@ class MomentObserver:
 class KeyEnergyObserver(MomentObserver):
     """Sums second moments of values weighted by their key energy `k C_Q k^T`.
 
-    C_Q is the second moment of the queries of all rows. OSCAR's published code uses this weight in
-    place of the attention that a value receives.
+    C_Q is the second moment of the queries of all rows, which `totals` have. OSCAR's published code
+    uses this weight in place of the attention that a value receives.
     """
 
     kinds = ("key_energy",)
 
-    def __init__(self, geometry: Geometry, statistics: Statistics, skip: int):
+    def __init__(self, geometry: Geometry, statistics: Statistics, skip: int, totals: Statistics):
         super().__init__(geometry, statistics, skip)
         self.query_moments = {
-            layer: moments["query"].second_moment for layer, moments in statistics.items()
+            layer: moments["query"].second_moment for layer, moments in totals.items()
         }
 
     def __call__(

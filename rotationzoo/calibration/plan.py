@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.calibration.checkpoint import checkpoint_files
+from rotationzoo.calibration.checkpoint import checkpoint_files, rank_files
 from rotationzoo.calibration.machine import total_memory
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.calibration.recipe_checks import (
@@ -67,7 +67,8 @@ class Job:
     @property
     def unfinished(self) -> bool:
         """Whether an earlier run for this output was stopped and can be resumed."""
-        return any(files.size_of(path) is not None for path in checkpoint_files(self.checkpoint))
+        saved = (*checkpoint_files(self.checkpoint), *rank_files(self.checkpoint))
+        return any(files.size_of(path) is not None for path in saved)
 
     @property
     def torch_device(self) -> str:

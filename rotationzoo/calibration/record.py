@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import transformers
 
+from rotationzoo import ranks
 from rotationzoo.calibration.generate import hash_settings, read_sampling
 from rotationzoo.calibration.identity import Identity
 from rotationzoo.calibration.machine import device_name, peak_memory
@@ -50,6 +51,8 @@ def identify_job(job: Job, source: Source, source_text: Corpus | None) -> dict[s
         "device_map": job.device_map,
         "max_memory": job.max_memory,
         "budget": job.budget,
+        # The order of float64 sums depends on it.
+        "processes": ranks.world() if ranks.world() > 1 else None,
     }
     return identity | {key: str(value) for key, value in optional.items() if value is not None}
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from rotationzoo import __version__
+from rotationzoo import __version__, ranks
 from rotationzoo.cli.calibrate import calibrate_command
 from rotationzoo.cli.evaluate import evaluate_command
 from rotationzoo.cli.export import export_command
@@ -65,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     start_output()
+    if (rank := ranks.launched_rank()) is not None:
+        ranks.use_one_gpu()
+        if rank > 0:
+            _close_output()
     try:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         code = _command_line().main(words, "rotationzoo", standalone_mode=False)
@@ -97,18 +101,34 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**options: Any) -> None:
         try:
+            _check_launcher(command)
             command(**options)
             sys.stdout.flush()  # now, while the error of a full disk can still be reported
         except KeyboardInterrupt as error:
             raise Interrupted("interrupted") from error
         except BrokenPipeError as error:
-            # The reader, such as `head`, has read enough. Redirect the streams, or else Python
-            # reports the closed pipe when it flushes them at exit.
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            # The reader, such as `head`, has read enough. Without this, Python reports the closed
+            # pipe when it flushes the streams at exit.
+            _close_output()
             raise typer.Exit(1) from error
 
     return run
+
+
+def _check_launcher(command: Callable[..., None]) -> None:
+    """Raise `UsageError` for a command that several processes would each do alone."""
+    if ranks.launched_rank() is None or command is calibrate_command:
+        return
+    raise UsageError(
+        "only calibrate can be shared among the processes of torchrun or accelerate launch",
+        hint=f"start it alone: {shlex.join(['rotationzoo', *sys.argv[1:]])}",
+    )
+
+
+def _close_output() -> None:
+    """Discard what is still printed, by this package or by a library."""
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 for _name, _command in COMMANDS.items():

@@ -1,0 +1,59 @@
+"""The part of a calibration under torchrun that every process but process 0 does: it adds the sums
+of its share of the text."""
+
+from rotationzoo import ranks
+from rotationzoo.calibration.checkpoint import Checkpoint, rank_file
+from rotationzoo.calibration.identity import differences
+from rotationzoo.calibration.job import read_source_text
+from rotationzoo.calibration.model_run import collect_share
+from rotationzoo.calibration.plan import Job, plan
+from rotationzoo.calibration.record import identify_job
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.model import loading
+from rotationzoo.model.source import fetch
+from rotationzoo.recipe import SELF
+
+# What must agree between processes. Their GPUs may differ.
+_PARTS = ("recipe", "config", "weights", "text", "batch", "dtype", "versions")
+
+
+def contribute(job: Job) -> None:
+    """Do the share of this process in a job that process 0 runs with `calibrate`.
+
+    Waits until process 0 has checked the job and fetched the model. Does nothing if the artifact is
+    finished, or if the recipe needs no statistics. Raises as `calibrate` does.
+    """
+    first = ranks.listen()
+    if first is None:
+        return
+    planned = plan(job)
+    if planned.refusal is not None:
+        raise planned.refusal
+    text = read_source_text(planned)
+    assert text is not None
+    fetch(planned.source)
+    identity = identify_job(planned.job, planned.source, text)
+    if changed := differences(first, identity, _PARTS):
+        raise RotationZooError(
+            f"process {ranks.rank()} would add sums of another job: {', '.join(changed)} differ",
+            hint="give every machine the same command, files and versions",
+        )
+    checkpoint = Checkpoint(rank_file(planned.job.checkpoint, ranks.rank()), identity)
+    with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
+        collect_share(planned, text, checkpoint)
+
+
+def check_shareable(job: Job) -> None:
+    """Raise `UsageError` for a job that one process has to do alone."""
+    alone = None
+    if job.recipe.search is not None:
+        alone = f"the recipe {job.recipe.name} searches, which"
+    elif job.recipe.data.source == SELF:
+        alone = "the model writes its own text with --data self, which"
+    elif job.device_map is not None:
+        alone = "--device-map spreads one model over all devices, which"
+    if alone is not None:
+        raise UsageError(
+            f"{alone} processes cannot share yet",
+            hint="start it without torchrun or accelerate launch",
+        )

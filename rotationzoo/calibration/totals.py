@@ -1,0 +1,44 @@
+"""The sums of all processes, of which each has added up those of its share of the text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import torch
+
+from rotationzoo import ranks
+from rotationzoo.linalg.moments import Moment, Statistics
+
+
+def sum_over_ranks(statistics: Statistics, kinds: Sequence[str] | None = None) -> Statistics:
+    """The sums over all processes, or those of some kinds alone. A process that is alone gets its
+    statistics as they are.
+
+    Every process calls this with the same layers and kinds. Float64 sums of other parts differ by
+    rounding, so the result depends that much on how many processes there are.
+    """
+    if ranks.world() == 1:
+        return statistics
+    totals: Statistics = {}
+    # Sorted, because sums that were read from a checkpoint come in another order.
+    for layer in sorted(statistics):
+        moments = statistics[layer]
+        wanted = {kind: moments[kind] for kind in sorted(kinds or moments)}
+        totals[layer] = _sum_layer(wanted)
+    return totals
+
+
+def _sum_layer(moments: Mapping[str, Moment]) -> dict[str, Moment]:
+    """The totals of one layer, sent as one tensor."""
+    tensors = [
+        getattr(moment, field.name) for moment in moments.values() for field in fields(Moment)
+    ]
+    # A process without text still has its zeros where they were made.
+    device = tensors[0].device
+    total = ranks.all_reduce(torch.cat([tensor.to(device).flatten() for tensor in tensors]))
+    pieces = total.split([tensor.numel() for tensor in tensors])
+    sums = [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+    count = len(fields(Moment))
+    return {
+        kind: Moment(*sums[number * count : (number + 1) * count])
+        for number, kind in enumerate(moments)
+    }

@@ -1,0 +1,174 @@
+"""Calibration by two processes, as torchrun starts them: the test stands in for torchrun."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from support.command_line import left_behind, only_error
+from support.jobs import SMALL, job
+from support.ranks import Beside
+
+from rotationzoo.calibration.contribution import contribute
+from rotationzoo.calibration.job import calibrate, read_source_text
+from rotationzoo.calibration.plan import plan
+from rotationzoo.calibration.record import identify_job
+from rotationzoo.errors import RotationZooError
+from rotationzoo.ranks import joined
+from rotationzoo.recipe import PRESETS
+
+WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out"]
+ROUNDING = 1e-12  # measured 2e-16
+
+
+class Launcher:
+    """Starts processes of the command line as torchrun does, and holds the store through which they
+    find each other."""
+
+    def __init__(self, command):
+        self.command = command
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes = []
+
+    def start(self, *words, ranks=(0, 1), world=2, **environment):
+        for rank in ranks:
+            told = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
+                "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1, **environment,
+            }  # fmt: skip
+            process = subprocess.Popen(
+                [*self.command.program, *map(str, words)],
+                cwd=self.command.folder,
+                env=self.command.environment | {name: str(value) for name, value in told.items()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            self.processes.append(process)
+        return self
+
+    def ended(self) -> list[subprocess.CompletedProcess]:
+        """How all processes ended, once they have."""
+        results = []
+        for process in self.processes:
+            stdout, stderr = process.communicate(timeout=60)
+            results.append(
+                subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+            )
+        return results
+
+    def process_id(self, rank: int) -> int:
+        """The id that a process has told the others."""
+        # Some versions of torch set the keys of every attempt apart.
+        names = [f"hello/{rank}", f"/worker/attempt_0/hello/{rank}"]
+        until = time.monotonic() + 30
+        while not (told := [name for name in names if self.store.check([name])]):
+            assert time.monotonic() < until, "the process never said hello"
+            time.sleep(0.01)
+        return int(self.store.get(told[0]).split(b",")[1])
+
+
+@pytest.fixture
+def launcher(command):
+    return Launcher(command)
+
+
+@pytest.fixture
+def beside(monkeypatch) -> Beside:
+    return Beside(monkeypatch, rank=1)
+
+
+def silent(result, code: int) -> None:
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+def check_equal(folder, artifact) -> None:
+    """The statistics in a folder are those of an artifact, up to rounding."""
+    tensors, expected = load_file(folder / "statistics.safetensors"), artifact.statistics_tensors()
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        wanted = expected[name]
+        if tensor.dtype == torch.int64:
+            assert torch.equal(tensor, wanted)
+        else:
+            assert (tensor - wanted).norm() <= ROUNDING * wanted.norm(), name
+
+
+def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
+    """Two passes over two batches, so that the third process has none."""
+    recipe = PRESETS["oscar-v1"].model_copy(update={"data": SMALL})
+    alone = calibrate(job(tiny, tmp_path, recipe, batch=4))
+    words = ["calibrate", tiny, *WORDS, "--recipe", "oscar-v1", "--batch", "4", "--quiet"]
+    first, *others = launcher.start(*words, ranks=range(3), world=3).ended()
+    assert (first.returncode, first.stdout.strip()) == (0, "out"), first.stderr
+    for other in others:
+        silent(other, 0)
+    assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
+    check_equal(launcher.command.folder / "out", alone)
+
+
+def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):
+    words = ["calibrate", tiny, *WORDS, "--recipe", "feedback"]
+    launcher.start(*words)
+    process = launcher.process_id(1)
+    os.kill(process, signal.SIGSTOP)  # so that it is not done before the other has saved its sums
+    until = time.monotonic() + 30
+    while "out.checkpoint.safetensors" not in left_behind(launcher.command):
+        assert time.monotonic() < until, "nothing was saved"
+        time.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    first, _ = launcher.ended()
+    assert "a process of this command is gone" in only_error(first)
+    assert left_behind(launcher.command) == ["out.checkpoint.safetensors"]
+    first, second = Launcher(launcher.command).start(*words).ended()
+    assert first.returncode == 0, first.stderr
+    silent(second, 0)
+    assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
+    recipe = PRESETS["feedback"].model_copy(update={"data": SMALL})
+    check_equal(launcher.command.folder / "out", calibrate(job(tiny, tmp_path, recipe, batch=2)))
+
+
+def test_a_signal_ends_all(launcher, tiny):
+    """torchrun hands on Ctrl-C and the end of a scheduler's job; one process is enough."""
+    launcher.start("calibrate", tiny, *WORDS)
+    launcher.process_id(0)
+    os.kill(launcher.process_id(1), signal.SIGTERM)
+    first, second = launcher.ended()
+    assert "interrupted" in only_error(first, 130)
+    silent(second, 130)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["evaluate", "demo", "out"], "only calibrate can be shared"),
+        (["calibrate", "demo", "--recipe", "best"], "the recipe best searches"),
+        (["calibrate", "demo", "--data", "self"], "writes its own text"),
+        (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(words, problem, inside, monkeypatch):
+    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in {**told, "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    assert problem in only_error(inside(*words), 2)
+
+
+def test_a_process_does_not_add_sums_of_another_job(beside, tiny, tmp_path):
+    """Here the test is process 0, and has read other text."""
+    wanted = job(tiny, tmp_path, batch=2)
+    planned = plan(wanted)
+    identity = identify_job(wanted, planned.source, read_source_text(planned))
+    beside.tell("told", identity | {"text": "of a different file"})
+    with (
+        pytest.raises(RotationZooError, match="process 1 would add sums of another job: text diff"),
+        joined(lambda: "cpu"),
+    ):
+        contribute(wanted)
+    assert beside.store.get("ended/1").startswith(b'["RotationZooError", "process 1 would')
+    assert not list(tmp_path.iterdir())
