@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
+from support.devices import gpu
 from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.cache import decoding_step
@@ -23,10 +24,6 @@ from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.recipe import PRESETS
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import architectures
+from support.devices import gpu
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.decoding_graph import DecodingGraph
@@ -15,10 +16,7 @@ from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = gpu
 IDS = torch.randint(5, 60, (2, 400), generator=torch.Generator().manual_seed(1))
 
 

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from support.devices import on_gpu
 from support.nvcc import spilled_registers
 
 from rotationzoo.artifact.store import Artifact
@@ -16,11 +17,6 @@ from rotationzoo.codec import cuda, int2
 from rotationzoo.errors import RotationZooError
 
 FORMATS = int2.FORMATS
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 # Every type, format, and way to split a row among lanes at least once, clipped, with and without a
 # rotation.
 COMPILED = [

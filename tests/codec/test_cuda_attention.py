@@ -2,7 +2,6 @@
 GPU."""
 
 import math
-import platform
 import shutil
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from decode_case_list import DIMS
 from decode_cases import Case, Drawing, Inputs
 from decode_reference import error_of, reference
 from support import attention_on_cpu
+from support.devices import on_cpu, on_gpu
 from support.nvcc import compile_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,15 +29,6 @@ from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
 FLOAT = torch.float32
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-on_cpu = pytest.mark.skipif(
-    platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
-    reason="needs GNU's compiler on Linux and x86",
-)
 # Requests that end in a tile, at its end, and before the first; queries that do not fill their
 # columns; what lies beyond a request is not a number.
 SMALL = Case(

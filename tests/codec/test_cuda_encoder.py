@@ -3,16 +3,13 @@ real ones where a GPU is."""
 
 import pytest
 import torch
+from support.devices import gpu
 
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 
 HEADS, DIM = 3, 32
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 CLIP = torch.tensor([0.9, 1.0, 0.96], dtype=torch.float64)
 

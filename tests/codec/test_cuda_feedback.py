@@ -1,13 +1,13 @@
 """The CUDA kernel of error feedback: equal to its definition on a CPU, which runs the same source,
 and on a GPU; tests/codec/test_cuda.py has the other kernels."""
 
-import platform
 import shutil
 
 import pytest
 import torch
 from check_feedback import hostile_rows, metrics
 from support import cuda_on_cpu
+from support.devices import on_cpu, on_gpu
 from support.nvcc import spilled_registers
 
 from rotationzoo.calibration.job import calibrate
@@ -20,15 +20,6 @@ from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.recipe import PRESETS, Data
 
 FORMATS = int2.FORMATS
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-on_cpu = pytest.mark.skipif(
-    platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
-    reason="needs GNU's compiler, and PTX for it to skip, on x86",
-)
 # Every type and format; groups that are the row, that hold blocks of 16 channels, and that split
 # them; rows too long for shared memory.
 COMPILED = [

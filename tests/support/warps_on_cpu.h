@@ -14,6 +14,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "bits_on_cpu.h"
 #define __device__ inline
 #define __host__
 #define __global__
@@ -110,16 +112,6 @@ typedef unsigned (*Numbers)[6];
 
 // ---- functions of CUDA -----------------------------------------------------------------------------------------------------
 
-template <class To, class From>
-static To bits_as(From from) {
-  To to;
-  static_assert(sizeof to == sizeof from, "");
-  memcpy(&to, &from, sizeof to);
-  return to;
-}
-static float __int_as_float(int x) { return bits_as<float>(x); }
-static float __uint_as_float(unsigned x) { return bits_as<float>(x); }
-static unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 static int __float2int_rn(float x) { return int(nearbyintf(x)); }
 static float __fdividef(float x, float y) { return x / y; }
 #define __log2f(x) log2f(x)
@@ -150,7 +142,6 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 
 // ---- in place of the functions of attention.cu that are written in PTX ------------------------------------------------------
 
-static float from_half(unsigned bits) { return bits_as<_Float16>((unsigned short)bits); }
 static float2 from_halves(unsigned pair) { return {from_half(pair), from_half(pair >> 16)}; }
 static unsigned half_pair(float low, float high) {
   return bits_as<unsigned short>(_Float16(low)) | unsigned(bits_as<unsigned short>(_Float16(high))) << 16;
