@@ -1,0 +1,132 @@
+"""Second moments by runs of float32 products against the float64 definition, `Moment.add`."""
+
+import pytest
+import torch
+
+from rotationzoo.linalg import run_sums
+from rotationzoo.linalg.moments import Moment
+from rotationzoo.linalg.run_sums import add_runs, bfloat16_pieces, quadratic_form, run_bytes
+
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def rows(seed, heads=2, count=1000, dim=16, dtype=torch.bfloat16):
+    """Rows whose channels differ by a factor of 1,000 in scale, and have means."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(1, -2, dim)
+    return ((torch.randn(heads, count, dim, generator=generator) + 0.5) * scales).to(dtype)
+
+
+def both(x, weights=None, **options):
+    """The moments of the definition, and of runs."""
+    exact, fast = (Moment.zeros(x.shape[0], x.shape[-1]) for _ in range(2))
+    exact.add(x, weights)
+    add_runs(fast, x, weights, **options)
+    return exact, fast
+
+
+def largest_error(exact, fast):
+    """Of the entries of a second moment, relative to the rows' own energy in both channels."""
+    scale = exact.second_moment.diagonal(dim1=-2, dim2=-1).sqrt()
+    error = (fast.second_moment - exact.second_moment).abs()
+    return (error / (scale[:, :, None] * scale[:, None, :])).max().item()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_moments_are_those_of_the_definition(dtype, weighted):
+    x = rows(0, dtype=dtype)
+    weights = rows(1, dim=1).double().squeeze(-1).square() if weighted else None
+    exact, fast = both(x, weights)
+    assert largest_error(exact, fast) < 2e-6  # measured 6e-7
+    assert torch.allclose(fast.mean, exact.mean, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(fast.weight, exact.weight, rtol=1e-7, atol=0)
+    eigenvalues = (torch.linalg.eigvalsh(moment.second_moment) for moment in (exact, fast))
+    wanted, measured = eigenvalues
+    assert (measured / wanted - 1).abs().max() < 1e-5  # measured 6e-7
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1024])
+def test_runs_of_any_number_of_rows(count, monkeypatch):
+    monkeypatch.setattr(run_sums, "_BLOCK", 1)  # one head at a time
+    exact, fast = both(rows(0, heads=3, count=count))
+    assert (fast.weight == count).all()
+    assert torch.allclose(fast.second, exact.second, rtol=1e-6, atol=1e-3)
+    assert torch.allclose(fast.first, exact.first, rtol=1e-6, atol=1e-3)
+
+
+def test_pieces_add_up_to_the_number():
+    for dtype, count in zip(TYPES, (1, 2, 3), strict=True):
+        x = rows(0, dtype=dtype)
+        pieces = bfloat16_pieces(x)
+        assert len(pieces) == count
+        assert torch.equal(sum(piece.double() for piece in pieces), x.double())
+
+
+def test_pieces_are_needed():
+    """Rows rounded to bfloat16 would not do for float32 rows, nor for those that weights scale."""
+    x = rows(0, dtype=torch.float32)
+    exact, _ = both(x)
+    _, rounded = both(x.bfloat16())
+    assert largest_error(exact, rounded) > 1e-5
+
+
+def test_sums_of_runs_are_added_in_float64():
+    """Float32 cannot hold 2^32 + 256, the sum of a run of large rows and one of small ones."""
+    x = torch.cat([torch.full((1, 256, 2), 4096.0), torch.ones(1, 256, 2)], 1).bfloat16()
+    _, fast = both(x)
+    assert (fast.second == 2.0**32 + 256).all()
+    assert (both(x, run=512)[1].second != 2.0**32 + 256).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_quadratic_form(dtype):
+    x = rows(0, dtype=dtype)
+    exact, _ = both(rows(1, dtype=dtype))
+    matrix = exact.second_moment
+    wanted = ((x.double() @ matrix) * x.double()).sum(-1)
+    assert (quadratic_form(x, matrix) / wanted - 1).abs().max() < 1e-5  # measured 5e-7
+
+
+def test_float64_rows_and_rows_on_the_cpu_are_left_to_the_definition():
+    assert not run_sums.on_tensor_cores(rows(0))
+    on_gpu = torch.empty(1, 1, 1, dtype=torch.float64, device="meta")
+    assert not run_sums.on_tensor_cores(on_gpu)
+
+
+def test_truncating_accumulators_stay_within_the_bound():
+    """What tensor cores of Hopper do to a run, as Khattak and Mikaitis (2025) model it: 16 products
+    and the sum so far are cut to 2 bits more than the largest of them has, added, and cut to
+    float32."""
+
+    def cut(x, largest, bits):
+        unit = torch.exp2(largest.abs().clamp_min(1e-30).log2().floor() - bits)
+        return (x / unit).trunc() * unit
+
+    x = rows(0, heads=1, count=256)[0].double()
+    total = torch.zeros(16, 16, dtype=torch.float64)
+    for block in x.split(16):
+        terms = torch.cat([block[:, :, None] * block[:, None, :], total[None]])
+        total = cut(terms, terms.abs().amax(0), 25).sum(0)
+        total = cut(total, total, 23)
+    energy = (x.square().sum(0)[:, None] * x.square().sum(0)).sqrt()
+    error = ((total - x.mT @ x).abs() / energy).max().item()
+    assert 1e-7 < error < 256 * 2**-23  # measured 5.9e-7, of 3.1e-5
+
+
+@pytest.mark.parametrize(("dtype", "item"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_memory_is_what_is_planned(dtype, item, monkeypatch):
+    """Without the float32 copies that a CPU needs in place of tensor cores."""
+    monkeypatch.setattr(run_sums, "_multiply", lambda left, right: torch.ones(len(left), 64, 64))
+    x = rows(0, heads=4, count=8191, dim=64, dtype=dtype)
+    by_head = x.transpose(0, 1).contiguous().transpose(0, 1)
+    moment = Moment.zeros(4, 64)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        add_runs(moment, by_head.contiguous())
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    assert 0.9 < run_bytes(4, 8191, 64, item) / most < 1.3
