@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -139,6 +140,31 @@ def time_runs(rows: dict[str, torch.Tensor], runs: list[int]) -> dict[int, float
     return milliseconds
 
 
+def time_eigh(layers: int, heads: int, dim: int) -> dict[str, float]:
+    """Seconds of the eigenbases of both sides of all layers: layer by layer on the CPU as `fit`
+    takes them, in eight threads, and at once on the device."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(2 * layers, heads, 2 * dim, dim, generator=generator, dtype=torch.float64)
+    moments = factors.mT @ factors
+    on_device = moments.to(DEVICE)
+
+    def in_threads() -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(torch.linalg.eigh, moments))
+
+    ways: dict[str, Callable[[], object]] = {
+        "one after another": lambda: [torch.linalg.eigh(moment) for moment in moments],
+        "in 8 threads": in_threads,
+        f"at once on {DEVICE}": lambda: torch.linalg.eigh(on_device),
+    }
+    seconds = {}
+    for way, job in ways.items():
+        job()
+        seconds[way] = seconds_of(job)
+        print(f"eigh of {2 * layers * heads} matrices of {dim} {way}: {seconds[way]:.2f} s")
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -210,6 +236,8 @@ def main() -> None:
     fits = [seconds_of(lambda: fit(collected, recipe, geometry)) for _ in range(3)]
     print(f"fit of {len(geometry)} layers {statistics.median(fits):.2f} s")
 
+    eigh = time_eigh(len(geometry), geometry[0].kv_heads, geometry[0].key_dim)
+
     runs = [int(run) for run in args.runs.split(",")]
     of_layer = rows_of_layer(model, geometry, batches, len(geometry) // 2)
     milliseconds = time_runs(of_layer, runs)
@@ -221,6 +249,7 @@ def main() -> None:
             "ratios": ratios,
             "product_flops_per_second": peak,
             "fit_seconds": fits,
+            "eigh_seconds": eigh,
             "peak_bytes": memory.device,
             "planned_bytes": estimate,
             "layer_milliseconds": milliseconds,

@@ -99,12 +99,16 @@ class Footprint:
         length = self.recipe.data.length
         if self.on_cpu:
             return 2 * 8 * length * self._widest
-        adding = (
-            run_bytes(layer.kv_heads, layer.group * length * batch, dim, self.item)
-            for layer in self.geometry
-            for dim in (layer.key_dim, layer.value_dim)
-        )
-        return max(adding, default=0)
+        adding = [0]
+        for layer in self.geometry:
+            rows = length * batch
+            for dim in (layer.key_dim, layer.value_dim):
+                adding.append(run_bytes(layer.kv_heads, layer.group * rows, dim, self.item))
+            if self.recipe.value_statistic == "key_energy":
+                adding.append(
+                    run_bytes(layer.kv_heads, rows, layer.value_dim, self.item, weighted=True)
+                )
+        return max(adding)
 
     def peaked_queries(self, batch: int) -> int:
         """Peak memory of the decoder while the sampled queries of one batch are weighted; 0 without

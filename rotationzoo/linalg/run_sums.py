@@ -28,6 +28,10 @@ write fewer sums."""
 _PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Products of pieces whose places add up to this or more are dropped: less than 2^-26 of a product.
 _DROPPED = 3
+_FLOAT32 = 4  # bytes
+_CUTTING = (
+    3 * 2 + 2 * _FLOAT32
+)  # bytes of an entry's pieces, and of what is left while they are cut
 _BLOCK = 2**24  # float32 sums of runs that are held at once, unless one head has more
 
 
@@ -96,11 +100,18 @@ def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
     return pieces
 
 
-def run_bytes(heads: int, rows: int, dim: int, item: int) -> int:
-    """The most memory that `add_runs` takes for unweighted rows of `item` bytes an entry: copies
-    by head and with whole runs, the pieces of float32, and the sums of runs of as many heads as
-    are held at once, in float32 and, for their sum, in float64."""
-    copies = 2 * item if item < 4 else 2 * item + 6 + 8
+def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False) -> int:
+    """The most memory that `add_runs` takes for rows of `item` bytes an entry: copies by head and
+    with whole runs, what is cut into pieces, and the sums of runs of as many heads as are held at
+    once, in float32 and, for their sum, in float64."""
+    copies = 2 * item
+    cut = item >= _FLOAT32
+    if weighted:
+        copies += _FLOAT32
+    if weighted or cut:
+        copies += _PIECE_BYTES + 2 * _FLOAT32  # with what is left before and after a piece is cut
+    if weighted and cut:
+        copies += _PIECE_BYTES
     one_head = -(-rows // RUN) * dim**2
     held = min(heads * one_head, max(_BLOCK, one_head))
     return copies * heads * rows * dim + (4 + 8) * held
