@@ -29,9 +29,7 @@ _PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Products of pieces whose places add up to this or more are dropped: less than 2^-26 of a product.
 _DROPPED = 3
 _FLOAT32 = 4  # bytes
-_CUTTING = (
-    3 * 2 + 2 * _FLOAT32
-)  # bytes of an entry's pieces, and of what is left while they are cut
+_PIECE_BYTES = 3 * 2
 _BLOCK = 2**24  # float32 sums of runs that are held at once, unless one head has more
 
 
@@ -109,7 +107,8 @@ def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False
     if weighted:
         copies += _FLOAT32
     if weighted or cut:
-        copies += _PIECE_BYTES + 2 * _FLOAT32  # with what is left before and after a piece is cut
+        # What is left exists twice: before and after a piece is taken from it.
+        copies += _PIECE_BYTES + 2 * _FLOAT32
     if weighted and cut:
         copies += _PIECE_BYTES
     one_head = -(-rows // RUN) * dim**2

@@ -3,17 +3,21 @@ now and then."""
 
 import pytest
 import torch
+from loading import load
 from support import architectures
 
 from rotationzoo.calibration import checkpoint as checkpoints
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.running_sums import check_finite
+from rotationzoo.codec import int2
 from rotationzoo.errors import Unsound
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment
+from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import PRESETS, Data, Recipe
 
 BATCHES = list(torch.randint(3, 59, (3, 2, 32), generator=torch.Generator().manual_seed(2)))
 RECIPE = Recipe(sink=4, recent=6)
@@ -133,3 +137,30 @@ def test_sums_that_are_not_finite_name_their_layer(number, field):
     check_finite(statistics, ("key",))
     with pytest.raises(Unsound, match="layer 7 has value activations that are not finite"):
         check_finite(statistics, ("key", "value"))
+
+
+def test_a_rotation_costs_what_the_definition_costs(as_on_a_gpu):
+    """On activations of the demo model: eigenvalues, and the error of scores after 2-bit keys."""
+    loaded = load("demo", torch.bfloat16, Data(source="bundled", tokens=2048, length=512))
+    model, geometry, batches = loaded.model, loaded.geometry, loaded.batches(2)
+    keys = {}
+    with torch.no_grad(), capture(model, lambda layer, query, key, *_: keys.update({layer: key})):
+        model(batches[0], use_cache=False)
+    expected = collect(model, geometry, batches, Recipe())
+    wanted = fit(expected, Recipe(), geometry)
+    as_on_a_gpu()
+    fast = collect(model, geometry, batches, Recipe())
+    rotations = fit(fast, Recipe(), geometry)
+    for layer, moments in expected.items():
+        for kind, moment in moments.items():
+            eigenvalues = torch.linalg.eigvalsh(moment.second_moment)
+            error = torch.linalg.eigvalsh(fast[layer][kind].second_moment) / eigenvalues - 1
+            assert error.abs().max() < 1e-4  # measured 3e-6
+        metric = moments["query"].second_moment
+        costs = []
+        for sides in (wanted[layer], rotations[layer]):
+            matrix = sides.key.matrix.double()
+            rotated = keys[layer][0].double() @ matrix
+            noise = (int2.round_trip(rotated) - rotated) @ matrix.mT
+            costs.append(((noise @ metric) * noise).sum())
+        assert abs(costs[1] / costs[0] - 1) < 1e-4  # measured 2e-7
