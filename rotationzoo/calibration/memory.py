@@ -67,8 +67,9 @@ class Footprint:
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        # The sums exist beside the averages that are written, and with a search all its candidates
-        # exist together: the variants, and what is chosen head by head.
+        # The sums exist beside those of the batch under way, and later beside the averages that are
+        # written. With a search all its candidates exist together: the variants, and what is chosen
+        # head by head.
         candidates = len(variants(self.recipe)) + 2 if self.recipe.search else 1
         rotations = candidates * self.rotations
         kept = weights + 2 * self.statistics + rotations

@@ -1,6 +1,7 @@
 """The sums of a calibration while it runs: those of whole batches, which a checkpoint keeps, and
 those of the batch under way."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,12 +48,15 @@ class RunningSums:
                 self._checkpoint.remove()
             raise
         self._torn = True
+        totals, parts = [], []
         for layer, moments in self.batch.items():
             for kind in kinds:
-                total = self.whole[layer][kind] = self.whole[layer][kind].to(
-                    moments[kind].second.device
-                )
-                _move(moments[kind], total)
+                total = self.whole[layer][kind].to(moments[kind].second.device)
+                self.whole[layer][kind] = total
+                totals += _sums(total)
+                parts += _sums(moments[kind])
+        torch._foreach_add_(totals, parts)
+        torch._foreach_zero_(parts)
         self.done += 1
         self._torn = False
         if self._checkpoint is not None and self._checkpoint.save(self.whole, self.done):
@@ -77,19 +81,18 @@ class RunningSums:
 def check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
     """Raise `Unsound`, naming the first layer, if a sum is not finite.
 
-    All sums of a device are read at once, because each transfer waits for the device. An entry of
-    a second moment is finite if those of the diagonal are.
+    The sums of a device are looked at together, and read at once: every kernel takes its time, and
+    a transfer waits for all of them.
     """
-    places, markers = defaultdict(list), defaultdict(list)
-    for layer, moments in statistics.items():
-        for kind in kinds:
-            moment = moments[kind]
-            marker = moment.first.sum() + moment.second.diagonal(dim1=-2, dim2=-1).sum()
-            places[marker.device].append((layer, kind))
-            markers[marker.device].append(marker)
-    for device, of_device in markers.items():
-        finite = torch.stack(of_device).isfinite().tolist()
-        for (layer, kind), is_finite in zip(places[device], finite, strict=True):
+    by_device = defaultdict(list)
+    for layer, kind in itertools.product(statistics, kinds):
+        by_device[statistics[layer][kind].second.device].append((layer, kind))
+    for of_device in by_device.values():
+        moments = [statistics[layer][kind] for layer, kind in of_device]
+        first = torch.stack(torch._foreach_norm([moment.first for moment in moments]))
+        second = torch.stack(torch._foreach_norm([moment.second for moment in moments]))
+        finite = (first + second).isfinite().tolist()
+        for (layer, kind), is_finite in zip(of_device, finite, strict=True):
             if not is_finite:
                 raise Unsound(
                     f"layer {layer} has {kind.replace('_', ' ')} activations that are not finite",
@@ -98,9 +101,5 @@ def check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
                 )
 
 
-def _move(moment: Moment, total: Moment) -> None:
-    """Add a moment to a total, and set it to zero."""
-    for field in fields(Moment):
-        sums = getattr(moment, field.name)
-        getattr(total, field.name).add_(sums)
-        sums.zero_()
+def _sums(moment: Moment) -> list[torch.Tensor]:
+    return [getattr(moment, field.name) for field in fields(Moment)]

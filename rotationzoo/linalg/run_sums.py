@@ -3,14 +3,15 @@
 `Moment.add` is the definition, and forms every product in float64. Most GPUs compute float64 at
 1/64 of their float32 rate, and those that do not still spend more on float64 copies of the rows
 than on the products. Here a run of rows is multiplied in bfloat16 or float16, whose products are
-exact in float32, and the tensor cores add them up in float32. The sums of the runs are added in
-float64.
+exact in float32, and the tensor cores add them up in float32. So are the sums of a few runs; the
+rest is added in float64.
 
 Tensor cores truncate instead of rounding, and align up to 17 terms before they add them (Fasi et
 al. 2021, Khattak and Mikaitis 2025). No order of additions loses more than 2^-23 of the sum of the
 magnitudes in each of them, so an entry is off by at most `RUN * 2^-23 * sum |x_i x_j|`, which is
-3e-5 of `sqrt(C_ii C_jj)`. Because this bound follows the scale of the channels, it also bounds the
-relative error of every eigenvalue, by that of the correlation matrix (Demmel and Veselic 1992).
+1.5e-5 of `sqrt(C_ii C_jj)`, and 5e-7 more for the sums of a group. Because this bound follows the
+scale of the channels, it also bounds the relative error of every eigenvalue, by that of the
+correlation matrix (Demmel and Veselic 1992).
 `scripts/benchmark_statistics.py` measures both.
 """
 
@@ -19,10 +20,12 @@ from torch.nn.functional import pad
 
 from rotationzoo.linalg.moments import Moment
 
-RUN = 256
-"""Rows whose products are added in float32. With a software model of Hopper's tensor cores, an
-eigenvalue of a trained model was off by at most 2e-6. Shorter runs are more exact, and longer ones
-write fewer sums."""
+RUN = 128
+"""Rows whose products are added on tensor cores. With runs of 256, a software model of Hopper's
+tensor cores left an eigenvalue of a trained model of 32 M parameters off by 4e-4."""
+GROUP = 8
+"""Runs whose sums are added in float32, which rounds to nearest. Torch copies to float64 before it
+adds, so that most of the time would go into copies of every run."""
 
 # bfloat16 keeps 8 significant bits: this many pieces hold a number of each type.
 _PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -51,14 +54,16 @@ def add_runs(
     if not count:
         return
     run = min(run, count)
-    # Zeros fill up the last run, and add nothing.
-    rows = pad(rows, (0, 0, 0, -count % run))
+    group = min(GROUP, -(-count // run))
+    # Zeros fill up the last group, and add nothing.
+    missing = -count % (run * group)
+    rows = pad(rows, (0, 0, 0, missing))
     if weights is None:
         left = right = _exact_factors(rows)
         weighted = rows
         moment.weight += count
     else:
-        weights = pad(weights.float(), (0, -count % run))
+        weights = pad(weights.float(), (0, missing))
         weighted = rows.float() * weights.unsqueeze(-1)
         left, right = bfloat16_pieces(weighted), bfloat16_pieces(rows)
         moment.weight += weights.sum(1, dtype=torch.float64)
@@ -66,7 +71,7 @@ def add_runs(
     moment.first += in_runs.sum(2, dtype=torch.float32).sum(1, dtype=torch.float64)
     for place, left_piece in enumerate(left):
         for right_piece in right[: _DROPPED - place]:
-            moment.second += _sum_products(left_piece, right_piece, run)
+            moment.second += _sum_products(left_piece, right_piece, run, group)
 
 
 def quadratic_form(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -100,8 +105,8 @@ def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
 
 def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False) -> int:
     """The most memory that `add_runs` takes for rows of `item` bytes an entry: copies by head and
-    with whole runs, what is cut into pieces, and the sums of runs of as many heads as are held at
-    once, in float32 and, for their sum, in float64."""
+    with whole groups, what is cut into pieces, and the sums of runs of as many heads as are held at
+    once, with those of groups in float32 and, for their sum, in float64."""
     copies = 2 * item
     cut = item >= _FLOAT32
     if weighted:
@@ -113,7 +118,7 @@ def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False
         copies += _PIECE_BYTES
     one_head = -(-rows // RUN) * dim**2
     held = min(heads * one_head, max(_BLOCK, one_head))
-    return copies * heads * rows * dim + (4 + 8) * held
+    return copies * heads * rows * dim + 4 * held + (4 + 8) * held // GROUP
 
 
 def _exact_factors(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -121,9 +126,9 @@ def _exact_factors(rows: torch.Tensor) -> list[torch.Tensor]:
     return [rows] if rows.dtype == torch.float16 else bfloat16_pieces(rows)
 
 
-def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int) -> torch.Tensor:
+def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int) -> torch.Tensor:
     """The sum `[H, D, D]`, float64, of `x^T y` over rows `[H, N, D]` of both; N is a multiple of
-    `run`."""
+    `run * group`."""
     dim = left.shape[-1]
     runs = left.shape[1] // run
     held = max(1, _BLOCK // (runs * dim**2))
@@ -131,7 +136,8 @@ def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int) -> torch.Te
     for lefts, rights in zip(left.split(held), right.split(held), strict=True):
         transposed = lefts.reshape(-1, run, dim).mT
         products = _multiply(transposed, rights.reshape(-1, run, dim))
-        sums.append(products.unflatten(0, (-1, runs)).sum(1, dtype=torch.float64))
+        of_groups = products.view(len(lefts), -1, group, dim, dim).sum(2)
+        sums.append(of_groups.sum(1, dtype=torch.float64))
     return torch.cat(sums)
 
 
