@@ -21,8 +21,9 @@ from torch.nn.functional import pad
 from rotationzoo.linalg.moments import Moment
 
 RUN = 128
-"""Rows whose products are added on tensor cores. With runs of 256, a software model of Hopper's
-tensor cores left an eigenvalue of a trained model of 32 M parameters off by 4e-4."""
+"""Rows whose products are added on tensor cores. With a software model of Hopper's tensor cores, an
+eigenvalue of a trained model of 32 M parameters was off by 1.6e-4, and with runs of 256 by
+4.3e-4."""
 GROUP = 8
 """Runs whose sums are added in float32, which rounds to nearest. Torch copies to float64 before it
 adds, so that most of the time would go into copies of every run."""
