@@ -5,7 +5,8 @@ beside bfloat16.
         [--sglang FILE] [--layers 36] [--plain] [--output FILE]
 
 The model has the geometry of Qwen3-8B and is written in plain torch, with its elementwise parts
-compiled (not with `--plain`); the step is replayed as a CUDA graph, from token ids to token ids.
+compiled (not with `--plain`), and for one request with kernels of its own (`step_products`); the
+step is replayed as a CUDA graph, from token ids to token ids.
 Batches are those given and the largest that fits each cache on this GPU.
 
 * bfloat16: a cache of a fixed size that already holds the context. The step writes the new token
@@ -36,12 +37,15 @@ from decode_caches import Shape, Storage
 from decode_timing import bandwidths, measure
 from sglang_kernel import load_sglang
 from step_caches import FLUSHED, PackedLayers, exact_layers, free, request_bytes
-from step_model import Geometry, LayerCache, Model
+from step_model import Geometry, Model
+from step_products import OneRequest, Placed
 
 from rotationzoo.codec.formats import FORMATS
 
 _RESERVE = 3 << 30  # bytes left for logits, graphs and the libraries' work space
 _FLUSHES = 7
+_ROUNDING = 0.05
+"""What bfloat16 may change in logits after 36 layers of random weights, relative to their norm."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,19 @@ class Row:
         return self.batch / self.seconds
 
 
-def time_step(model: Model, shape: Shape, caches: Sequence[LayerCache]) -> float:
+def time_step(model: Model, shape: Shape, caches: Sequence[Placed]) -> float:
     """Seconds of a step."""
     tokens = torch.randint(model.geometry.vocabulary, (shape.batch,), device="cuda")
     position = torch.tensor([shape.context - 1], device="cuda")
-    timing = measure([lambda: model.step(tokens, position, caches)], seconds=1.0)
+    compute = model.logits
+    if shape.batch == 1:
+        compute = OneRequest(model).logits
+        expected, logits = (way(tokens, position, caches) for way in (model.logits, compute))
+        error = ((logits - expected).norm() / expected.norm()).item()
+        print(f"kernels for one request: logits differ by {error:.1e} of their norm")
+        if not error < _ROUNDING:
+            sys.exit("the kernels for one request are wrong")
+    timing = measure([lambda: compute(tokens, position, caches).argmax(-1)], seconds=1.0)
     if not timing.graph:
         print("the step was not captured: CPU time counts")
     return timing.median

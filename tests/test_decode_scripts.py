@@ -163,7 +163,7 @@ def test_a_step_is_a_step_of_the_model():
     for place in range(12):
         position = torch.tensor([place])
         layers = [ExactLayer(part[..., : place + 1, :], position, arm) for part in memory]
-        token = ours.step(ids[:, place], position, layers)
+        token = ours.logits(ids[:, place], position, layers).argmax(-1)
         # bfloat16 may change the order of the two most probable tokens.
         assert expected[place].max() - expected[place, token] < 0.05
 
