@@ -124,7 +124,7 @@ class Arm:
         values with it."""
         restored = rows @ self.rotations[layer][side].inverse.to(rows.device)
         mean = self._mean(rows, layer, side)
-        return restored if mean is None or side == "key" else restored + mean
+        return restored if mean is None or side == "key" else restored.add_(mean)
 
     def for_layer(self, layer: int, device: torch.device) -> Self:
         """The same arm with the rotations of one layer alone, on a device."""
