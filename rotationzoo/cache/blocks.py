@@ -8,6 +8,7 @@ import torch
 from rotationzoo.codec import int2
 from rotationzoo.codec.pages import PageLayout
 
+
 class Blocks:
     """The quantized tokens of one side of one layer, in blocks of `layout.tokens` tokens each.
 
