@@ -149,6 +149,7 @@ def test_a_layer_stores_what_an_ordinary_one_does(prompt, steps):
         counters.advance()
         length += 1
     fixed.close(length)
+    fixed.tidy()
     for name, rows in layers[0].tensors():
         if "block" not in name:
             assert torch.equal(dict(layers[1].tensors())[name], rows), name
@@ -322,7 +323,7 @@ def test_models_that_are_refused(name):
 
 
 # In a layer's buffers, between layers, and when all of them are lent.
-@pytest.mark.parametrize("call", [1, 6, 9, 16])
+@pytest.mark.parametrize("call", [2, 3, 5, 8])
 def test_a_graph_without_memory_leaves_the_cache_as_it_was(call, monkeypatch):
     model, calls = architectures.build("llama"), []
     cache, expected = after_prompt(model, 12), after_prompt(model, 12)
