@@ -76,4 +76,5 @@ def test_blocks_read_together_are_those_read_alone(format, monkeypatch):
             alone = stream.read(start)
         for rows, expected in zip(together, alone, strict=True):
             assert rows.shape == (3, HEADS, stream.length - start, DIM)
-            assert torch.equal(rows, expected)
+            # A product of other rows beside it may differ in its last bit.
+            torch.testing.assert_close(rows, expected)
