@@ -68,6 +68,7 @@ class FixedLayer(CacheLayerMixin):
         """Knows the mask that a step is given: one that hides nothing."""
         self.is_initialized = True
         self._take_over()
+        layer.lent = True
 
     @property
     def limit(self) -> int:
@@ -85,11 +86,15 @@ class FixedLayer(CacheLayerMixin):
         self._take_over()
 
     def close(self, length: int) -> None:
-        """Give the stream its tail of `length` tokens, so that the layer is what it was before."""
+        """Give the stream its tail of `length` tokens, so that the layer is what it was before.
+        This takes no memory."""
         self._hand_back(length)
-        self.stream.tail = {side: rows.clone() for side, rows in self.stream.tail.items()}
         self.layer.columns = self.stream.length
         self.layer.lent = False
+
+    def tidy(self) -> None:
+        """After `close`, free the buffers and quantize what has left the recent window."""
+        self.stream.tail = {side: rows.clone() for side, rows in self.stream.tail.items()}
         self.layer.trim()
 
     @property
