@@ -14,7 +14,7 @@ import torch
 from step_model import EPSILON, Geometry, Layer, LayerCache, Model, angles_of
 
 from rotationzoo.codec import cuda
-from rotationzoo.codec.attention_kernels import Launcher
+from rotationzoo.codec.cuda_launch import Launcher
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _WARPS = 8  # of a block of `product`, about
