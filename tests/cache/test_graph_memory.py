@@ -12,6 +12,7 @@ from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
+from rotationzoo.codec.attention import PackedSide
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 
@@ -39,21 +40,21 @@ def distance(logits, expected):
     return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
-# In a layer's buffers, between layers, and when all of them are lent.
-@pytest.mark.parametrize("call", [2, 3, 5, 8])
-def test_a_graph_without_memory_leaves_the_cache_as_it_was(call, monkeypatch):
+# While a layer is taken over, and when all of them are lent.
+@pytest.mark.parametrize(("kind", "call"), [(Blocks, 2), (Blocks, 5), (PackedSide, 1)])
+def test_a_graph_without_memory_leaves_the_cache_as_it_was(kind, call, monkeypatch):
     model, calls = architectures.build("llama"), []
     cache, expected = after_prompt(model, 12), after_prompt(model, 12)
-    addresses = Blocks.addresses
+    work = kind.addresses
 
-    def run_out_of_memory(blocks):
-        calls.append(blocks)
+    def run_out_of_memory(part):
+        calls.append(part)
         if len(calls) == call:
             raise torch.OutOfMemoryError
-        return addresses(blocks)
+        return work(part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Blocks, "addresses", run_out_of_memory)
+        patch.setattr(kind, "addresses", run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             DecodingGraph(model, cache)
     assert len(calls) == call
