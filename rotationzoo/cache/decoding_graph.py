@@ -55,7 +55,6 @@ class DecodingGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor
         self._layers: list[FixedLayer] = []
-        self._length = stream.exact_tokens
         with self._prepared():
             self._counters = Counters(stream.batch, self.device)
             self._ids = torch.zeros_like(self._counters.position)
@@ -108,7 +107,7 @@ class DecodingGraph:
         with self._prepared():
             # All of them before any allocates memory, which may fail.
             for layer in layers:
-                layer.close(self._length)
+                layer.close(layer.held)
             for layer in layers:
                 layer.tidy()
 

@@ -79,6 +79,12 @@ class FixedLayer(CacheLayerMixin):
             waiting += self.layer.storage.windows.sink
         return self._kept + waiting + self.room
 
+    @property
+    def held(self) -> int:
+        """The length of the tail, by how many tokens the cache has read. A flush that ran out of
+        memory has shortened that of some layers."""
+        return self.layer.columns - self.stream.tail_start
+
     def flush(self, length: int) -> None:
         """Quantize those of `length` tokens in the tail that the next token need not read exact."""
         self._hand_back(length)

@@ -57,20 +57,23 @@ class Stream:
     @torch.no_grad()
     def quantize_before(self, token: int) -> None:
         """Quantize the exact tokens between the sink and this one, in complete groups. Those that
-        nobody will read are forgotten instead."""
+        nobody will read are forgotten instead. Where memory runs out, all tokens stay exact."""
         sink, step = self.storage.windows.sink, self.storage.block_tokens
         start = max(self.tail_start, sink)
         end = self._whole_groups(token)
         if end <= start:
             return
-        if not self.head:
+        head, tail = self.head, {}
+        if not head:
             # As a kernel reads them: models hand over transposed rows.
             heads = {side: rows[:, :, :sink] for side, rows in self.tail.items()}
             layout = torch.contiguous_format
-            self.head = {side: rows.clone(memory_format=layout) for side, rows in heads.items()}
+            head = {side: rows.clone(memory_format=layout) for side, rows in heads.items()}
         forgotten = min(max(self._whole_groups(self.first), start), end)
         for side in SIDES:
             leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
+            # A call that ran out of memory may have written some of them.
+            self.blocks[side].length = start - sink
             self.blocks[side].skip(forgotten - start)
             # A block at a time, because the codec takes float32 copies of what it quantizes.
             for begin in range(forgotten - start, end - start, step):
@@ -81,8 +84,8 @@ class Stream:
                 # Not after each token of decoding, because it waits for the GPU.
                 self.storage.check(self.layer, side, leaving.device)
             # A copy, so that a long prompt is freed when nobody reads it any more.
-            self.tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
-        self.tail_start = end
+            tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
+        self.head, self.tail, self.tail_start = head, tail, end
 
     def forget_before(self, token: int) -> None:
         """Free what is stored of tokens before this one, which nobody will read again."""

@@ -3,17 +3,14 @@ and how their work is cut up."""
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from rotationzoo.codec.cuda import TYPES
+from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES
 from rotationzoo.codec.cuda_launch import build
 from rotationzoo.codec.pages import PageLayout
 
-# The second file continues the first: both are compiled as one program.
-_SOURCES = [Path(__file__).with_name(f"{name}.cu") for name in ("attention", "attention_parts")]
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 PREPARE_THREADS, FINISH_THREADS = 1024, 512
 MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
@@ -69,7 +66,7 @@ class Variant:
     @property
     def source(self) -> str:
         """The program that has the kernels."""
-        return "".join(path.read_text() for path in _SOURCES)
+        return "".join(path.read_text() for path in ATTENTION_SOURCES)
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """The macros that compile the source into this variant."""

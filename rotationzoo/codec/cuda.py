@@ -16,6 +16,9 @@ from rotationzoo.errors import RotationZooError
 SOURCE = Path(__file__).with_name("int2.cu")
 FEEDBACK_SOURCE = Path(__file__).with_name("feedback.cu")
 """The second encoder, which continues the first file: both are compiled as one program."""
+_PARTS_SOURCE = Path(__file__).with_name("attention_parts.cu")
+ATTENTION_SOURCES = Path(__file__).with_name("attention.cu"), _PARTS_SOURCE
+"""Here, too, the second file continues the first."""
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Row types that the kernels read and write -> the number that `int2.cu` uses for each."""
 _LARGEST_DIM = 512

@@ -10,12 +10,10 @@ from support import architectures
 
 from rotationzoo.cache import decoding_graph, fixed_layer
 from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.blocks import Blocks
 from rotationzoo.cache.decoding_graph import DecodingGraph
 from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.cache.replayed_generation import replayed_steps
 from rotationzoo.cache.rotated import RotatedCache
-from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
@@ -320,48 +318,6 @@ def test_models_that_are_refused(name):
     with pytest.raises(UnsupportedModel, match=message):
         DecodingGraph(model, cache)
     assert not any(layer.lent for layer in cache.rotated_layers)
-
-
-# In a layer's buffers, between layers, and when all of them are lent.
-@pytest.mark.parametrize("call", [2, 3, 5, 8])
-def test_a_graph_without_memory_leaves_the_cache_as_it_was(call, monkeypatch):
-    model, calls = architectures.build("llama"), []
-    cache, expected = after_prompt(model, 12), after_prompt(model, 12)
-    addresses = Blocks.addresses
-
-    def run_out_of_memory(blocks):
-        calls.append(blocks)
-        if len(calls) == call:
-            raise torch.OutOfMemoryError
-        return addresses(blocks)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Blocks, "addresses", run_out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            DecodingGraph(model, cache)
-    assert len(calls) == call
-    assert not any(layer.lent for layer in cache.rotated_layers)
-    assert torch.equal(decode(model, cache, [12, 13]), decode(model, expected, [12, 13]))
-    assert step_through(model, cache, range(14, 20), room=2).isfinite().all()
-
-
-def test_memory_that_runs_out_at_the_end_leaves_no_layer_lent(monkeypatch):
-    model = architectures.build("llama")
-    cache = after_prompt(model, 12)
-    step = DecodingGraph(model, cache, room=1)
-    step(IDS[:, 12:13])
-
-    def run_out_of_memory(layer):
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RotatedLayer, "trim", run_out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            step.close()
-    step.close()
-    assert cache.get_seq_length() == 13
-    expected = decode(model, after_prompt(model, 12), [12, 13])
-    assert distance(decode(model, cache, [13]), expected[1:]) <= 2e-5
 
 
 def test_a_model_that_reads_its_cache_otherwise_is_refused():
