@@ -45,9 +45,10 @@ from rotationzoo.codec.formats import FORMATS
 
 _RESERVE = 3 << 30  # bytes left for logits, graphs and the libraries' work space
 _FLUSHES = 7
-_CHECKED_LAYERS, _ROUNDING = 2, 0.015
-"""How much bfloat16 may change logits after so many layers of random weights, relative to their
-norm."""
+_CHECKED_LAYERS, _ROUNDING = 2, 0.03
+"""How far apart logits may be after so many layers of random weights, relative to their norm: with
+attention, 0.014 was measured; without, plain torch is off by 0.007 from float32, and these kernels
+by 0.005."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ def check_products(
     expected = few.logits(tokens, position, few_caches).float()
     logits = OneRequest(few).logits(tokens, position, few_caches).float()
     error = ((logits - expected).norm() / expected.norm()).item()
-    print(f"kernels for one request: {_CHECKED_LAYERS} layers' logits differ by {error:.1e}")
+    print(
+        f"kernels for one request: {_CHECKED_LAYERS} layers' logits differ by {error:.1e} of their norm"
+    )
     if not error < _ROUNDING:
         sys.exit("the kernels for one request are wrong")
 
