@@ -108,7 +108,7 @@ def test_one_command_measures_and_says_what_it_left_out(tmp_path, monkeypatch, c
     monkeypatch.setattr(scale_evaluate, "_WARMING", 384)
     monkeypatch.setitem(benchmark_scale.SCRIPTS, "best", ["no_script.py"])
     output = tmp_path / "scale.json"
-    line = "x --models dense,experts --tokens 512 --length 128 --batch 2 --repeats 2"
+    line = "x --models dense,experts --tokens 512 --length 128 --batch 2 --repeats 1"
     parts = "--parts statistics,old-way,evaluate,best --evaluate-length 512 --old-layers 1"
     monkeypatch.setattr(sys, "argv", [*line.split(), *parts.split(), "--output", str(output)])
     assert benchmark_scale.main() == 1  # no_script.py
