@@ -87,7 +87,8 @@ def _run_text(bench: Bench, length: int, arms: Sequence[CacheArm]) -> None:
 
 def _write_prompts(length: int) -> TaskPlan:
     """The prompts of all tasks, as many as `evaluate` asks by default."""
-    tokenizer, data = load_tokenizer(find("demo")), judged_text(Data(tokens=2 * length, length=length))
+    tokenizer = load_tokenizer(find("demo"))
+    data = judged_text(Data(tokens=2 * length, length=length))
     settings = TaskSettings(lengths=(length,))
     text = read_corpus(data, tokenizer)
     return plan_tasks(settings, data, text, tokenizer, [Cache()])
