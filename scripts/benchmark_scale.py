@@ -29,6 +29,7 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,9 +70,15 @@ class Run:
             return
         print(f"\n{title}", flush=True)
         start = time.monotonic()
-        result = {"part": part, **job()}
+        result: dict[str, Any] = {"part": part}
+        try:
+            result |= job()
+            lines = LINES[part](result) if part in LINES else []
+        except Exception as error:  # the other parts are worth their time all the same
+            traceback.print_exc()
+            result["error"] = f"{type(error).__name__}: {error}"
+            lines = [f"failed: {result['error']}"]
         result["part_seconds"] = time.monotonic() - start
-        lines = LINES[part](result) if part in LINES else []
         print("\n".join(f"  {line}" for line in lines), flush=True)
         self.results.append(result)
         if self.args.output:
@@ -102,7 +109,10 @@ def main() -> int:
     for part in parts:
         if part in SCRIPTS:
             run.measure(part, "", lambda part=part: run_script(part))
-    failed = [result["part"] for result in run.results if result.get("returncode")]
+    failed = []
+    for result in run.results:
+        if result.get("returncode") or "error" in result:
+            failed.append(result["part"])
     print(f"\n{time.monotonic() - run.begun:.0f} s in all")
     if failed:
         print(f"failed: {', '.join(failed)}")

@@ -124,6 +124,11 @@ def test_one_command_measures_and_says_what_it_left_out(tmp_path, monkeypatch, c
     printed = capsys.readouterr().out
     assert "x the forward passes" in printed
     assert "there is no no_script.py" in printed
+    monkeypatch.setattr(benchmark_scale, "measure_old_way", lambda *_: 1 / 0)
+    monkeypatch.setattr(sys, "argv", [*line.split(), "--parts", "old-way", "--output", str(output)])
+    assert benchmark_scale.main() == 1
+    (failed,) = json.loads(output.read_text())["results"]
+    assert failed["error"].startswith("ZeroDivisionError"), "and the other parts would have run"
     monkeypatch.setattr(sys, "argv", [*line.split(), "--seconds", "-1"])
     assert benchmark_scale.main() == 0
     assert "statistics experts: left out" in capsys.readouterr().out
