@@ -7,6 +7,7 @@ in the tokens of the demo model, whose ids are the first of the larger vocabular
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +23,12 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.arms import BASELINES, build_baselines
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.judged_text import judged_text
-from rotationzoo.evaluation.tasks.answering import Asking
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
+from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.text.rows import read_corpus
@@ -109,14 +110,14 @@ def _shorten(prompts: list[Prompt]) -> list[Prompt]:
 
 @torch.no_grad()
 def _ask(bench: Bench, prompts: list[Prompt], arm: CacheArm | None = None) -> None:
-    """Ask the exact model, or one arm."""
-    asking = Asking(bench.model, bench.name, 1, silent)  # one prompt at a time
+    """Ask the exact model, or one arm, one prompt at a time."""
+    layers = {layer.index for layer in bench.geometry}
     for prompt in prompts:
-        running = None
+        running: AbstractContextManager[None] = nullcontext()
         if arm is not None:
-            layers = {layer.index for layer in bench.geometry}
             running = Simulation(arm, Cache(), bench.geometry, layers).running(bench.model)
-        asking.ask([prompt], running)
+        with running:
+            read_answers(bench.model, [prompt])
 
 
 def evaluate_lines(result: dict[str, Any]) -> list[str]:
