@@ -119,7 +119,7 @@ def test_one_command_measures_and_says_what_it_left_out(tmp_path, monkeypatch, c
     assert measured == expected
     _, old_way, evaluated, experts, _ = content["results"]
     assert old_way["ratio"].keys() == {"oscar", "oscar-v1"}
-    assert evaluated["seconds_per_prompt"].keys() == {"exact", "blind", "oscar", "kivi"}
+    assert evaluated["seconds_per_prompt"].keys() == {"exact", "blind", "arm"}
     assert experts["jobs"]["forward"]["flops"] == EXPERTS.forward_flops(4, 128)
     printed = capsys.readouterr().out
     assert "x the forward passes" in printed
