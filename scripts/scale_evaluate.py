@@ -123,7 +123,7 @@ def evaluate_lines(result: dict[str, Any]) -> list[str]:
         parts = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
         lines.append(f"a {what} of {result['length']:,} tokens: {parts}")
     lines.append(
-        f"one text and {result['prompts']} prompts through {result['arms']} arms that take as long: "
+        f"one text and {result['prompts']} prompts through {result['arms']} arms like this: "
         f"{whole_evaluation(result):.0f} s"
     )
     lines.append(f"peak {result['device_peak_bytes'] / 1e9:.1f} GB on the device")
