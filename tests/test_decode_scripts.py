@@ -16,6 +16,7 @@ from decode_timing import Timing
 from step_caches import FLUSHED, ExactLayer, PackedLayers
 from step_model import Geometry, Model
 from step_products import OneRequest
+from support.devices import on_gpu
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rotationzoo.codec import cuda, int2
@@ -178,22 +179,22 @@ def copy_weights(ours, theirs):
         layer.gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
 
 
-@pytest.mark.gpu
+@on_gpu
 @torch.inference_mode()
-def test_the_kernels_for_one_request_compute_the_step():
+def test_the_kernels_for_one_request_compute_the_step(device):
     """Against float32, in which plain torch in bfloat16 is off by more."""
     geometry = Geometry(2, 512, 1536, 8, 2, 128, 1024)
     torch.manual_seed(0)
-    model = Model(geometry, "cuda", fuse=False)
-    exact = Model(geometry, "cuda", fuse=False)
+    model = Model(geometry, device, fuse=False)
+    exact = Model(geometry, device, fuse=False)
     for wide, layer in zip(exact.layers, model.layers, strict=True):
         vars(wide).update({name: weight.float() for name, weight in vars(layer).items()})
     for name in ("embedding", "norm", "head"):
         setattr(exact, name, getattr(model, name).float())
-    tokens, position = torch.tensor([5], device="cuda"), torch.tensor([7], device="cuda")
-    caches = [OwnValues(geometry) for _ in model.layers]
+    tokens, position = torch.tensor([5], device=device), torch.tensor([7], device=device)
+    caches = [OwnValues(geometry, device) for _ in model.layers]
     logits = OneRequest(model).logits(tokens, position, caches)
-    expected = exact.logits(tokens, position, [OwnValues(geometry) for _ in model.layers])
+    expected = exact.logits(tokens, position, [OwnValues(geometry, device) for _ in model.layers])
     assert (logits - expected).norm() < 0.01 * expected.norm()
     written = caches[0].both[:, :, :, 3]
     assert written.count_nonzero() == written.numel()
@@ -203,10 +204,10 @@ def test_the_kernels_for_one_request_compute_the_step():
 class OwnValues:
     """A cache whose attention returns the query, so that rounding of queries shows."""
 
-    def __init__(self, geometry):
+    def __init__(self, geometry, device):
         size = 2, 1, geometry.kv_heads, 8, geometry.dim
-        self.both = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
-        self.position = torch.tensor([3], device="cuda")
+        self.both = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        self.position = torch.tensor([3], device=device)
 
     def write(self, rows):
         self.both.index_copy_(3, self.position, rows.to(self.both))
