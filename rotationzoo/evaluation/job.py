@@ -28,6 +28,7 @@ from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
+from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import Placement, memory_limits, place_weights
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
@@ -105,11 +106,11 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     fetch(source, weights=False)
     check_weights(artifacts, source)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
+    progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
-    progress("fetching the weights", 0, 0)
-    fetch(source)
+    fetch_weights(source, progress)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = _load_model(job, source, config, placement)

@@ -22,11 +22,12 @@ from rotationzoo.generation.report import compare_texts, describe_text
 from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
 from rotationzoo.generation.stream import TextStream, Write
 from rotationzoo.model import loading
+from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, fetch, find
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotated_cache import CacheOptions, build_storage, open_artifact
 
@@ -67,8 +68,7 @@ def generate(
     windows = _windows(job, artifact)
     prompt = _encode(job, tokenizer, windows)
     prompt.check_positions(job.model, config)
-    progress("fetching the weights", 0, 0)
-    fetch(source)
+    fetch_weights(source, progress)
     rotations = _rotations(artifact, source)
     for text in rotations["notes"]:
         note(text)
@@ -116,13 +116,13 @@ class _Writer:
         return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
 
     def counting(self, stage: str) -> Write:
-        """What shows no text, but tells of each piece of it as progress."""
-        pieces = 0
+        """What shows no text, but tells of each piece of it, usually a token, as progress."""
+        pieces, total = 0, Tokens(self.prompt.max_new_tokens)
 
         def count(text: str) -> None:
             nonlocal pieces
             pieces += 1
-            self.progress(stage, pieces, self.prompt.max_new_tokens)
+            self.progress(stage, Tokens(pieces), total)
 
         return count
 
