@@ -19,7 +19,7 @@ from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import run_decoder
-from rotationzoo.progress import Progress
+from rotationzoo.progress import Progress, in_tokens
 
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
@@ -78,6 +78,8 @@ def run_models(
     device = input_device(model)
     modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))
     done, total = 0, len(batches) * (1 + len(arms))
+    progress = in_tokens(progress, [ids.numel() for ids in batches for _ in range(1 + len(arms))])
+    progress("evaluating", done, total)
     for number, batch in enumerate(batches):
         ids = batch.to(device)
         exact.add_losses(token_losses(model, ids, trial.start))

@@ -113,6 +113,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     fetch(source, weights=False)
     check_weights(artifacts, source)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
+    progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}

@@ -28,7 +28,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotated_cache import CacheOptions, build_storage, open_artifact
 
@@ -109,13 +109,13 @@ class _Writer:
         return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
 
     def counting(self, stage: str) -> Write:
-        """What shows no text, but tells of each piece of it as progress."""
-        pieces = 0
+        """What shows no text, but tells of each piece of it, usually a token, as progress."""
+        pieces, total = 0, Tokens(self.prompt.max_new_tokens)
 
         def count(text: str) -> None:
             nonlocal pieces
             pieces += 1
-            self.progress(stage, pieces, self.prompt.max_new_tokens)
+            self.progress(stage, Tokens(pieces), total)
 
         return count
 
