@@ -7,10 +7,15 @@ with its square.
 
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
+from rotationzoo.cache.masks import KEPT_BYTES
 from rotationzoo.cache.quantized_rows import TOKENS
 from rotationzoo.cache.simulated import SCORES
+from rotationzoo.calibration.machine import total_memory
+from rotationzoo.capacity.verdict import size_words
+from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.metrics import COMPARED_TOKENS
 from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.long_masks import BLOCK_QUERIES
@@ -19,6 +24,10 @@ from rotationzoo.model.prediction import BLOCK_LOGITS
 _CODEC = 10  # simultaneous float32 tensors as large as the rows that are quantized
 _DIVERGENCE = 16  # bytes of float64 and float32 copies for each byte of float32 scores
 _MASK = 8  # bytes a position of a block's mask takes while it is made and read
+
+
+_CERTAIN = 0.75
+"""The share of an estimate that is certainly needed: a job is refused by no more than that."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class EvaluationFootprint:
     def peak(self) -> int:
         """Peak memory beside the weights, with one arm."""
         layers = max((self._layer(layer) for layer in self.geometry), default=0)
-        return self._states + max(layers, self._feed_forward, self._head)
+        return KEPT_BYTES + self._states + max(layers, self._feed_forward, self._head)
 
     @property
     def _tokens(self) -> int:
@@ -100,3 +109,20 @@ class EvaluationFootprint:
         hidden: int = self._text.hidden_size
         compared = self.batch * min(self.length, COMPARED_TOKENS)
         return hidden * (2 * self._tokens * self.item + 4 * 4 * compared)
+
+
+def check_memory(
+    footprint: EvaluationFootprint, model: PreTrainedModel, dtype: torch.dtype | str, device: str
+) -> None:
+    """Raise `RotationZooError` if a machine cannot hold the model and one batch, whatever else it
+    holds. `model` is on `meta`; `dtype` is the type of its weights, or `auto`."""
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+    weights = 0 if quantized else model.num_parameters() * itemsize
+    needed, total = weights + footprint.peak, total_memory(device == "cpu", spread=False)
+    if _CERTAIN * needed > total:
+        raise RotationZooError(
+            f"texts of {footprint.length} tokens need about {size_words(needed)}, "
+            f"{size_words(weights)} of them for the weights, and there are {size_words(total)}",
+            hint="add: --device-map auto, or give fewer or shorter texts: --batch 1 --length 2048",
+        )
