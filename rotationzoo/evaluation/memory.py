@@ -14,7 +14,6 @@ from rotationzoo.cache.masks import KEPT_BYTES
 from rotationzoo.cache.quantized_rows import TOKENS
 from rotationzoo.cache.simulated import SCORES
 from rotationzoo.calibration.machine import total_memory
-from rotationzoo.capacity.verdict import size_words
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.metrics import COMPARED_TOKENS
 from rotationzoo.model.geometry import Geometry, Layer
@@ -69,7 +68,8 @@ class EvaluationFootprint:
         inner = getattr(self._text, "intermediate_size", None) or 4 * self._text.hidden_size
         if not isinstance(inner, int):  # some models have one size per layer
             inner = max(inner)
-        return 3 * self._tokens * inner * self.item
+        gated: int = 3 * self._tokens * inner * self.item
+        return gated
 
     @property
     def _head(self) -> int:
@@ -122,7 +122,7 @@ def check_memory(
     needed, total = weights + footprint.peak, total_memory(device == "cpu", spread=False)
     if _CERTAIN * needed > total:
         raise RotationZooError(
-            f"texts of {footprint.length} tokens need about {size_words(needed)}, "
-            f"{size_words(weights)} of them for the weights, and there are {size_words(total)}",
+            f"texts of {footprint.length} tokens need about {needed / 1e9:.1f} GB, "
+            f"{weights / 1e9:.1f} of them for the weights, and there are {total / 1e9:.1f}",
             hint="add: --device-map auto, or give fewer or shorter texts: --batch 1 --length 2048",
         )

@@ -34,6 +34,8 @@ def test_a_machine_that_cannot_hold_it_is_refused_before_the_weights(tmp_path, m
     model = save_tiny(tmp_path / "tiny")
     (model / "model.safetensors").write_text("never read")
     monkeypatch.setattr(memory, "total_memory", lambda *_, **__: 100_000_000)
-    with pytest.raises(RotationZooError, match=r"texts of 512 tokens need about .* GB") as refusal:
+    with pytest.raises(
+        RotationZooError, match=r"texts of 512 tokens need about .* GB, .* for the weights"
+    ) as refusal:
         evaluate(Evaluation(str(model), [], Data(tokens=512, length=512)))
     assert "--device-map auto" in refusal.value.hint
