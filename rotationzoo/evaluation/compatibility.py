@@ -12,6 +12,7 @@ from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, same_shapes, shifted_layers
+from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.rope import same_scaling, scaling_of
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
 from rotationzoo.recipe.rope_scaling import RopeScaling
@@ -38,8 +39,8 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for an artifact that is bound to no model, or that was made for a
-    model with other shapes."""
+    """Raise `RotationZooError` for an artifact that is bound to no model, that was made for a model
+    with other shapes, or whose quantization groups do not divide the heads."""
     for artifact in artifacts:
         if not artifact.bound:
             raise RotationZooError(
@@ -52,6 +53,7 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
                 f"{model}: {artifact.manifest.model.id}",
                 hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
             )
+        check_group_size(artifact.recipe.group_size, head_dims(geometry))
 
 
 def settle_rope_scaling(asked: str | None, artifacts: list[Artifact]) -> str | None:
