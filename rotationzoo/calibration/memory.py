@@ -13,6 +13,7 @@ from rotationzoo.calibration.peaked_queries import peaked_query_bytes
 from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.recipe import SELF, Recipe, variants
 
 # torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
@@ -91,7 +92,8 @@ class Footprint:
         scores = 0
         if self._text._attn_implementation == "eager":
             heads = max((layer.query_heads for layer in self.geometry), default=0)
-            scores = 3 * 4 * tokens * length * heads
+            whole = length * length <= LARGEST_MASK
+            scores = 3 * 4 * tokens * (length if whole else BLOCK_QUERIES) * heads
         return self._states(tokens) + self._adding(batch) + scores
 
     def _adding(self, batch: int) -> int:

@@ -46,6 +46,14 @@ MaxMemory = Annotated[
     str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")
 ]
 
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(
+        help="Scale RoPE to more positions: yarn:4 or linear:2, or yarn:4:32768 for a model that "
+        "was trained on other positions than its config says."
+    ),
+]
+
 Clip = Annotated[
     str | None,
     typer.Option("--clip", help="Clip ratios of keys and values, as 0.96/0.92, or one for both."),

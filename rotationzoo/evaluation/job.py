@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PretrainedConfig, PreTrainedModel
+import torch
+from transformers import PreTrainedModel
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.windows import Cache
@@ -17,11 +18,14 @@ from rotationzoo.evaluation.compatibility import (
     check_layers,
     check_weights,
     notes_for_reader,
+    rope_notes,
+    settle_rope_scaling,
 )
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
-from rotationzoo.evaluation.judged_text import check_length, judged_text
+from rotationzoo.evaluation.judged_text import check_length, check_positions, judged_text
+from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
@@ -30,7 +34,8 @@ from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
-from rotationzoo.model.placement import Placement, memory_limits, place_weights
+from rotationzoo.model.placement import memory_limits, place_weights
+from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
@@ -62,6 +67,9 @@ class Evaluation:
     """Whether recall tasks and the harness are read through a real cache, not a simulation."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
+    rope_scaling: str | None = None
+    """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
+    calibrated."""
     harness: HarnessSettings | None = None
     """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
@@ -91,10 +99,16 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
-    config = loading.load_config(source)
-    geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts)
+    config = loading.load_config(source, scaling)
+    dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
+    on_meta = loading.on_meta(config, source.name)
+    geometry = geometry_on_meta(on_meta)
     if geometry is not None:
         _check_model(job, artifacts, geometry)
+        if job.device_map is None:
+            _check_memory(job, geometry, on_meta, dtype)
+    check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the same tokens: those that read quantized positions
@@ -113,7 +127,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     fetch_weights(source, progress)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        model = _load_model(job, source, config, placement)
+        device = loading.torch_device(job.device)
+        model = loading.load(source, config, device, dtype, placement)
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
@@ -127,9 +142,10 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         harness = None
         if job.harness:
             harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
-    notes = notes_for_reader(text, source, artifacts, geometry) + answers.notes
+    notes = notes_for_reader(text, source, artifacts, geometry) + rope_notes(artifacts, scaling)
     results = Results(trial, measured, answers, job.data.length)
-    report = _assemble_report(job, source, text, notes, results)
+    report = _assemble_report(job, source, text, notes + answers.notes, results)
+    report["rope_scaling"] = scaling_of(config)
     if harness:
         harness.add_to(report, trial)
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
@@ -179,14 +195,13 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
-def _load_model(
-    job: Evaluation,
-    source: Source,
-    config: PretrainedConfig,
-    placement: Placement | None,
-) -> PreTrainedModel:
-    dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
-    return loading.load(source, config, loading.torch_device(job.device), dtype, placement)
+def _check_memory(
+    job: Evaluation, geometry: Geometry, model: PreTrainedModel, dtype: torch.dtype | str
+) -> None:
+    item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+    texts = job.data.length, item, job.batch, job.queries
+    footprint = EvaluationFootprint(geometry, model.config, *texts)
+    check_memory(footprint, model, dtype, loading.torch_device(job.device))
 
 
 def _assemble_report(

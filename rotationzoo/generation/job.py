@@ -14,6 +14,8 @@ from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_weights,
     other_weights_note,
+    rope_notes,
+    settle_rope_scaling,
 )
 from rotationzoo.generation.decoding import INTERRUPTED, Continuation, continue_prompt
 from rotationzoo.generation.example import write_example
@@ -26,6 +28,7 @@ from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.placement import place_weights
+from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
@@ -56,9 +59,10 @@ def generate(
     artifact = _open(job, progress)
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
-    config = loading.load_config(source)
-    geometry = geometry_on_meta(loading.on_meta(config, source.name))
     artifacts = [artifact] if artifact else []
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts)
+    config = loading.load_config(source, scaling)
+    geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         check_artifacts(job.model, artifacts, geometry)
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
@@ -70,6 +74,7 @@ def generate(
     prompt.check_positions(job.model, config)
     fetch_weights(source, progress)
     rotations = _rotations(artifact, source)
+    rotations["notes"] += rope_notes(artifacts, scaling)
     for text in rotations["notes"]:
         note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -90,6 +95,7 @@ def generate(
         "model": source.label,
         "revision": source.revision,
         **rotations,
+        "rope_scaling": scaling_of(config),
         "format": job.cache.get("format", "sglang"),
         **windows,
         **sizes,
