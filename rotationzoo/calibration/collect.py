@@ -2,6 +2,7 @@
 and outputs."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -15,11 +16,13 @@ from rotationzoo.calibration.observers import (
 )
 from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
 from rotationzoo.calibration.totals import sum_over_ranks
+from rotationzoo.calibration.undo import keep_sums
 from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
+from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
 
@@ -46,6 +49,9 @@ def collect(
     takes a second pass over the same rows, because its weights depend on the queries of all of
     them. `peaked_query` counts sampled queries of the first pass.
 
+    A batch that runs out of memory is halved, and so are those that follow. Raises
+    `RotationZooError` where a single row is too large, and in one of several processes.
+
     Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError`, naming
     the layer, if an activation is not finite. Raises `UnsupportedModel` too if the recipe has error
     feedback and the model does not show its softmax.
@@ -57,7 +63,7 @@ def collect(
         statistics, done = saved
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
-    tower = decoder(model)
+    limit = RowLimit()
     shared = ranks.share(batches)
     observer = MomentObserver(geometry, statistics, skip)
     for number in range(passes):
@@ -67,11 +73,10 @@ def collect(
             observer = KeyEnergyObserver(geometry, statistics, skip, queries)
         first = number * len(shared)
         for step in range(max(done, first), first + len(shared)):
-            ids = shared[step - first].to(input_device(model))
             sampling = recipe.feedback and number == 0
             peaked = PeakedQueryObserver(geometry, statistics, (recipe.sink, recipe.recent))
-            with capture(model, observer), intercept(model, peaked) if sampling else nullcontext():
-                tower(input_ids=ids, use_cache=False)
+            forward = partial(_observe, model, observer, peaked if sampling else None)
+            limit.run(shared[step - first], forward, partial(keep_sums, statistics))
             try:
                 kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
                 _check_finite(statistics, kinds)
@@ -87,6 +92,18 @@ def collect(
     totals = sum_over_ranks(statistics)
     _check_counts(totals, geometry, batches, skip)
     return totals
+
+
+def _observe(
+    model: PreTrainedModel,
+    observer: MomentObserver,
+    peaked: PeakedQueryObserver | None,
+    ids: torch.Tensor,
+) -> None:
+    """Run the decoder on rows `[B, T]` while the observers add up what its attention reads."""
+    sampled = nullcontext() if peaked is None else intercept(model, peaked)
+    with capture(model, observer), sampled:
+        decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
 
 
 def _check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:

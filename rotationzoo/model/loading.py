@@ -9,16 +9,15 @@ import torch
 
 from rotationzoo.errors import (
     ModelUnavailable,
-    RotationZooError,
     UnsupportedModel,
     UsageError,
     as_unavailable,
 )
 from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import CAUSAL_HINT
+from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Placement
 from rotationzoo.model.source import Source, config_hash, license_of
-from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -225,18 +224,4 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
     except ModelUnavailable as error:
         if not is_out_of_memory(error.__cause__):
             raise
-        smaller = (
-            f"--batch {batch // 2}" if batch > 1 else "--device-map auto, or a shorter --length"
-        )
-        raise RotationZooError(
-            f"a batch of {counted(batch, 'row')} of {length} tokens does not fit the device's "
-            "memory",
-            hint=f"add: {smaller}",
-        ) from error
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a device's memory is full."""
-    # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does.
-    signs = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate")
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+        raise does_not_fit(batch, length) from error
