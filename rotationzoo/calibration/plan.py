@@ -25,6 +25,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.placement import memory_limits, weights_bytes
+from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import files, folders
@@ -119,6 +120,8 @@ def plan(job: Job) -> Plan:
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source)
+        if job.recipe.needs_statistics:
+            check_loadable(config, source.name, job.torch_device)
         model = loading.on_meta(config, source.name)
         with as_unavailable(f"{source.name} fails when it runs"):
             geometry = geometry_on_meta(model)
@@ -162,12 +165,17 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     assert known.config is not None
     stored = weights_bytes(known.source, model)
     dtype = job.torch_dtype
-    if isinstance(dtype, torch.dtype) and not getattr(known.config, "quantization_config", None):
-        loaded = dtype.itemsize * model.num_parameters()
-    else:  # weights load in their stored dtype; activations use the config's
+    quantized = quantization_of(known.config) is not None
+    loaded = stored
+    if quantized or not isinstance(dtype, torch.dtype):
+        # Weights load in their stored dtype; activations use the config's.
         text_config = known.config.get_text_config(decoder=True)
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
-        loaded = stored
+        plain = is_dequantized(known.config)
+    else:
+        plain = True
+    if plain:
+        loaded = dtype.itemsize * model.num_parameters()
     on_cpu = job.torch_device == "cpu"
     needs = Footprint(
         recipe=job.recipe,

@@ -30,6 +30,7 @@ from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import Placement, memory_limits, place_weights
+from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
@@ -91,6 +92,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     config = loading.load_config(source)
+    check_loadable(config, source.name, loading.torch_device(job.device))
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         _check_model(job, artifacts, geometry)

@@ -24,6 +24,7 @@ from rotationzoo.generation.stream import TextStream, Write
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.placement import place_weights
+from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
@@ -47,6 +48,7 @@ def generate(
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     config = loading.load_config(source)
+    check_loadable(config, source.name, device)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     artifacts = [artifact] if artifact else []
     if geometry is not None:

@@ -1,6 +1,7 @@
 """Loading a causal language model: config, tokenizer, shapes on `meta`, and weights on one or many
 devices."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Placement
+from rotationzoo.model.quantized import dequantize, quantization_of
 from rotationzoo.model.source import Source, config_hash, license_of
 
 if TYPE_CHECKING:
@@ -118,13 +120,15 @@ def load(
     """Load the model with its weights, in eval mode. Raises `ModelUnavailable`.
 
     * `device`: where the weights go, unless a `placement` spreads them with accelerate.
-    * `dtype`: the type of the weights. Quantized weights ignore it and load in the type that their
-      makers chose.
+    * `dtype`: the type of the weights. Quantized weights ignore it: they load in the type that
+      their makers chose, or are dequantized to that of the config (see `quantized`).
     * `predicts`: False where only the decoder runs. The language-model head may then be missing, as
       it is in some checkpoints.
     """
-    if getattr(config, "quantization_config", None):
+    if quantization_of(config):
         dtype = "auto"
+        config = copy.deepcopy(config)  # it is the caller's
+        dequantize(config)
     where: dict[str, Any] = {"device_map": device}
     if placement is not None:
         where = {

@@ -41,7 +41,7 @@ def test_the_sums_are_those_of_smaller_batches(name, model, caplog):
         sums = to_raw(collect(model, geometry, [IDS[:4], IDS[4:]], recipe))
     # Once memory has run out, the batches that follow are cut at once.
     first = [4, 2, 2, 2, 1]
-    assert passes == (first + [2, 2, 2, 1] if name == "oscar-v1" else first)
+    assert passes == ([*first, 2, 2, 2, 1] if name == "oscar-v1" else first)
     (line,) = caplog.messages
     assert line == "Memory ran out with 4 rows of 32 tokens in a forward pass; going on with 2"
     assert sums.keys() == expected.keys()
@@ -76,9 +76,11 @@ def test_one_of_several_processes_keeps_its_batches(model, monkeypatch):
     process alone."""
     monkeypatch.setattr(ranks, "world", lambda: 2)
     limit = RowLimit()
-    with pytest.raises(RotationZooError, match="a batch of 7 rows of 32 tokens") as caught:
-        with room_for(model, 3):
-            limit.run(IDS, lambda ids: model(input_ids=ids), lambda: lambda: None)
+    with (
+        room_for(model, 3),
+        pytest.raises(RotationZooError, match="a batch of 7 rows of 32 tokens") as caught,
+    ):
+        limit.run(IDS, lambda ids: model(input_ids=ids), lambda: lambda: None)
     assert caught.value.hint == "add: --batch 3"
     assert limit.rows is None
 
