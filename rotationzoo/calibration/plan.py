@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rotationzoo.calibration.batch_size import SIZED, choose_batch, earlier_batch, pass_bytes
 from rotationzoo.calibration.checkpoint import checkpoint_files, rank_files
 from rotationzoo.calibration.machine import total_memory
 from rotationzoo.calibration.memory import Footprint
@@ -40,6 +41,7 @@ class Job:
     output: Path
     revision: str | None = None
     batch: int = 4
+    """Rows per forward pass; `SIZED` leaves them to the plan."""
     device: str = "auto"
     dtype: str = "auto"
     device_map: str | None = None
@@ -98,6 +100,8 @@ class Plan:
     refusal: UnsupportedModel | None
     weights_bytes: int = 0
     artifact_bytes: int = 0
+    pass_bytes: int = 0
+    """Memory that a forward pass takes beside the weights where the layers run."""
     peak_memory_bytes: int = 0
     memory_bytes: int = 0
     """Memory that this machine has where the job would run."""
@@ -185,8 +189,15 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         item=dtype.itemsize,
         on_cpu=on_cpu,
     )
+    if job.batch == SIZED:
+        limits = memory_limits(job.device_map, job.max_memory)
+        earlier = None if job.restart else earlier_batch(job.checkpoint, job.output)
+        job = replace(job, batch=earlier or choose_batch(needs, loaded, limits))
+        needs = replace(needs, batch=job.batch)
     return replace(
         known,
+        job=job,
+        pass_bytes=pass_bytes(needs, job.batch),
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
         peak_memory_bytes=needs.peak(loaded),

@@ -16,6 +16,7 @@ from rotationzoo.errors import (
 )
 from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import CAUSAL_HINT
+from rotationzoo.model.offload_folder import is_disk_full
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Placement
 from rotationzoo.model.quantized import dequantize, quantization_of
@@ -154,6 +155,11 @@ def load(
         if is_out_of_memory(error.__cause__):
             raise ModelUnavailable(
                 f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
+            ) from error
+        if placement is not None and is_disk_full(error.__cause__):
+            raise ModelUnavailable(
+                f"the disk of {placement.offload_folder} is full, and not all weights fit memory",
+                hint="make room, or name a folder on a larger disk: export TMPDIR=FOLDER",
             ) from error
         if "mismatched_sizes" in str(error):
             raise ModelUnavailable(
