@@ -291,12 +291,13 @@ def check(folder: Path, config: dict, length: int, tokens: int) -> bool:
 def show(name: str, run: Run, whole: Run, difference: float | None = None) -> None:
     """Print one line."""
     content = run.artifact.content["run"]
+    peak, resident = run.peak / GIB, run.resident / GIB
     apart = "" if difference is None else f", statistics {difference:.1e} apart"
     print(
         f"{name}: {run.seconds:.1f} s ({run.seconds / whole.seconds:.2f} x uncapped), of which "
         f"check and text {run.text_seconds:.2f} s ({run.text_seconds / whole.text_seconds:.2f} x), "
-        f"batch {content['batch']}, peak {run.peak / GIB:.2f} GiB with {run.resident / GIB:.2f} GiB "
-        f"of weights resident{apart}",
+        f"batch {content['batch']}, peak {peak:.2f} GiB with {resident:.2f} GiB of weights "
+        f"resident{apart}",
         flush=True,
     )
 

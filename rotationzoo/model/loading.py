@@ -14,12 +14,12 @@ from rotationzoo.errors import (
     UsageError,
     as_unavailable,
 )
-from rotationzoo.model.files import read_json
+from rotationzoo.model.files import read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.offload_folder import is_disk_full
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Placement
-from rotationzoo.model.quantized import dequantize, quantization_of
+from rotationzoo.model.quantized import check_blocks, dequantize, quantization_of
 from rotationzoo.model.source import Source, config_hash, license_of
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ def load(
         dtype = "auto"
         config = copy.deepcopy(config)  # it is the caller's
         dequantize(config)
+        with as_unavailable(f"{source.name} could not be loaded", hint=_FETCH_HINT):
+            check_blocks(weight_files(source.folder), config, source.name)
     where: dict[str, Any] = {"device_map": device}
     if placement is not None:
         where = {

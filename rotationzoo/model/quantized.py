@@ -3,7 +3,11 @@ load."""
 
 import importlib
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
 
 from rotationzoo.errors import UnsupportedModel, first_sentence
 
@@ -36,6 +40,36 @@ def dequantize(config: "PretrainedConfig") -> None:
     kind that otherwise needs kernels from a hub."""
     if is_dequantized(config):
         config.quantization_config = {**(quantization_of(config) or {}), "dequantize": True}
+
+
+def check_blocks(paths: Iterable[Path], config: "PretrainedConfig", name: str) -> None:
+    """Raise `UnsupportedModel` where a weight in FP8 has blocks that are cut short at its end.
+
+    transformers takes the size of blocks from the number of scales, so it would multiply most of
+    such a weight by the wrong ones, and say nothing (`Fp8Dequantize` in 5.17 and 5.23).
+    """
+    blocks = (quantization_of(config) or {}).get("weight_block_size")
+    if not is_dequantized(config) or not blocks:
+        return
+    shapes: dict[str, list[int]] = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    for key, grid in shapes.items():
+        weight = key.removesuffix("_scale_inv")
+        shape = shapes.get(weight, [])
+        if weight == key or len(shape) != 2 or len(grid) != 2:
+            continue
+        cut = [
+            count > 1 and size // count != block
+            for size, count, block in zip(shape, grid, blocks, strict=True)
+        ]
+        if any(cut):
+            raise UnsupportedModel(
+                f"{name} cannot be loaded, because {weight} of {shape} is stored in blocks of "
+                f"{list(blocks)} that are cut short, which transformers gives wrong scales",
+                hint="give the model that it was quantized from",
+            )
 
 
 def check_loadable(config: "PretrainedConfig", name: str, device: str) -> None:
