@@ -12,10 +12,9 @@ def keep_sums(statistics: Statistics) -> Undo:
     The copies take as much memory as the averages of a finished run, which exist beside the sums
     later. `calibration.memory` therefore counts them already.
     """
-    kept = {
-        layer: {kind: _copy(moment) for kind, moment in moments.items()}
-        for layer, moments in statistics.items()
-    }
+    kept: Statistics = {}
+    for layer, moments in statistics.items():
+        kept[layer] = {kind: _copy(moment) for kind, moment in moments.items()}
 
     def undo() -> None:
         # Observers hold the outer table, so it stays the same one.

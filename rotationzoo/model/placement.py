@@ -1,5 +1,6 @@
 """Placing weights that do not fit one device: accelerate's device map and memory limits."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ USABLE = 0.9
 """The part of free memory that is planned with: allocators waste some, and estimates err."""
 Limits = dict[int | str, int]
 """Bytes of weights by device: the number of a GPU, or `cpu`."""
+_MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 
 
@@ -71,15 +73,23 @@ def free_memory(device: int | str) -> int:
     """Bytes that are free on a GPU, or in main memory (in a container, below its limit)."""
     if isinstance(device, int):
         return torch.cuda.mem_get_info(device)[0]
-    import psutil  # accelerate depends on it
-
-    free: int = psutil.virtual_memory().available
+    free = _available_memory()
     with suppress(OSError, ValueError):  # no such limit, or the word "max"
         limit, used = (
             int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
         )
         free = min(free, limit - used)
     return max(free, 0)
+
+
+def _available_memory() -> int:
+    """Main memory that programs could still get, with what the system's caches would give up."""
+    with suppress(OSError):  # only Linux has it
+        for line in _MEMORY.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # Elsewhere half of the machine is a guess that leaves room for other programs.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | None:

@@ -64,7 +64,7 @@ class OutputProjection:
 
 def _weight(module: torch.nn.Module) -> tuple[torch.Tensor | None, str]:
     """The weight `[hidden, H_q D_v]` of a loaded module, and its origin, as in `read`."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     # Libraries that pack weights keep them in tensors of other names or of types of their own.
     if type(weight) not in _PLAIN or not weight.is_floating_point():
         packed = _weight_by_running(module)
