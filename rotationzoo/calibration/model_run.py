@@ -75,7 +75,7 @@ def run_model(
     - `checkpoint`: what a stopped run left, and where this run saves.
     """
     job = planned.job
-    with place_weights(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory, planned.pass_bytes) as placement:
         progress("loading the model", 0, 0)
         model = _load_model(planned, placement)
         ids = _first_tokens(model, source_text)

@@ -4,6 +4,7 @@ combination of arm and cache."""
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -18,6 +19,7 @@ from rotationzoo.evaluation.metrics import Metrics
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
+from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
 
@@ -59,7 +61,8 @@ def run_models(
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
     of cache and arm.
 
-    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache.
+    A batch that runs out of memory is halved. Raises `RotationZooError` where a single row is too
+    large, and if no row is long enough to read anything from a 2-bit cache.
     """
     # A position is measured by how well it predicts the next token, so a row needs one more token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
@@ -77,12 +80,14 @@ def run_models(
     }
     device = input_device(model)
     modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))
+    limit = RowLimit()
     done, total = 0, len(batches) * (1 + len(arms))
     progress = in_tokens(progress, [ids.numel() for ids in batches for _ in range(1 + len(arms))])
     progress("evaluating", done, total)
     for number, batch in enumerate(batches):
         ids = batch.to(device)
-        exact.add_losses(token_losses(model, ids, trial.start))
+        read = partial(_read_exactly, model, trial.start, exact)
+        limit.run(ids, read, exact.keep)
         progress("evaluating", done := done + 1, total)
         queries = _draw_queries(trial, ids.shape[1], seed=number)
         for cache, arm in product(trial.caches, trial.arms):
@@ -90,12 +95,28 @@ def run_models(
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
-            # One forward pass yields all three metrics: the losses of the model as it runs on this
-            # cache, and each layer's output error and attention KL.
-            with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
-                metrics.add_losses(token_losses(model, ids, trial.start))
+            read = partial(_read_through, simulation, model, modules, trial.start, metrics)
+            limit.run(ids, read, metrics.keep)
             progress("evaluating", done := done + 1, total)
     return Measurements(exact, arms)
+
+
+def _read_exactly(model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor) -> None:
+    metrics.add_losses(token_losses(model, ids, start))
+
+
+def _read_through(
+    simulation: Simulation,
+    model: PreTrainedModel,
+    modules: dict[int, torch.nn.Module],
+    start: int,
+    metrics: Metrics,
+    ids: torch.Tensor,
+) -> None:
+    """One forward pass yields all three metrics: the losses of the model as it runs on this cache,
+    and each layer's output error and attention KL."""
+    with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
+        metrics.add_losses(token_losses(model, ids, start))
 
 
 def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, torch.nn.Module]:

@@ -35,6 +35,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import memory_limits, place_weights
+from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
@@ -101,6 +102,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     source = find(job.model, job.revision)
     scaling = settle_rope_scaling(job.rope_scaling, artifacts)
     config = loading.load_config(source, scaling)
+    check_loadable(config, source.name, loading.torch_device(job.device))
     dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
     on_meta = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(on_meta)
