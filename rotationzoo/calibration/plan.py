@@ -118,7 +118,7 @@ def plan(job: Job) -> Plan:
     memory_limits(job.device_map, job.max_memory)  # only for the errors that it raises
     source = find(job.model, job.revision)
     try:
-        config = loading.load_config(source)
+        config = loading.load_config(source, job.recipe.rope_scaling)
         model = loading.on_meta(config, source.name)
         with as_unavailable(f"{source.name} fails when it runs"):
             geometry = geometry_on_meta(model)

@@ -29,6 +29,7 @@ from rotationzoo.cli.options import (
     Questions,
     Quiet,
     Revision,
+    RopeScaling,
     Split,
     Subset,
     Tasks,
@@ -86,6 +87,7 @@ def evaluate_command(
     queries: Annotated[
         int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
     ] = 32,
+    rope_scaling: RopeScaling = None,
     harness: HarnessTasks = None,
     harness_limit: HarnessLimit = None,
     harness_path: HarnessPath = None,
@@ -149,6 +151,7 @@ def evaluate_command(
         prefill_layout=prefill_layout,
         real_cache=real_cache,
         queries=queries,
+        rope_scaling=rope_scaling,
         harness=parse_harness(harness, harness_limit, harness_path, harness_chat, harness_answers),
         revision=revision,
         batch=batch,

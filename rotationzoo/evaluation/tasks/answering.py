@@ -14,7 +14,7 @@ from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.loading import forward_errors
-from rotationzoo.progress import Progress
+from rotationzoo.progress import Progress, Tokens
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 
@@ -71,7 +71,7 @@ class TaskAnswers:
 
 
 class Asking:
-    """Reads answers in batches and reports how many prompts of a stage are done.
+    """Reads answers in batches and reports how many tokens of a stage's prompts are read.
 
     * `name`: what errors call the model;
     * `tokens`: how many a forward pass may read; a longer prompt has one of its own.
@@ -83,8 +83,9 @@ class Asking:
 
     def begin(self, stage: str, series: Iterator[list[Prompt]]) -> None:
         """Begin a stage in which the prompts of these series will be asked."""
-        self.stage, self.done, self.total = stage, 0, sum(len(prompts) for prompts in series)
-        self.progress(stage, 0, self.total)
+        tokens = sum(len(prompt.ids) for prompts in series for prompt in prompts)
+        self.stage, self.done, self.total = stage, 0, tokens
+        self._tell(0)
 
     def ask(
         self,
@@ -101,10 +102,13 @@ class Asking:
             for start in range(0, len(prompts), batch):
                 rows = prompts[start : start + batch]
                 parts.append(read_answers(self.model, rows, batch, reader))
-                self.done += len(rows)
-                self.progress(self.stage, self.done, self.total)
+                self._tell(len(rows) * length)
         correct = torch.cat([part.correct for part in parts])
         return Answers(correct, torch.cat([part.log_probability for part in parts]))
+
+    def _tell(self, tokens: int) -> None:
+        self.done += tokens
+        self.progress(self.stage, Tokens(self.done), Tokens(self.total))
 
 
 def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
