@@ -28,10 +28,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.machine import total_memory
 from rotationzoo.calibration.memory import Footprint
-from rotationzoo.calibration.search import answer_loss, contest, layer, layers, learn, run
+from rotationzoo.calibration.passes import Passes
+from rotationzoo.calibration.search import answer_loss, layer, layers, learn, model_divergence, run
+from rotationzoo.calibration.search.layer import LayerSearch
+from rotationzoo.calibration.search.memory import LayerFootprint, TextLengths
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.run import search_rotations
+from rotationzoo.calibration.search.scoring import Scorer
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, geometry_of
@@ -46,35 +51,34 @@ QWEN3_8B = {
     "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": False,
 }  # fmt: skip
 PROMPT_TOKENS, ANSWER_TOKENS, QUESTIONS = 2048, 6, 8
+BATCH = 4  # rows per forward pass
 # Of the functions whose time is told: module or class, name, and what it is told as.
 PARTS: list[tuple[Any, str, str]] = [
     (run, "fit_variants", "fit the variants"),
     (layers, "output_projections", "trace projections"),
-    (layers, "sample_queries", "sample queries"),
-    (layers, "sample_rows", "sample rows"),
-    (layer.LayerSearch, "__init__", "prepare a layer"),
-    (layer.LayerSearch, "choose_keys", "choose keys"),
-    (layer.LayerSearch, "choose_values", "choose values"),
-    (layer.LayerSearch, "_output_metric", "- metric of values"),
+    (layers, "take_samples", "take samples"),
+    (layers, "_read_projections", "read projections"),
+    (LayerSearch, "rank", "rank closed forms"),
+    (LayerSearch, "settle", "score what was learned"),
+    (LayerSearch, "_load_samples", "- load samples"),
+    (LayerSearch, "_metric", "- metric"),
     (layer, "closed_forms", "- closed forms"),
-    (layer.LayerSearch, "_score_all", "- score candidates"),
-    (layer, "learn_rotations", "- learn"),
-    (learn, "_metric_root", "- learn: root"),
-    (learn, "_mean_error", "- learn: forward"),
-    (torch.autograd, "grad", "- learn: gradient"),
-    (learn, "_cayley", "- learn: Cayley"),
+    (Scorer, "__init__", "- read chosen keys"),
+    (Scorer, "score", "- score"),
+    (layers, "learn_side", "learn"),
+    (learn, "_mean_energy", "- energy"),
     (ModelDivergence, "measure", "divergence of predictions"),
-    (contest, "rank", "rank"),
+    (model_divergence, "run_decoder", "- passes"),
+    (model_divergence, "_mean_divergence", "- compare predictions"),
 ]
 
 
 class Clock:
-    """Seconds and calls by name, each with the device's work in it, and tokens by stage."""
+    """Seconds and calls by name, each with the device's work in it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
-        self.tokens: dict[str, int] = defaultdict(int)
         self.stage = "statistics"
         self._stage_started = now()
 
@@ -104,11 +108,6 @@ class Clock:
 
         return timed
 
-    def count(self, model: torch.nn.Module, arguments: Any, options: Any) -> None:
-        """A forward hook of the decoder."""
-        ids = options.get("input_ids", arguments[0] if arguments else None)
-        self.tokens[self.stage] += ids.numel()
-
 
 def main() -> None:
     options = parse_arguments()
@@ -118,30 +117,28 @@ def main() -> None:
         model, geometry = make_model(options.layers)
     print(f"{describe_device()}, {options.layers} layers of Qwen3-8B, torch {torch.__version__}")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    model.get_decoder().register_forward_pre_hook(clock.count, with_kwargs=True)
-    task = make_task(model, geometry, recipe, clock)
+    passes = Passes()
     reset_peak()
-    search = layer.LayerSearch
-    patches = [patch.object(search, "_score_all", profile_scoring(search._score_all))]
-    patches[0].start()
-    parts = [patch.object(place, name, clock.wrap(getattr(place, name), told))
-             for place, name, told in PARTS]  # fmt: skip
-    patches += parts
-    for one in parts:
-        one.start()
-    try:
-        result = search_rotations(task, progress=clock.enter)
-    finally:
+    with passes.counting(model):
+        task = make_task(model, geometry, recipe, clock, passes)
+        patches = [patch.object(place, name, clock.wrap(getattr(place, name), told))
+                   for place, name, told in PARTS]  # fmt: skip
         for one in patches:
-            one.stop()
+            one.start()
+        try:
+            result = search_rotations(task, progress=clock.enter)
+        finally:
+            for one in patches:
+                one.stop()
     clock.enter("done")
     peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
-    needs = Footprint(recipe, geometry, model.config, 4, 2, DEVICE == "cpu")
+    memory = total_memory(DEVICE == "cpu", spread=False)
+    needs = Footprint(recipe, geometry, model.config, BATCH, 2, DEVICE == "cpu", memory)
     report = {
         "device": describe_device(), "torch": torch.__version__, "layers": options.layers,
         "seconds": round_all(clock.seconds), "calls": dict(clock.calls),
-        "tokens_passed": dict(clock.tokens), "weights_bytes": weights, "peak_bytes": peak,
-        "estimated_peak_bytes": needs.peak(weights), "search_estimate_bytes": needs.search_peak,
+        "tokens_passed": dict(passes.tokens), "weights_bytes": weights, "peak_bytes": peak,
+        "estimated_peak_bytes": needs.peak(weights), "search_estimate_bytes": needs.search_peak(),
         "record": {"taken": result.record["choice"]["taken"]},
     }  # fmt: skip
     report["prompts"] = time_prompts(task, options.prompts)
@@ -194,7 +191,7 @@ def make_model(count: int) -> tuple[PreTrainedModel, Geometry]:
 
 
 def make_task(
-    model: PreTrainedModel, geometry: Geometry, recipe: Recipe, clock: Clock
+    model: PreTrainedModel, geometry: Geometry, recipe: Recipe, clock: Clock, passes: Passes
 ) -> SearchTask:
     """Statistics of random rows, and what a job makes of them before it searches."""
     assert recipe.search is not None
@@ -205,14 +202,16 @@ def make_task(
     count = len(rows) - recipe.search.held_out(len(rows))
     fitted, held_out = rows[:count], rows[count:]
     print(f"{len(fitted)} rows fitted, {len(held_out)} held out; collecting ...", flush=True)
-    with clock.running("collect"):
-        statistics = collect(model, geometry, batches_of(fitted, 4), recipe)
+    with clock.running("collect"), passes.of("statistics"):
+        statistics = collect(model, geometry, batches_of(fitted, BATCH), recipe)
     clock.enter("composing rotations")
     with clock.running("add projections"):
         add_projections(statistics, model, geometry)
     with clock.running("fit"):
         baseline = fit(statistics, recipe, geometry)
-    return SearchTask(model, geometry, recipe, statistics, baseline, fitted, held_out)
+    return SearchTask(
+        model, geometry, recipe, statistics, baseline, fitted, held_out, batch=BATCH, passes=passes
+    )
 
 
 def batches_of(rows: list[torch.Tensor], size: int) -> list[torch.Tensor]:
@@ -237,11 +236,11 @@ def time_prompts(task: SearchTask, count: int) -> dict[str, float]:
         questions = [Question("random", slice(stop - ANSWER_TOKENS, stop), 64) for stop in stops]
         prompts.append(Prompt(ids, tuple(reversed(questions))))
     settings = task.model, task.geometry, task.cache, task.recipe.group_size
-    loss = answer_loss.AnswerLoss(*settings, prompts)
+    loss = answer_loss.AnswerLoss(*settings, prompts, BATCH)
     seconds = {}
     loss.exact.correct[:] = True  # so that every prompt counts
     for name, ask in (
-        ("exact", lambda: answer_loss.read_answers(task.model, prompts)),
+        ("exact", lambda: answer_loss.read_answers(task.model, prompts, BATCH)),
         ("simulated", lambda: loss.measure(task.baseline)),
     ):
         ask()
@@ -254,38 +253,36 @@ def time_prompts(task: SearchTask, count: int) -> dict[str, float]:
 
 
 def profile_learning(task: SearchTask, steps: int = 10) -> None:
-    """The kernels of a few steps of learning one layer's keys, slowest first."""
+    """The kernels of a few steps of learning the keys of as many layers as a search learns at once,
+    slowest first."""
     if DEVICE != "cuda":
         return
+    lengths = TextLengths([], [2048] * 16)
+    needs = LayerFootprint(task.geometry, task.settings, lengths, task.hidden)
+    count = min(needs.searched_at_once(task.geometry[0]), len(task.geometry))
     draw = torch.Generator(DEVICE).manual_seed(0)
-    heads, dim, starts = 8, 128, task.settings.starts
-    rows = torch.randn(heads, 32768, dim, generator=draw, device=DEVICE)
-    metric = task.statistics[0]["query"].second_moment
-    matrix = task.baseline[0].key.matrix.to(DEVICE).expand(starts, -1, -1, -1).contiguous()
-    codec = layer.LayerCodec.from_recipe(task.recipe, task.statistics[0], rows.device)
+    shape = 32768, 8, 128
+    rows = [
+        learn.StoredRows(
+            torch.randn(shape, generator=draw, device=DEVICE, dtype=torch.bfloat16),
+            torch.zeros(shape[1:], device=DEVICE),
+        )
+        for _ in range(count)
+    ]
+    metric = torch.cat([task.statistics[at]["query"].second_moment for at in range(count)])
+    matrices = torch.cat([task.baseline[at].key.matrix.to(DEVICE) for at in range(count)])
+    start = matrices.expand(task.settings.starts, -1, -1, -1).contiguous()
+    codec = layer.LayerCodec.from_recipe(task.recipe, task.statistics[0], rows[0].rows.device)
     settings = learn.LearningSettings(steps, task.settings.rate)
 
     def work() -> None:
-        learn.learn_rotations(rows, metric, matrix, codec.learnable("key", matrix), settings)
+        learn.learn_rotations(rows, metric, start, codec.learnable("key", start), settings)
 
     work()
     started = now()
     work()
-    print(f"\nlearning: {steps} steps of one layer in {now() - started:.3f} s")
+    print(f"\nlearning: {steps} steps of {count} layers in {now() - started:.3f} s")
     print_kernels("learning", work)
-
-
-def profile_scoring(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`_score_all` that prints the kernels of its first call with many candidates."""
-    printed = []
-
-    def score(*arguments: Any) -> Any:
-        if printed or len(arguments[2]) == 1 or DEVICE != "cuda":
-            return function(*arguments)
-        printed.append(True)
-        return print_kernels("scoring", lambda: function(*arguments))
-
-    return score
 
 
 def print_kernels(name: str, work: Callable[[], Any]) -> Any:
@@ -306,7 +303,7 @@ def time_decompositions() -> None:
     """Milliseconds of what may run batched on the device, for one layer's and many heads."""
     if DEVICE != "cuda":
         return
-    for count in (8, 24, 288, 864):
+    for count in (24, 288):
         draw = torch.Generator(DEVICE).manual_seed(0)
         square = torch.randn(count, 128, 128, generator=draw, device=DEVICE)
         skew = (square - square.mT) * 1e-2
@@ -318,15 +315,12 @@ def time_decompositions() -> None:
             "solve": lambda a=left, b=right: torch.linalg.solve(a, b),
             "inv_ex": lambda a=left: torch.linalg.inv_ex(a),
             "bmm": lambda s=skew: s @ s,
-            "svd f64": lambda s=square: torch.linalg.svd(s.double()),
             "eigh f64": lambda s=spd: torch.linalg.eigh(s),
             "cholesky f64": lambda s=spd: torch.linalg.cholesky(s),
             "eigh f64 on the CPU": lambda s=on_cpu: torch.linalg.eigh(s),
         }
         times = []
         for name, job in jobs.items():
-            if count > 288 and name in ("svd f64", "eigh f64 on the CPU"):
-                continue
             job()
             started = now()
             job()

@@ -169,6 +169,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
         loaded = stored
     on_cpu = job.torch_device == "cpu"
+    memory = total_memory(on_cpu, spread=job.device_map is not None)
     needs = Footprint(
         recipe=job.recipe,
         geometry=known.geometry or [],
@@ -176,11 +177,12 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         batch=job.batch,
         item=dtype.itemsize,
         on_cpu=on_cpu,
+        memory=memory,
     )
     return replace(
         known,
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
         peak_memory_bytes=needs.peak(loaded),
-        memory_bytes=total_memory(on_cpu, spread=job.device_map is not None),
+        memory_bytes=memory,
     )
