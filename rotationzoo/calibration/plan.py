@@ -181,6 +181,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     if plain:
         loaded = dtype.itemsize * model.num_parameters()
     on_cpu = job.torch_device == "cpu"
+    memory = total_memory(on_cpu, spread=job.device_map is not None)
     needs = Footprint(
         recipe=job.recipe,
         geometry=known.geometry or [],
@@ -188,6 +189,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         batch=job.batch,
         item=dtype.itemsize,
         on_cpu=on_cpu,
+        memory=memory,
     )
     if job.batch == SIZED:
         limits = memory_limits(job.device_map, job.max_memory)
@@ -201,5 +203,5 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
         peak_memory_bytes=needs.peak(loaded),
-        memory_bytes=total_memory(on_cpu, spread=job.device_map is not None),
+        memory_bytes=memory,
     )
