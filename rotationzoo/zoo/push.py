@@ -6,29 +6,36 @@ from pathlib import Path
 from rotationzoo.errors import HubError, PartlyDone, StaleParent
 from rotationzoo.storage.files import replace
 from rotationzoo.storage.locks import locked
-from rotationzoo.zoo import index
+from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.hubs.protocol import Hub, Publication, Published
 from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 from rotationzoo.zoo.ownership import check_unclaimed
 from rotationzoo.zoo.repository_files import render_root_files
+from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.upload import Upload
 
 _ATTEMPTS = 4  # another attempt follows when somebody else has committed in between
 
 
 def push(
-    upload: Upload, repo: str, hubs: list[str], create_pr: bool = False, name: str = "ARTIFACT"
+    upload: Upload,
+    repo: str,
+    hubs: list[str],
+    create_pr: bool = False,
+    name: str = "ARTIFACT",
+    signer: IndexSigner | None = None,
 ) -> dict[str, Published]:
     """Publish to each hub in the given order, and return hub -> where the artifact is.
 
     Files that a hub already holds make no new commit. `name` is the name of the artifact in the
-    hint. Raises `HubError` if the first hub refuses, and `PartlyDone` if a later one does.
+    hint; `signer` signs the index. Raises `HubError` if the first hub refuses, and `PartlyDone` if
+    a later one does.
     """
     published: dict[str, Published] = {}
     for hub_name in hubs:
         try:
-            published[hub_name] = _push_to_hub(upload, repo, hub_name, create_pr)
+            published[hub_name] = _push_to_hub(upload, repo, hub_name, create_pr, signer)
         except HubError as error:
             if not published:
                 raise
@@ -56,7 +63,9 @@ def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) 
     return upload.entry.model_copy(update={"copies": copies})
 
 
-def _push_to_hub(upload: Upload, repo: str, hub_name: str, create_pr: bool) -> Published:
+def _push_to_hub(
+    upload: Upload, repo: str, hub_name: str, create_pr: bool, signer: IndexSigner | None
+) -> Published:
     hub = open_hub(hub_name)
     # The index is part of the commit, so it cannot contain the commit's own hash. It leaves the
     # revision out, and readers use the commit at which they read the index.
@@ -65,10 +74,15 @@ def _push_to_hub(upload: Upload, repo: str, hub_name: str, create_pr: bool) -> P
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):
         parent = _find_head(hub, repo)
-        before = _read_own_index(hub, repo, parent)
-        check_unclaimed(before, entry, repo)
+        before = read_own_index(hub, repo, parent)
+        check_unclaimed(before.content, entry, repo)
         files = {f"{upload.path}/{name}": content for name, content in upload.files.items()}
-        files |= render_root_files(repo, before.extended(entry))
+        root_files = render_root_files(repo, before.content.extended(entry))
+        files |= root_files
+        if signer is None:
+            check_unsigned_push(before, repo)
+        else:
+            files[signed_index.NAME] = signer.sign(before, root_files[index.NAME], repo)
         publication = Publication(repo, files, upload.message, parent, upload.tag, create_pr)
         try:
             return hub.publish(publication)
@@ -87,8 +101,3 @@ def _find_head(hub: Hub, repo: str) -> str | None:
         if not error.missing:
             raise
         return None
-
-
-def _read_own_index(hub: Hub, repo: str, revision: str | None) -> Index:
-    text = hub.read(repo, revision, index.NAME) if revision else None
-    return index.parse(text, f"{index.NAME} of {repo}") if text else Index()
