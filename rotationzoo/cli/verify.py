@@ -76,7 +76,6 @@ def verify_command(
     if verification.ok or verification.only_misfits:  # damage says enough of a signature
         try:
             finding = check_artifact(opened, demand)
-            out.notes([finding.note])
         except RotationZooError as error:
             refusal = error
             verification = replace(verification, problems=[str(error), *verification.problems])
@@ -92,6 +91,8 @@ def verify_command(
                 [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
     show_verification(out, opened, verification, agreement, finding)
+    if quiet and finding is not None:
+        out.notes([finding.note])
     if refusal is not None:
         raise refusal
     if verification.only_misfits:
@@ -167,6 +168,8 @@ def show_verification(
         if agreement:
             shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
             say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+        if finding:
+            say(f"Signature: {finding.note}")
         say(f"Checked: {', '.join(verification.checked)}")
 
     out.result(data, artifact.identity if verification.ok else "", human)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage.files import digest
-from rotationzoo.words import counted
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import Hub
 from rotationzoo.zoo.hubs.registry import open_hub
@@ -59,10 +58,11 @@ class IndexSigner:
         try:
             check_signature(_as_signed(f"the index of {repo}", before), demand)
         except RotationZooError as error:
-            entries = counted(len(before.content.entries), "entry").replace("entrys", "entries")
+            listed = len(before.content.entries)
             raise RotationZooError(
-                f"{error}, and a new signature would vouch for what it lists",
-                hint=f"look at its {entries}, and to sign them as they are, add: --adopt-index",
+                f"{error}, and a new signature would vouch for all that it lists",
+                hint=f"look at what it lists ({listed:,}), and to sign that too, add: "
+                "--adopt-index",
             ) from error
         unchanged = data == before.data and before.signature is not None
         return before.signature or signature if unchanged else signature

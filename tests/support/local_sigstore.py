@@ -59,6 +59,8 @@ class LocalSigstore:
     """`late` is how long after a certificate the log says that a signature was entered."""
 
     late: datetime.timedelta = datetime.timedelta(0)
+    identity: str = WORKFLOW
+    """Whom a token of GitHub Actions is for."""
     endpoint: str = ""
     requests: list[str] = field(default_factory=list)
     root_key: Key = field(default_factory=new_key)
@@ -68,13 +70,6 @@ class LocalSigstore:
     def __post_init__(self) -> None:
         self.now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "local authority")])
-        usage = dict.fromkeys(
-            (
-                "digital_signature content_commitment key_encipherment data_encipherment "
-                "key_agreement encipher_only decipher_only"
-            ).split(),
-            False,
-        )
         public = self.root_key.public_key()
         self.root = (
             x509.CertificateBuilder()
@@ -85,15 +80,24 @@ class LocalSigstore:
             .not_valid_before(self.now - datetime.timedelta(days=1))
             .not_valid_after(self.now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(True, 0), critical=True)
-            .add_extension(x509.KeyUsage(**usage, key_cert_sign=True, crl_sign=True), critical=True)
+            .add_extension(
+                x509.KeyUsage(*[False] * 5, True, True, False, False),  # certificates and lists
+                critical=True,
+            )
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
             .sign(self.root_key, hashes.SHA256())
         )
 
-    def token(self, identity: str = WORKFLOW, issuer: str = GITHUB) -> str:
+    def token(self) -> str:
         """A token as the issuer of identities gives out; nobody here checks its signature."""
         now = int(datetime.datetime.now(datetime.UTC).timestamp())
-        claims = {"iss": issuer, "sub": identity, "aud": "sigstore", "iat": now, "exp": now + 600}
+        claims = {
+            "iss": GITHUB,
+            "sub": self.identity,
+            "aud": "sigstore",
+            "iat": now,
+            "exp": now + 600,
+        }
         return jwt.encode(claims, "a secret that only this test knows: 0123456789", "HS256")
 
     def certify(self, public_key: ec.EllipticCurvePublicKey, token: str) -> x509.Certificate:

@@ -45,6 +45,7 @@ class SigningTool:
 
         `name` is what the statement calls the whole. Raises `RotationZooError`.
         """
+        config = self._config
         with tempfile.TemporaryDirectory() as scratch:
             folder, target = Path(scratch) / name, Path(scratch) / SIGNATURE
             folder.mkdir()
@@ -54,7 +55,7 @@ class SigningTool:
                 else:
                     link(content, folder / path)
             try:
-                self._config.sign(folder, target)
+                config.sign(folder, target)
             except Exception as error:  # the libraries have no common type of error
                 raise _refusal(error) from error
             data = target.read_bytes()
