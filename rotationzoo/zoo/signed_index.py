@@ -56,7 +56,8 @@ class IndexSigner:
             return signature
         demand = Demand((signer,), True, self.tool.trust_config)
         try:
-            check_signature(_as_signed(f"the index of {repo}", before), demand)
+            what = f"the index of {repo}"
+            check_signature(_as_signed(what, before.data, before.signature), demand)
         except RotationZooError as error:
             listed = len(before.content.entries)
             raise RotationZooError(
@@ -64,8 +65,9 @@ class IndexSigner:
                 hint=f"look at what it lists ({listed:,}), and to sign that too, add: "
                 "--adopt-index",
             ) from error
-        unchanged = data == before.data and before.signature is not None
-        return before.signature or signature if unchanged else signature
+        if before.signature is not None and data == before.data:
+            return before.signature
+        return signature
 
 
 def check_unsigned_push(before: OwnIndex, repo: str) -> None:
@@ -89,13 +91,12 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
         return None
     signature = open_hub(loaded.hub).read(loaded.repo, loaded.revision, NAME)
     what = f"the index of {loaded.repo}"
-    own = OwnIndex(loaded.content, loaded.data, signature)
     if signature is None and not demand.required:
         if not demand.signers:
             return None
         return Finding("unsigned", f"{what} is not signed: only what it lists may be")
-    return check_signature(_as_signed(what, own), demand)
+    return check_signature(_as_signed(what, loaded.data, signature), demand)
 
 
-def _as_signed(what: str, own: OwnIndex) -> Signed:
-    return Signed(what, {index.NAME: digest(own.data or b"")}, own.signature)
+def _as_signed(what: str, data: bytes | None, signature: bytes | None) -> Signed:
+    return Signed(what, {index.NAME: digest(data or b"")}, signature)

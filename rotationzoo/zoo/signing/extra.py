@@ -25,10 +25,13 @@ def is_installed() -> bool:
     return find_spec("model_signing") is not None
 
 
-def check_installed(what: str) -> None:
-    """Raise `RotationZooError` if the extra `sign` is missing. `what` needs it, in words."""
+def check_installed(what: str, otherwise: str = "") -> None:
+    """Raise `RotationZooError` if the extra `sign` is missing.
+
+    `what` needs it, in words; `otherwise` ends the hint with a way to do without.
+    """
     if not is_installed():
-        raise RotationZooError(f"{what} needs the extra `sign`", hint=f"run: {INSTALL}")
+        raise RotationZooError(f"{what} needs the extra `sign`", hint=f"run: {INSTALL}{otherwise}")
 
 
 def load_trust(path: Path | None) -> "ClientTrustConfig":

@@ -20,12 +20,13 @@ from rotationzoo.zoo.signing.verifier import claimed_signer
 if TYPE_CHECKING:
     from model_signing.signing import Config
 
-_CI_TOKEN = "ACTIONS_ID_TOKEN_REQUEST_TOKEN"  # GitHub sets it for jobs with `id-token: write`
+# GitHub sets the second for jobs with `id-token: write` alone.
+_CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 
 
 def can_sign_in_ci() -> bool:
     """Whether this is a job of GitHub Actions that may ask for a token of its identity."""
-    return bool(os.environ.get(_CI_TOKEN))
+    return all(os.environ.get(name) for name in _CI_VARIABLES)
 
 
 class SigningTool:
@@ -35,7 +36,7 @@ class SigningTool:
         """`key` is the file of a private key in PEM, or None for keyless signing. `trust_config`
         names another instance of Sigstore than the public one. Raises `RotationZooError` if the
         extra `sign` is missing, or there is no such key."""
-        check_installed("signing")
+        check_installed("signing", "; or publish unsigned, with: --sign none")
         if key is not None:
             _check_key(key)
         self.key, self.trust_config = key, trust_config

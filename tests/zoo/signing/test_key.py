@@ -87,7 +87,8 @@ def test_without_the_extra_a_signature_is_not_checked_and_that_is_said(
         text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
         assert "checking a signature needs the extra `sign`" in text
         assert extra.INSTALL in text
-    assert extra.INSTALL in refused(zoo.run("push", made, ZOO, "--sign", keys.ours))
+    text = refused(zoo.run("push", made, ZOO, "--sign", keys.ours))
+    assert f"{extra.INSTALL}; or publish unsigned, with: --sign none" in text
 
 
 def test_what_is_added_to_an_artifact_ends_its_signature(zoo, made, keys, caplog, monkeypatch):

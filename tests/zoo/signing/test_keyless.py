@@ -171,6 +171,28 @@ def test_a_signature_that_was_never_logged_is_refused(zoo, published, sigstore, 
     assert "does not hold" in refused(zoo.run("pull", "demo", *published[:-1], trust))
 
 
+@pytest.mark.parametrize("trust", ["out of reach", "damaged", "missing"])
+def test_without_the_keys_of_sigstore_nothing_is_said_to_be_signed(
+    zoo, published, sigstore, monkeypatch, tmp_path, trust
+):
+    from sigstore.models import ClientTrustConfig
+
+    def fail(offline: bool):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(ClientTrustConfig, "production", fail)
+    words = []
+    if trust != "out of reach":
+        words = ["--trust-config", tmp_path / "other.json"]
+    if trust == "damaged":
+        words[1].write_text("{}")
+    shown = zoo.run("pull", "demo", "--repo", ZOO, *words, "--json")
+    assert "is signed, but was not checked" in shown.stderr
+    assert ok(shown)["signature"]["state"] == "unchecked"
+    text = refused(zoo.run("pull", "demo", *published[:-2], *words))
+    assert "cannot be fetched" in text or "cannot be read as a trust configuration" in text
+
+
 def test_nothing_is_signed_by_a_job_that_does_not_ask_for_it(job, made, zoo, sigstore):
     result = job("push", made, ZOO, "--sign", "none", "--json")
     assert "it is not signed; to sign it, add: --sign key.pem, or --sign keyless" in result.stderr
