@@ -83,19 +83,20 @@ def check_unsigned_push(before: OwnIndex, repo: str) -> None:
 def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     """Check the signature of an index that was read from a zoo repository.
 
-    None for an index that the user named, or that came with the package, and for one that is not
-    signed although nothing asks for it. Raises `RotationZooError` for a signature that is wrong,
-    and if one is required for one that is missing.
+    None for an index that the user named or that came with the package, and if the user asks for no
+    signature. Raises `RotationZooError` for a signature that is wrong whatever the user asks, and
+    for a missing one if it is required.
     """
     if loaded.hub is None or loaded.repo is None or loaded.data is None:
         return None
     signature = open_hub(loaded.hub).read(loaded.repo, loaded.revision, NAME)
     what = f"the index of {loaded.repo}"
+    is_asked = demand.required or bool(demand.signers)
     if signature is None and not demand.required:
-        if not demand.signers:
-            return None
-        return Finding("unsigned", f"{what} is not signed: only what it lists may be")
-    return check_signature(_as_signed(what, loaded.data, signature), demand)
+        finding = Finding("unsigned", f"{what} is not signed: only what it lists may be")
+    else:
+        finding = check_signature(_as_signed(what, loaded.data, signature), demand)
+    return finding if is_asked else None
 
 
 def _as_signed(what: str, data: bytes | None, signature: bytes | None) -> Signed:

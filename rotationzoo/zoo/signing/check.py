@@ -100,7 +100,8 @@ def _unsigned(signed: Signed, expected: tuple[Signer, ...]) -> Finding:
     if expected or signed.listed is not None:
         signer = (*expected, signed.listed)[0]
         raise RotationZooError(
-            f"{signed.what} has no signature, and should have one by {signer}", hint=OWNERS_HINT
+            f"{signed.what} has no signature, and should have one by {signer}",
+            hint="do not use it unless its owners say why it is not signed",
         )
     return Finding("unsigned", f"{signed.what} is not signed: nothing shows who made it")
 
@@ -128,4 +129,7 @@ def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) ->
             return candidate
     actual = claimed or describe_key(bundle.key_sha256 or "")
     wanted = " or ".join(map(str, candidates))
-    raise RotationZooError(f"{what} is signed by {actual}, not by {wanted}", hint=OWNERS_HINT)
+    raise RotationZooError(
+        f"{what} is signed by {actual}, not by {wanted}",
+        hint="do not use it; or if you trust that signer too, name it with --signer",
+    )

@@ -48,6 +48,8 @@ class Signer(BaseModel):
     def __str__(self) -> str:
         if self.key_sha256 is not None:
             return describe_key(self.key_sha256)
+        if self.issuer == GITHUB_ACTIONS:  # the identity says that it is a workflow of GitHub
+            return str(self.identity)
         return f"{self.identity} (of {self.issuer})"
 
 
