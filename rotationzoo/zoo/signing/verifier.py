@@ -1,5 +1,6 @@
 """The cryptography of a signature: whom its certificate names, and whether it holds."""
 
+import re
 from pathlib import Path
 
 from rotationzoo.errors import RotationZooError, first_sentence
@@ -8,7 +9,9 @@ from rotationzoo.zoo.signing.extra import load_trust
 from rotationzoo.zoo.signing.signer import Signer
 
 OWNERS_HINT = "do not use it; ask its owners what happened"
-_EXPIRED = "not valid at validation time"  # in the message of the library
+# What the library says of a certificate that is not valid yet, or no longer: it has one type of
+# error for everything that is wrong with a certificate.
+_OUT_OF_TIME = re.compile("not valid at validation time|has expired|not yet valid")
 _ISSUER = "1.3.6.1.4.1.57264.1.1"  # of a certificate of Sigstore, as in Fulcio's oid-info.md
 
 
@@ -62,7 +65,7 @@ def _verify_identity(bundle: Bundle, signer: Signer, what: str, trust_config: Pa
         _, payload = verifier.verify_dsse(SigstoreBundle.from_json(bundle.data), policy)
     except CertValidationError as error:
         reason = f"no authority that is trusted gave {signer} its certificate"
-        if _EXPIRED in str(error):
+        if _OUT_OF_TIME.search(str(error)):
             reason = f"the certificate of {signer} was not valid at the time of signing"
         raise _wrong(what, reason) from error
     except Exception as error:  # as above
