@@ -6,18 +6,18 @@ They take plain values and return the artifact or the report that the command li
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
+from rotationzoo.api_options import CalibrationOptions, EvaluationOptions, Text
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.settings import TaskSettings
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import silent
 from rotationzoo.recipe import (
     PRESETS,
     Recipe,
@@ -32,88 +32,6 @@ from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
 from rotationzoo.zoo.signed_index import check_index
 from rotationzoo.zoo.signing.demand import SignatureOptions, make_demand
-
-
-class Text(TypedDict, total=False):
-    """The text that a model reads. Keys left out take the recipe's values."""
-
-    data: str
-    """A data set id, a `.jsonl`, `.txt` or `.parquet` file, `bundled`, or `self` for text that the
-    model writes itself."""
-    tokens: int
-    """Tokens in total."""
-    length: int
-    """Tokens per row."""
-    seed: int
-    """Sets the order of the documents."""
-    subset: str
-    split: str
-    column: str
-    packing: str
-    prompts: str
-
-
-class Run(TypedDict, total=False):
-    """How a model is loaded and run."""
-
-    revision: str
-    batch: int
-    """Rows per forward pass."""
-    device: str
-    """`auto`, `cpu` or `cuda`."""
-    dtype: str
-    """`auto`, `bfloat16` or `float32`."""
-    device_map: str
-    max_memory: str
-    rope_scaling: str
-    """Scale RoPE to more positions than the config has, as `yarn:4`."""
-
-
-class CalibrationOptions(Text, Run, total=False):
-    """Further options of `calibrate`."""
-
-    equalize: bool
-    """Scale keys and transform values before they are rotated; see docs/recipes.md."""
-    feedback: bool
-    """Store, or leave out, what a cache needs to choose codes of keys by error feedback. Without
-    this option, the recipe decides."""
-    budget: float
-    """Time limit in minutes for the search of recipes such as `best`."""
-    restart: bool
-    """Discard an existing checkpoint and replace an existing artifact."""
-    progress: Progress
-    """Called as `(stage, done, total)` while the job runs."""
-
-
-class EvaluationOptions(Text, Run, total=False):
-    """Further options of `evaluate`."""
-
-    tasks: Sequence[str]
-    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
-    empty list asks nothing."""
-    lengths: Sequence[int]
-    """Tokens per prompt of the tasks. Defaults to `length`."""
-    questions: int
-    """Questions per task and length."""
-    windows: list[tuple[int, int]]
-    """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
-    pair."""
-    format: str
-    """The engine's 2-bit format, such as `sglang` or `mlx`."""
-    layers: set[int]
-    """Quantize only these layers."""
-    sides: tuple[str, ...]
-    """The sides to quantize. `("key",)` or `("value",)` leaves the other side exact."""
-    prefill_chunk: int
-    prefill_layout: Literal["server", "window"]
-    real_cache: bool
-    """Read tasks through a cache that stores 2 bits, and not a simulation of it."""
-    queries: int
-    """Queries sampled per text for the attention KL; 0 skips it."""
-    harness: HarnessSettings
-    """Tasks of lm-evaluation-harness that the exact model and every arm answer."""
-    progress: Progress
-
 
 _TEXT = Text.__optional_keys__
 _ON_DISK = str | Path | Artifact

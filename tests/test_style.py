@@ -36,6 +36,7 @@ ORDER = [
     "engines",
     "zoo",
     "capacity",
+    "api_options",
     "api",
     "rotated_cache",
     "generation",

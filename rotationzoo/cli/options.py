@@ -84,6 +84,7 @@ Signers = Annotated[
     list[str] | None,
     typer.Option(
         "--signer",
+        metavar="SIGNER",
         help="Accept only what this identity, or this public key (a .pem file), has signed. "
         "May be repeated.",
     ),

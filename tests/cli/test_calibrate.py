@@ -45,6 +45,7 @@ def test_the_journey_calibrate_inspect_verify(command, inside, monkeypatch):
         "ok": True,
         "problems": [],
         "orthogonality_error": result["orthogonality_error"],
+        "signature": {"state": "unsigned", "signer": None},
     }
 
     again = inside("calibrate", "demo", "--quiet", *SMALL)
