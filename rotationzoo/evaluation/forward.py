@@ -3,12 +3,14 @@ combination of arm and cache."""
 
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
 from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
@@ -58,6 +60,8 @@ def run_models(
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
     of cache and arm.
 
+    Processes that `ranks` joins share these runs, and each returns the metrics of all.
+
     Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache.
     """
     # A position is measured by how well it predicts the next token, so a row needs one more token.
@@ -69,29 +73,34 @@ def run_models(
         )
     longest = max(ids.shape[1] for ids in batches)
     buckets = Buckets.between(trial.start, longest)
-    exact = Metrics(buckets, trial.layers)
-    arms = {
-        (cache, arm.name): Metrics(buckets, trial.layers)
-        for cache, arm in product(trial.caches, trial.arms)
-    }
     device = input_device(model)
     modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))
-    done, total = 0, len(batches) * (1 + len(arms))
-    for number, batch in enumerate(batches):
-        ids = batch.to(device)
-        exact.add_losses(token_losses(model, ids, trial.start))
-        progress("evaluating", done := done + 1, total)
-        queries = _draw_queries(trial, ids.shape[1], seed=number)
-        for cache, arm in product(trial.caches, trial.arms):
-            metrics = arms[cache, arm.name]
+    pairs = list(product(trial.caches, trial.arms))
+    # Sorted by arm, so that processes that share the runs have as much to do of each arm.
+    runs = list(product([None, *pairs], range(len(batches))))
+    shared, results = ranks.share(runs), []
+    for done, (pair, number) in enumerate(shared):
+        ids, metrics = batches[number].to(device), Metrics(buckets, trial.layers)
+        running: AbstractContextManager[None] = nullcontext()
+        if pair is not None:
+            cache, arm = pair
+            queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
             # One forward pass yields all three metrics: the losses of the model as it runs on this
             # cache, and each layer's output error and attention KL.
-            with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
-                metrics.add_losses(token_losses(model, ids, trial.start))
-            progress("evaluating", done := done + 1, total)
+            running = simulation.running(model, modules, metrics.add_output, metrics.add_kl)
+        with running:
+            metrics.add_losses(token_losses(model, ids, trial.start))
+        results.append(metrics.tensors())
+        progress("evaluating", done + 1, len(shared))
+        ranks.beat()
+    exact = Metrics(buckets, trial.layers)
+    arms = {(cache, arm.name): Metrics(buckets, trial.layers) for cache, arm in pairs}
+    for (pair, _), sums in zip(runs, ranks.gather(results), strict=True):
+        metrics = exact if pair is None else arms[pair[0], pair[1].name]
+        metrics.add(sums)
     return Measurements(exact, arms)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
@@ -24,6 +25,7 @@ from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, judged_text
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
+from rotationzoo.evaluation.sharing import check_same, identify
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
@@ -76,15 +78,20 @@ class Evaluation:
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     """Evaluate artifacts and baselines, and return the report that `evaluate --json` prints.
 
+    Processes that `ranks` joins share texts and prompts. All of them return the same report, and
+    process 0 alone saves it.
+
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
     _check_settings(job)
+    # Under a launcher, process 0 looks at everything and fetches it before the others begin.
+    first = ranks.listen()
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
-        if artifact.folder in job.save_to:
+        if artifact.folder in job.save_to and ranks.rank() == 0:
             artifact.check_writable()
     lengths = job.tasks.lengths or (job.data.length,)
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
@@ -110,6 +117,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     harness_tasks = loader.load(tokenizer) if loader else {}
     progress("fetching the weights", 0, 0)
     fetch(source)
+    if ranks.world() > 1:
+        check_same(first, identify((job, text.fingerprint), source, artifacts))
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = _load_model(job, source, config, placement)
@@ -134,7 +143,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
     # with each of them.
     for artifact, arm in zip(artifacts, arms, strict=False):
-        if artifact.folder in job.save_to:
+        if artifact.folder in job.save_to and ranks.rank() == 0:
             save_evaluation(report, artifact, arm.name, BASELINES)
     return report
 

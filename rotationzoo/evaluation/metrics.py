@@ -6,6 +6,7 @@ To add a column to `evaluate`, compute it in `Metrics` from what `forward` obser
 """
 
 import math
+from collections.abc import Mapping
 from typing import TypedDict
 
 import torch
@@ -114,6 +115,16 @@ class Metrics:
         if layer == self.layers[0]:
             self._sampled.append(member.sum(0).expand(len(divergence), -1))
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All sums by name, for `add`: `[texts, buckets]`."""
+        return {name: torch.cat(parts) for name, parts in self._sums().items() if parts}
+
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Add the sums of further texts, which other `Metrics` of the same layers had."""
+        parts = self._sums()
+        for name, tensor in sums.items():
+            parts[name].append(tensor)
+
     @property
     def tokens(self) -> int:
         """The number of tokens that have a loss."""
@@ -199,6 +210,14 @@ class Metrics:
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""
         return (torch.cat(self._losses).sum(1) / torch.cat(self._counts).sum(1)).tolist()
+
+    def _sums(self) -> dict[str, list[torch.Tensor]]:
+        """The lists of all sums by name, of which each has one part `[B, buckets]` per batch."""
+        sums = {"losses": self._losses, "counts": self._counts, "sampled": self._sampled}
+        by_layer = {"error": self._errors, "norm": self._norms, "divergence": self._divergences}
+        for name, layers in by_layer.items():
+            sums |= {f"{name} {layer}": parts for layer, parts in layers.items()}
+        return sums
 
     def _member_from_start(self, count: int) -> torch.Tensor:
         """Membership `[count, buckets]` of the first `count` positions from the start on."""

@@ -5,7 +5,7 @@ Nothing outside this package knows `torch.distributed`. In a process that has no
 `rank` is 0 and `world` is 1, so that other code needs no second path.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rotationzoo.ranks.group import Group
 
 __all__ = (
-    "all_reduce", "beat", "joined", "launched_rank", "listen", "rank", "share", "tell",
+    "all_reduce", "beat", "gather", "joined", "launched_rank", "listen", "rank", "share", "tell",
     "use_one_gpu", "world",
 )  # fmt: skip
 
@@ -87,9 +87,9 @@ def tell(message: Any) -> None:
 
 
 def listen() -> Any:
-    """Wait, for as long as process 0 takes, for what it tells."""
+    """Wait, for as long as process 0 takes, for what it tells. None in process 0 itself."""
     group = _current.get()
-    if group is None:
+    if group is None or group.rank == 0:
         return None
     group.wait_for(["told"], limited=False)
     return group.get("told")
@@ -106,3 +106,20 @@ def all_reduce(sums: "torch.Tensor") -> "torch.Tensor":
     same order."""
     group = _current.get()
     return sums if group is None else group.all_reduce(sums)
+
+
+def gather(results: Sequence[Mapping[str, "torch.Tensor"]]) -> list[dict[str, "torch.Tensor"]]:
+    """What all processes computed from their parts of a list: the inverse of `share`.
+
+    Each gives one result for every item that it got from `share`, as tensors by name, at least one.
+    All of them get all results on the CPU, in the order of the list that was shared. They call this
+    in the same order.
+    """
+    group = _current.get()
+    if group is None:
+        return [dict(result) for result in results]
+    from rotationzoo.ranks.packing import pack, unpack
+
+    parts = [unpack(part) for part in group.gather(pack(results))]
+    count = sum(map(len, parts))
+    return [parts[number % group.world][number // group.world] for number in range(count)]

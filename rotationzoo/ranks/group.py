@@ -98,6 +98,17 @@ class Group:
             work.wait()
         return total
 
+    def gather(self, part: bytes) -> list[bytes]:
+        """The bytes that every process gives, in the order of their numbers."""
+        # Sums of zeros and one other number are exact, and `all_reduce` notices a lost process.
+        sizes = torch.zeros(self.world, dtype=torch.long)
+        sizes[self.rank] = len(part)
+        sizes = self.all_reduce(sizes).cpu()
+        rows = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
+        rows[self.rank, : len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        rows = self.all_reduce(rows).cpu()
+        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others how this process ends."""
         ending = [_DONE, "", None]
@@ -176,7 +187,7 @@ class Group:
 def _lost(how: str) -> RotationZooError:
     return RotationZooError(
         f"a process of this command {how}",
-        hint="run the same command again: it goes on from what every process has saved",
+        hint="run the same command again: it goes on from whatever was saved",
     )
 
 

@@ -2,16 +2,14 @@
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from support.command_line import left_behind, only_error
 from support.jobs import SMALL, job
-from support.ranks import Beside
+from support.ranks import Beside, Launcher, silent
 
 from rotationzoo.calibration.contribution import contribute
 from rotationzoo.calibration.job import calibrate, read_source_text
@@ -25,66 +23,9 @@ WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out
 ROUNDING = 1e-12  # measured 2e-16
 
 
-class Launcher:
-    """Starts processes of the command line as torchrun does, and holds the store through which they
-    find each other."""
-
-    def __init__(self, command):
-        self.command = command
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes = []
-
-    def start(self, *words, ranks=(0, 1), world=2, **environment):
-        for rank in ranks:
-            told = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
-                "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1, **environment,
-            }  # fmt: skip
-            process = subprocess.Popen(
-                [*self.command.program, *map(str, words)],
-                cwd=self.command.folder,
-                env=self.command.environment | {name: str(value) for name, value in told.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            self.processes.append(process)
-        return self
-
-    def ended(self) -> list[subprocess.CompletedProcess]:
-        """How all processes ended, once they have."""
-        results = []
-        for process in self.processes:
-            stdout, stderr = process.communicate(timeout=60)
-            results.append(
-                subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-            )
-        return results
-
-    def process_id(self, rank: int) -> int:
-        """The id that a process has told the others."""
-        # Some versions of torch set the keys of every attempt apart.
-        names = [f"hello/{rank}", f"/worker/attempt_0/hello/{rank}"]
-        until = time.monotonic() + 30
-        while not (told := [name for name in names if self.store.check([name])]):
-            assert time.monotonic() < until, "the process never said hello"
-            time.sleep(0.01)
-        return int(self.store.get(told[0]).split(b",")[1])
-
-
-@pytest.fixture
-def launcher(command):
-    return Launcher(command)
-
-
 @pytest.fixture
 def beside(monkeypatch) -> Beside:
     return Beside(monkeypatch, rank=1)
-
-
-def silent(result, code: int) -> None:
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
 
 def check_equal(folder, artifact) -> None:
@@ -146,7 +87,9 @@ def test_a_signal_ends_all(launcher, tiny):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["evaluate", "demo", "out"], "only calibrate can be shared"),
+        (["generate", "demo"], "only calibrate and evaluate can be shared"),
+        (["evaluate", "demo", "--harness", "piqa"], "--harness asks tasks"),
+        (["evaluate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
         (["calibrate", "demo", "--recipe", "best"], "the recipe best searches"),
         (["calibrate", "demo", "--data", "self"], "writes its own text"),
         (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),

@@ -1,8 +1,6 @@
 """What a process hears of the others: the test stands in for the launcher and for one of them."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -41,14 +39,6 @@ def test_a_process_that_is_done_may_be_gone(beside):
     with ranks.joined(cpu):
         assert (ranks.rank(), ranks.world(), ranks.share("abcde")) == (0, 2, ["a", "c", "e"])
         ranks.beat()
-
-
-@pytest.fixture
-def ended_process() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_a_process_that_is_gone_without_a_word_is_lost(beside, ended_process):
