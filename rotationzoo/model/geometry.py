@@ -133,7 +133,10 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
     if ids is None:
-        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device)
+        # Where accelerate keeps the first weights elsewhere, they are on `meta` until they run.
+        is_placed = hasattr(model, "hf_device_map") and model.device.type == "meta"
+        device = torch.device("cpu") if is_placed else model.device
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=device)
     calls, stored = _run(model, ids)
     if not calls:
         raise UnsupportedModel(
