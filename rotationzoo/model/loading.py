@@ -126,6 +126,10 @@ def load(
     """
     if getattr(config, "quantization_config", None):
         dtype = "auto"
+    if device == "cuda":
+        # transformers would take the GPU of the launcher's local rank, even where a process sees
+        # only one.
+        device = f"cuda:{torch.cuda.current_device()}"
     where: dict[str, Any] = {"device_map": device}
     if placement is not None:
         where = {
