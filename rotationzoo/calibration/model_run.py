@@ -32,6 +32,7 @@ from rotationzoo.calibration.recipe_checks import (
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.soundness import check_before_search
+from rotationzoo.calibration.totals import notes_of_idle
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
@@ -102,6 +103,7 @@ def run_model(
             add_projections(statistics, model, geometry)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
+        notes += notes_of_idle(fitted, job.batch)
         result = CalibrationResult(
             recipe, geometry, rotations, statistics, text, dtype, notes=notes
         )

@@ -7,6 +7,7 @@ import torch
 
 from rotationzoo import ranks
 from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.text.rows import Corpus
 
 
 def sum_over_ranks(statistics: Statistics, kinds: Sequence[str] | None = None) -> Statistics:
@@ -42,3 +43,19 @@ def _sum_layer(moments: Mapping[str, Moment]) -> dict[str, Moment]:
         kind: Moment(*sums[number * count : (number + 1) * count])
         for number, kind in enumerate(moments)
     }
+
+
+def notes_of_idle(text: Corpus, batch: int) -> list[str]:
+    """A note if some processes get none of the text's batches of so many rows, with what would give
+    each of them one."""
+    processes, batches = ranks.world(), len(text.batches(batch))
+    if batches >= processes:
+        return []
+    smaller = (size for size in range(batch - 1, 0, -1) if len(text.batches(size)) >= processes)
+    size = next(smaller, None)
+    advice = "more --tokens" if size is None else f"--batch {size}"
+    idle = processes - batches
+    return [
+        f"{idle} of {processes} processes had nothing to do: {advice} would give each of them a "
+        "batch"
+    ]

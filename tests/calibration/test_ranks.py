@@ -47,6 +47,7 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
     words = ["calibrate", tiny, *WORDS, "--recipe", "oscar-v1", "--batch", "4", "--quiet"]
     first, *others = launcher.start(*words, ranks=range(3), world=3).ended()
     assert (first.returncode, first.stdout.strip()) == (0, "out"), first.stderr
+    assert "1 of 3 processes had nothing to do: --batch 3 would give each" in first.stderr
     for other in others:
         silent(other, 0)
     assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
