@@ -22,6 +22,7 @@ from rotationzoo.codec.formats import SGLANG, SIMULATED
 from rotationzoo.errors import HubError, UsageError
 from rotationzoo.evaluation.compatibility import check_artifacts, other_weights_note
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.groups import check_group_size
 from rotationzoo.model.source import Source, has_weights
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
@@ -107,6 +108,7 @@ def build_storage(rotations: Given, model: PreTrainedModel, options: CacheOption
         **options,
     }
     group_size = settings.get("group_size", recipe.group_size)
+    check_group_size(group_size, {rotation.dim for _, _, rotation in rotations.each()})
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
     arm = Arm(name, rotations, group_size, settings.get("rounding", default))
     if settings["format"] == KIVI:

@@ -18,7 +18,7 @@ import torch
 
 from rotationzoo.checks.comparison import KernelComparison
 from rotationzoo.checks.rows import draw_rows, rows_of_each_type
-from rotationzoo.codec import cuda_feedback, feedback, int2, throughput
+from rotationzoo.codec import cuda_encoder, feedback, int2, throughput
 from rotationzoo.linalg.error_feedback import factorize
 
 DIMS = (16, 64, 80, 96, 112, 128, 192, 256, 512)
@@ -77,14 +77,14 @@ def check(dim: int, group: int, count: int) -> tuple[str, int]:
         for rows in rows_of_each_type(hostile_rows(dim)):
             comparison.name = f"D {dim}, group {group}, {format_name}, {rows.dtype}"
             expected = feedback.quantize(rows, factor, group, format)
-            packed = cuda_feedback.quantize(rows.cuda(), factor, group, format)
+            packed = cuda_encoder.quantize_with_feedback(rows.cuda(), factor, group, format)
             comparison.check_stored(packed, expected, format)
             many, on_gpu = bulk.to(rows.dtype).cuda(), factor.cuda()
             if rows.dtype == torch.float32:  # whether the definition computes the same on this GPU
                 again = feedback.quantize(rows.cuda(), on_gpu, group, format)
                 comparison.check_stored(packed, again, format)
             expected = feedback.quantize(many, on_gpu, group, format)
-            packed = cuda_feedback.quantize(many, on_gpu, group, format)
+            packed = cuda_encoder.quantize_with_feedback(many, on_gpu, group, format)
             comparison.check_stored(packed, expected, format)
     return f"D {dim:3d}, group {group:3d}", comparison.elements
 

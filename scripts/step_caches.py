@@ -11,7 +11,7 @@ from decode_arms import SPLITS, Arm, exact_arms
 from decode_caches import PackedCache, Shape, Storage, exact_caches, packed_caches
 from decode_timing import Launch, measure
 
-from rotationzoo.codec import cuda
+from rotationzoo.codec import cuda, cuda_encoder
 from rotationzoo.codec.attention import ExactWindow, PackedSide, Scores
 from rotationzoo.codec.formats import FORMATS
 
@@ -129,7 +129,7 @@ class PackedLayers:
         sides = [(cache.packed.key, cache.packed.value) for cache in caches]
         self.keys, self.values = zip(*sides, strict=True)
 
-    def flush(self, quantize: Callable[..., cuda.Packed] = cuda.quantize) -> None:
+    def flush(self, quantize: Callable[..., cuda.Packed] = cuda_encoder.quantize) -> None:
         """Quantize the oldest tokens of every tail, and move the others to its beginning. The
         lengths change on the device alone."""
         start = self.length // FLUSHED * FLUSHED  # a flush never crosses the end of a page

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 
 # Three small kernels do not need a pool of compilers, which takes longer to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-_EPSILON, _THETA = 1e-6, 1e6  # of RMSNorm and of RoPE
+EPSILON, _THETA = 1e-6, 1e6  # of RMSNorm and of RoPE
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ class Model:
         """Bytes of weights that a step reads: all but the embedding."""
         return sum(layer.bytes for layer in self.layers) + size_of(self.norm) + size_of(self.head)
 
-    def step(
+    def logits(
         self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[LayerCache]
     ) -> torch.Tensor:
-        """The most probable tokens `[B]` after `tokens` `[B]`, which are at `position` `[1]`."""
+        """Logits `[B, vocabulary]` of what follows `tokens` `[B]`, which are at `position`
+        `[1]`."""
         hidden = self.embedding[tokens]
         change = torch.zeros_like(hidden)
         angles = angles_of(position, self.geometry.dim)
@@ -93,7 +94,7 @@ class Model:
             hidden, normed = self.add_norm(hidden, change, layer.norms[1])
             change = linear(self.gated(linear(normed, layer.gate_up)), layer.down)
         _, normed = self.add_norm(hidden, change, self.norm)
-        return linear(normed, self.head).argmax(-1)
+        return linear(normed, self.head)
 
 
 class Fused:
@@ -133,7 +134,7 @@ def angles_of(position: torch.Tensor, dim: int) -> torch.Tensor:
 
 def normalize(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = rows.float()
-    return rows * (rows.square().mean(-1, keepdim=True) + _EPSILON).rsqrt() * weight.float()
+    return rows * (rows.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * weight.float()
 
 
 def add_norm(

@@ -15,6 +15,8 @@ from decode_reference import error_of, reference
 from decode_timing import Timing
 from step_caches import FLUSHED, ExactLayer, PackedLayers
 from step_model import Geometry, Model
+from step_products import OneRequest
+from support.devices import on_gpu
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rotationzoo.codec import cuda, int2
@@ -163,7 +165,7 @@ def test_a_step_is_a_step_of_the_model():
     for place in range(12):
         position = torch.tensor([place])
         layers = [ExactLayer(part[..., : place + 1, :], position, arm) for part in memory]
-        token = ours.step(ids[:, place], position, layers)
+        token = ours.logits(ids[:, place], position, layers).argmax(-1)
         # bfloat16 may change the order of the two most probable tokens.
         assert expected[place].max() - expected[place, token] < 0.05
 
@@ -175,3 +177,40 @@ def copy_weights(ours, theirs):
         layer.qkv = torch.cat([getattr(attention, f"{name}_proj").weight for name in "qkv"])
         layer.out, layer.down = attention.o_proj.weight, mlp.down_proj.weight
         layer.gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+
+
+@on_gpu
+@torch.inference_mode()
+def test_the_kernels_for_one_request_compute_the_step(device):
+    """Against float32, in which plain torch in bfloat16 is off by more."""
+    geometry = Geometry(2, 512, 1536, 8, 2, 128, 1024)
+    torch.manual_seed(0)
+    model = Model(geometry, device, fuse=False)
+    exact = Model(geometry, device, fuse=False)
+    for wide, layer in zip(exact.layers, model.layers, strict=True):
+        vars(wide).update({name: weight.float() for name, weight in vars(layer).items()})
+    for name in ("embedding", "norm", "head"):
+        setattr(exact, name, getattr(model, name).float())
+    tokens, position = torch.tensor([5], device=device), torch.tensor([7], device=device)
+    caches = [OwnValues(geometry, device) for _ in model.layers]
+    logits = OneRequest(model).logits(tokens, position, caches)
+    expected = exact.logits(tokens, position, [OwnValues(geometry, device) for _ in model.layers])
+    assert (logits - expected).norm() < 0.01 * expected.norm()
+    written = caches[0].both[:, :, :, 3]
+    assert written.count_nonzero() == written.numel()
+    assert caches[0].both.count_nonzero() == written.numel()
+
+
+class OwnValues:
+    """A cache whose attention returns the query, so that rounding of queries shows."""
+
+    def __init__(self, geometry, device):
+        size = 2, 1, geometry.kv_heads, 8, geometry.dim
+        self.both = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        self.position = torch.tensor([3], device=device)
+
+    def write(self, rows):
+        self.both.index_copy_(3, self.position, rows.to(self.both))
+
+    def attend(self, query):
+        return query

@@ -11,7 +11,7 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
-from rotationzoo.codec import cuda, int2
+from rotationzoo.codec import cuda, cuda_encoder, int2
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import PRESETS, Data, Recipe, Search
@@ -116,7 +116,7 @@ def test_a_kernel_runs_on_the_device_of_its_rows():
     rows = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
     expected = int2.round_trip(rows, 0.9)
     for device in ("cuda:0", "cuda:1"):
-        packed = cuda.quantize(rows.to(device), 0.9)
+        packed = cuda_encoder.quantize(rows.to(device), 0.9)
         assert torch.equal(cuda.dequantize(packed).cpu(), expected), device
 
 

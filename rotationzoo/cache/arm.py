@@ -1,11 +1,12 @@
 """One arm of a comparison: rotations under test, and what a 2-bit cache that uses them returns."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
 
 from rotationzoo.codec import cuda_encoder, feedback, int2
+from rotationzoo.codec.cuda import Variant
 from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
@@ -29,6 +30,9 @@ class Arm:
     """How keys get their codes: each channel the nearest one, as engines write today, or together
     by error feedback (`codec.feedback`). Both are stored in the same bytes. Values always get the
     nearest codes."""
+    _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.rounding == "feedback" and not self.rotations.has_feedback:
@@ -91,23 +95,36 @@ class Arm:
         in a cache: an arm that chooses them in another way overrides this method.
         """
         rotation = self.rotations[layer][side]
-        if self.rounding == "feedback" and rotation.feedback is not None:
-            factor = rotation.feedback.to(rows.device)
-            return feedback.quantize(rows, factor, self.group_size, format)
-        return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
+        if self.rounding == "nearest" or rotation.feedback is None:
+            return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
+        # By its definition, error feedback takes thousands of operations on a GPU.
+        if encode := self.encoder(layer, side, format, rows.device):
+            stored = encode(rows)
+            encode.check()
+            return replace(stored, codes=int2.unpack(stored.codes, format.packing))
+        factor = rotation.feedback.to(rows.device)
+        return feedback.quantize(rows, factor, self.group_size, format)
 
     def encoder(
         self, layer: int, side: str, format: int2.Format, device: torch.device
     ) -> Encoder | None:
         """A kernel that does what `quantize` does; None where there is none for this device."""
+        place = layer, side, format, device
+        if place not in self._encoders:
+            self._encoders[place] = self._make_encoder(*place)
+        return self._encoders[place]
+
+    def _make_encoder(
+        self, layer: int, side: str, format: int2.Format, device: torch.device
+    ) -> Encoder | None:
         rotation = self.rotations[layer][side]
         group = self.group_size or rotation.dim
-        supported = cuda_encoder.supports(rotation.dim, group, format)
-        if not supported or not cuda_encoder.kernels_run_on(device):
+        variant = Variant(rotation.dim, group, torch.float32, format)
+        if not cuda_encoder.supports(variant) or not cuda_encoder.kernels_run_on(device):
             return None
         if self.rounding == "feedback" and rotation.feedback is not None:
-            return cuda_encoder.feedback_encoder(rotation.feedback, group, format, device)
-        return cuda_encoder.clip_encoder(rotation.clip, rotation.dim, group, format, device)
+            return cuda_encoder.feedback_encoder(rotation.feedback, variant, device)
+        return cuda_encoder.clip_encoder(rotation.clip, variant, device)
 
     def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
         """How a page of so many tokens holds what `quantize` returns."""
@@ -124,7 +141,7 @@ class Arm:
         values with it."""
         restored = rows @ self.rotations[layer][side].inverse.to(rows.device)
         mean = self._mean(rows, layer, side)
-        return restored if mean is None or side == "key" else restored + mean
+        return restored if mean is None or side == "key" else restored.add_(mean)
 
     def for_layer(self, layer: int, device: torch.device) -> Self:
         """The same arm with the rotations of one layer alone, on a device."""

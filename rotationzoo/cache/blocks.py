@@ -8,10 +8,6 @@ import torch
 from rotationzoo.codec import int2
 from rotationzoo.codec.pages import PageLayout
 
-READ_TOGETHER = 8
-"""Blocks that are dequantized in one operation. Their packed codes are copied for it, which is far
-less than the rows that come out."""
-
 
 class Blocks:
     """The quantized tokens of one side of one layer, in blocks of `layout.tokens` tokens each.
@@ -62,21 +58,27 @@ class Blocks:
         for number in [n for n in self.table if (n + 1) * tokens <= token]:
             del self.table[number]
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield `(first token, dequantized rows)` for the blocks with a token from `start` on, in
-        order and some blocks at a time, without the part of the last one that is not filled."""
+    def read(self, start: int, together: int) -> Iterator[tuple[int, int2.Quantized]]:
+        """Yield `(first token, rows with packed codes [B, H, T, D / 4])` for the blocks with a
+        token from `start` on, in order and `together` blocks at a time, without the part of the
+        last one that is not filled.
+
+        Rows of several blocks are a copy, which is far smaller than what they stand for.
+        """
         tokens = self.layout.tokens
         numbers = [number for number in sorted(self.table) if (number + 1) * tokens > start]
-        for begin in range(0, len(numbers), READ_TOGETHER):
-            together = numbers[begin : begin + READ_TOGETHER]
-            first = together[0] * tokens
-            filled = min(len(together) * tokens, self.length - first)
-            sections = [_sections(self.layout.view(self.table[number])) for number in together]
+        for begin in range(0, len(numbers), together):
+            read = numbers[begin : begin + together]
+            first = read[0] * tokens
+            filled = min(len(read) * tokens, self.length - first)
+            blocks = torch.stack([self.table[number] for number in read], dim=1)
             parts = []
-            for blocks in zip(*sections, strict=True):
-                share = tokens // blocks[0].shape[2]
-                parts.append(torch.cat(blocks, dim=2)[:, :, : filled // share])
-            yield first, self.layout.dequantize(int2.Quantized(*parts))
+            # As one block of many rows: the operations are as many as for a single block.
+            for section in _sections(self.layout.view(blocks.flatten(0, 1))):
+                share = tokens // section.shape[2]
+                by_row = section.unflatten(0, (-1, len(read))).transpose(1, 2).flatten(2, 3)
+                parts.append(by_row[:, :, : filled // share])
+            yield first, int2.Quantized(*parts)
 
     def addresses(self) -> torch.Tensor:
         """The address of every page, int64 `[B, blocks or more]` on their device. No block may have

@@ -54,22 +54,23 @@ class DecodingGraph:
         self._inference = stream.tail["key"].is_inference()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor
+        self._layers: list[FixedLayer] = []
         with self._prepared():
             self._counters = Counters(stream.batch, self.device)
-            self._layers = [FixedLayer(layer, self._counters, room, attend) for layer in layers]
-            self._fixed = _FixedCache(self._layers)
             self._ids = torch.zeros_like(self._counters.position)
             # A mask of four dimensions is passed on as it is, so the model makes none of its own.
             self._mask = torch.zeros(stream.batch, 1, 1, 1, dtype=model.dtype, device=self.device)
-            for fixed in self._layers:
-                fixed.masks = MaskCheck(self._mask, passed=True)
-                fixed.layer.lent = True
-            self._settle()
             try:
+                for layer in layers:
+                    fixed = FixedLayer(layer, self._counters, room, attend)
+                    fixed.masks = MaskCheck(self._mask, passed=True)
+                    self._layers.append(fixed)
+                self._fixed = _FixedCache(self._layers)
+                self._settle()
                 if self.captures:
                     self._make_room()
                     self._capture()
-            except BaseException:
+            except BaseException:  # such as a GPU without memory for the buffers
                 self.close()
                 raise
 
@@ -102,10 +103,13 @@ class DecodingGraph:
     def close(self) -> None:
         """Give the tokens back to the cache, with those that have left its window quantized."""
         self._drop_graph()
+        layers, self._layers = self._layers, []
         with self._prepared():
-            for layer in self._layers:
-                layer.close(self._length)
-        self._layers = []
+            # All of them before any allocates memory, which may fail.
+            for layer in layers:
+                layer.close(layer.held)
+            for layer in layers:
+                layer.tidy()
 
     def __enter__(self) -> Self:
         return self

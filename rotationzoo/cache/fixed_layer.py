@@ -68,6 +68,7 @@ class FixedLayer(CacheLayerMixin):
         """Knows the mask that a step is given: one that hides nothing."""
         self.is_initialized = True
         self._take_over()
+        layer.lent = True
 
     @property
     def limit(self) -> int:
@@ -78,6 +79,12 @@ class FixedLayer(CacheLayerMixin):
             waiting += self.layer.storage.windows.sink
         return self._kept + waiting + self.room
 
+    @property
+    def held(self) -> int:
+        """The length of the tail, by how many tokens the cache has read. A flush that ran out of
+        memory has shortened that of some layers."""
+        return self.layer.columns - self.stream.tail_start
+
     def flush(self, length: int) -> None:
         """Quantize those of `length` tokens in the tail that the next token need not read exact."""
         self._hand_back(length)
@@ -85,11 +92,15 @@ class FixedLayer(CacheLayerMixin):
         self._take_over()
 
     def close(self, length: int) -> None:
-        """Give the stream its tail of `length` tokens, so that the layer is what it was before."""
+        """Give the stream its tail of `length` tokens, so that the layer is what it was before.
+        This takes no memory."""
         self._hand_back(length)
-        self.stream.tail = {side: rows.clone() for side, rows in self.stream.tail.items()}
         self.layer.columns = self.stream.length
         self.layer.lent = False
+
+    def tidy(self) -> None:
+        """After `close`, free the buffers and quantize what has left the recent window."""
+        self.stream.tail = {side: rows.clone() for side, rows in self.stream.tail.items()}
         self.layer.trim()
 
     @property

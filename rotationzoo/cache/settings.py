@@ -8,7 +8,6 @@ import torch
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
-from rotationzoo.codec.cuda_encoder import Encoder
 from rotationzoo.codec.pages import PageLayout
 from rotationzoo.errors import RotationZooError
 
@@ -36,10 +35,6 @@ class Storage:
         init=False, default_factory=dict, repr=False, compare=False
     )
 
-    _encoders: dict[tuple[int, str], Encoder | None] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
-
     @property
     def block_tokens(self) -> int:
         """Tokens per block: a multiple of the tokens that are quantized together."""
@@ -51,7 +46,7 @@ class Storage:
         scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
         cannot be quantized are reported by `check`."""
         rotated = self.arm.rotate(rows, layer, side)
-        if encoder := self._encoder(layer, side, rows.device):
+        if encoder := self.arm.encoder(layer, side, self.windows.format, rows.device):
             return encoder(rotated)
         quantized = self.arm.quantize(rotated, layer, side, self.windows.format)
         packing = self.page_layout(layer, side).format.packing
@@ -59,14 +54,8 @@ class Storage:
 
     def check(self, layer: int, side: str, device: torch.device) -> None:
         """Raise `RotationZooError` where a row since the last call could not be quantized."""
-        if encoder := self._encoder(layer, side, device):
+        if encoder := self.arm.encoder(layer, side, self.windows.format, device):
             encoder.check()
-
-    def _encoder(self, layer: int, side: str, device: torch.device) -> Encoder | None:
-        if (layer, side) not in self._encoders:
-            encoder = self.arm.encoder(layer, side, self.windows.format, device)
-            self._encoders[layer, side] = encoder
-        return self._encoders[layer, side]
 
     def page_layout(self, layer: int, side: str) -> PageLayout:
         """How a page holds the codes of a side."""

@@ -7,8 +7,14 @@ import torch
 
 from rotationzoo.cache.blocks import Blocks
 from rotationzoo.cache.settings import Storage
+from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.rotations import SIDES
+
+READ_TOGETHER = {"key": 16, "value": 2}
+"""Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block
+with 8 heads of 128. More blocks are faster, but values are restored while all keys are there, so
+what restoring values takes is added to the most that a layer needs."""
 
 
 class Stream:
@@ -51,20 +57,23 @@ class Stream:
     @torch.no_grad()
     def quantize_before(self, token: int) -> None:
         """Quantize the exact tokens between the sink and this one, in complete groups. Those that
-        nobody will read are forgotten instead."""
+        nobody will read are forgotten instead. Where memory runs out, all tokens stay exact."""
         sink, step = self.storage.windows.sink, self.storage.block_tokens
         start = max(self.tail_start, sink)
         end = self._whole_groups(token)
         if end <= start:
             return
-        if not self.head:
+        head, tail = self.head, {}
+        if not head:
             # As a kernel reads them: models hand over transposed rows.
             heads = {side: rows[:, :, :sink] for side, rows in self.tail.items()}
             layout = torch.contiguous_format
-            self.head = {side: rows.clone(memory_format=layout) for side, rows in heads.items()}
+            head = {side: rows.clone(memory_format=layout) for side, rows in heads.items()}
         forgotten = min(max(self._whole_groups(self.first), start), end)
         for side in SIDES:
             leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
+            # A call that ran out of memory may have written some of them.
+            self.blocks[side].length = start - sink
             self.blocks[side].skip(forgotten - start)
             # A block at a time, because the codec takes float32 copies of what it quantizes.
             for begin in range(forgotten - start, end - start, step):
@@ -75,8 +84,8 @@ class Stream:
                 # Not after each token of decoding, because it waits for the GPU.
                 self.storage.check(self.layer, side, leaving.device)
             # A copy, so that a long prompt is freed when nobody reads it any more.
-            self.tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
-        self.tail_start = end
+            tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
+        self.head, self.tail, self.tail_start = head, tail, end
 
     def forget_before(self, token: int) -> None:
         """Free what is stored of tokens before this one, which nobody will read again."""
@@ -177,23 +186,26 @@ class Stream:
         )
 
     def _read_side(self, side: str, start: int) -> torch.Tensor:
-        exact = self.storage.arm.keep_exact(self.tail[side], self.layer, side)
+        arm, sink, blocks = self.storage.arm, self.storage.windows.sink, self.blocks[side]
+        exact = arm.keep_exact(self.tail[side], self.layer, side)
         if not self.head:
             return exact[:, :, start:]
         batch, heads, _, dim = exact.shape
         read = exact.new_empty(batch, heads, self.length - start, dim)
-        for first, rows in self._parts(side, start):
+
+        def write(first: int, rows: torch.Tensor) -> None:
             skipped = max(0, start - first)
-            begin = first + skipped - start
-            kept = rows[:, :, skipped:]
+            kept, begin = rows[:, :, skipped:], first + skipped - start
             read[:, :, begin : begin + kept.shape[2]] = kept
-        tail_start = max(0, self.tail_start - start)
-        read[:, :, tail_start:] = exact[:, :, max(0, start - self.tail_start) :]
+
+        write(0, arm.keep_exact(self.head[side], self.layer, side))
+        for first, stored in blocks.read(start - sink, READ_TOGETHER[side]):
+            # No name is kept for what is restored: it would outlive the next ones.
+            write(sink + first, self._restore(stored, side))
+        write(self.tail_start, exact)
         return read
 
-    def _parts(self, side: str, start: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first token and the rows of the sink and of every block, one at a time."""
-        sink = self.storage.windows.sink
-        yield 0, self.storage.arm.keep_exact(self.head[side], self.layer, side)
-        for first, rotated in self.blocks[side].read(start - sink):
-            yield sink + first, self.storage.arm.restore(rotated, self.layer, side)
+    def _restore(self, stored: int2.Quantized, side: str) -> torch.Tensor:
+        """Rows with packed codes in the model's frame, float32 `[B, H, T, D]`."""
+        rotated = self.blocks[side].layout.dequantize(stored)
+        return self.storage.arm.restore(rotated, self.layer, side)

@@ -7,7 +7,8 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
-from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.loading import position_count
 from rotationzoo.recipe import SELF, Recipe, tries, without
 from rotationzoo.words import counted
@@ -27,24 +28,15 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
             "the composition 'given' stands for imported matrices and cannot be calibrated",
             hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
         )
-    for layer in cached_layers(geometry):
-        for dim in {layer.key_dim, layer.value_dim}:
-            _check_dimension(recipe, layer.index, dim)
-
-
-def _check_dimension(recipe: Recipe, layer: int, dim: int) -> None:
-    group = recipe.group(dim)
-    if dim % group:
-        raise RotationZooError(
-            f"layer {layer}: quantization groups of {group} do not divide the head dimension {dim}",
-            hint=f"set group_size in the recipe to a divisor of {dim}, "
-            "or to null for the whole head",
-        )
-    # Build the rotation only for the errors that it raises.
-    if recipe.has_eigenbasis:
-        compositions.compose(compositions.identity(dim), recipe.composition, group)
-    else:
-        compositions.data_free(dim, recipe.composition, seed=0)
+    dims = head_dims(geometry)
+    check_group_size(recipe.group_size, dims)
+    # Build the rotations only for the errors that it raises.
+    for dim in sorted(dims):
+        if recipe.has_eigenbasis:
+            identity = compositions.identity(dim)
+            compositions.compose(identity, recipe.composition, recipe.group(dim))
+        else:
+            compositions.data_free(dim, recipe.composition, seed=0)
 
 
 def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rotationzoo.checks.rows import rows_of_each_type
-from rotationzoo.codec import cuda, cuda_feedback, feedback, int2
+from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 
 _HINT = "do not publish; report the GPU, the driver and this line as an issue"
@@ -90,7 +90,7 @@ class KernelComparison:
         # Models produce keys and values in bfloat16, so that is what the kernel rotates.
         narrow = rows.bfloat16()
         for format in int2.FORMATS.values():
-            packed = cuda.quantize(
+            packed = cuda_encoder.quantize(
                 narrow.cuda(), clip, self.group_size, format, rotation.cuda(), rotated
             )
             # The definition quantizes the rows that the kernel rotated. If it rotated them itself,
@@ -101,7 +101,7 @@ class KernelComparison:
             dequantized = int2.dequantize(expected, format)
             self._check_product("inverse rotation", restored, dequantized, rotation.mT)
             for typed in rows_of_each_type(rotated.cpu()):
-                packed = cuda.quantize(typed.cuda(), clip, self.group_size, format)
+                packed = cuda_encoder.quantize(typed.cuda(), clip, self.group_size, format)
                 self._check_quantized(packed, typed, clip, format)
         return rotated.cpu()
 
@@ -116,7 +116,9 @@ class KernelComparison:
         for format in int2.FORMATS.values():
             for typed in rows_of_each_type(rotated):
                 on_gpu = typed.cuda()
-                packed = cuda_feedback.quantize(on_gpu, factor, self.group_size, format)
+                packed = cuda_encoder.quantize_with_feedback(
+                    on_gpu, factor, self.group_size, format
+                )
                 expected = feedback.quantize(on_gpu, factor, self.group_size, format)
                 self.check_stored(packed, expected, format)
 

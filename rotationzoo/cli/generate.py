@@ -129,7 +129,7 @@ def generate_command(
     job.check()  # before rotations are looked for
     job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:
-        report = generate(job, screen.progress, None if json else screen.write)
+        report = generate(job, screen.progress, None if json else screen.write, screen.note)
     show_generation(out, report, model)
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")

@@ -16,7 +16,6 @@ def show_generation(out: Output, report: dict[str, Any], model: str) -> None:
 
     `model`: as the user named it, for the next command.
     """
-    out.notes(report["notes"])
     if out.mode is Mode.QUIET:
         return
     out.result(report, "", lambda: _say_generation(out, report, model))

@@ -47,6 +47,12 @@ class TextScreen:
         write_text(text)
         self._line_is_open = not text.endswith("\n")
 
+    def note(self, text: str) -> None:
+        """Show a remark beside the text."""
+        self._close_bar()
+        self._end_line()
+        self._out.notes([text])
+
     def _close_bar(self) -> None:
         self._bar.close()
         self._update = None

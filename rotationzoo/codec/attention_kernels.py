@@ -1,30 +1,24 @@
 """The kernels of `attention.cu` and `attention_parts.cu`: what they read, how they are compiled,
 and how their work is cut up."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES, build
+from rotationzoo.codec.cuda import ATTENTION_SOURCES, TYPES
+from rotationzoo.codec.cuda_launch import build
 from rotationzoo.codec.pages import PageLayout
 
 _LARGEST_DIM, _MOST_GROUPS, _TILE = 256, 8, 32
 PREPARE_THREADS, FINISH_THREADS = 1024, 512
-_EARLY = "programmatic_stream_serialization"
-_WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
 MOST_TOTALS = 1024  # of columns and parts in a block of `finish`, as in the source
 _SHARED_MEMORY = 48 * 1024 - 64  # bytes: `ROOM` in the source
 _SHORTEST_SPLIT = 256  # tokens: shorter ones take longer to merge than to read
 _WAVES = 3
 """How often all blocks that a GPU holds at once should be replaced, so that none is left alone with
 the last of them."""
-
-
-Argument = torch.Tensor | float | None
-"""What a kernel can be given. None is a null pointer."""
 
 
 @dataclass(frozen=True)
@@ -161,46 +155,6 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
     if wanted < 4:
         wanted = -(-_WAVES * blocks // heads)
     return max(1, min(wanted, longest))
-
-
-class Launcher:
-    """Launches kernels on torch's current stream of one GPU."""
-
-    def __init__(self, device: torch.device):
-        from cuda.core import Stream
-
-        self.device = device
-        self.waits_itself = torch.cuda.get_device_capability(device) >= _WAITING_GPU
-        with torch.cuda.device(device):
-            self.stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-
-    def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: Iterable[Argument],
-        early: bool = True,
-    ) -> None:
-        """Launch a kernel with the arguments of the function in the source. It may start before the
-        one before it has ended, where it is to start `early`."""
-        from cuda.core import LaunchConfig, launch
-
-        values = [_value(argument) for argument in arguments]
-        # Older versions of cuda.core cannot say that a kernel waits for the one before by itself,
-        # and older GPUs have no instruction for it.
-        early = early and self.waits_itself and hasattr(LaunchConfig, _EARLY)
-        option = {_EARLY: True} if early else {}
-        config = LaunchConfig(grid=grid, block=threads, **option)
-        with torch.cuda.device(self.device):
-            launch(self.stream, config, kernel, *values)
-
-
-def _value(argument: Argument) -> int | float:
-    """What a kernel gets: an address, a 64-bit integer or a double."""
-    if argument is None:
-        return 0
-    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 @cache

@@ -1,9 +1,5 @@
-"""The codec on an NVIDIA GPU: `int2.cu` compiled and launched, with the functions of `codec.int2`.
-
-NVIDIA's cuda.core compiles the source with NVRTC for the GPU that it finds, keeps the result in the
-user's cache, and launches it on torch's stream. Unlike torch's extension builder, it needs no CUDA
-toolkit, host compiler or build step. `pip install 'rotationzoo[cuda]'` installs it.
-"""
+"""The kernels of `int2.cu` and `feedback.cu` on an NVIDIA GPU: their variants, what they store, and
+the way back from it. `codec.cuda_encoder` has the way there."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rotationzoo.codec.clip import clip_position
+from rotationzoo.codec.cuda_launch import Launcher, build
 from rotationzoo.codec.formats import SGLANG, Format
 from rotationzoo.codec.int2 import LARGEST, METADATA_TYPES, check_shape
 from rotationzoo.errors import RotationZooError
@@ -109,50 +105,18 @@ class Variant:
         return _THREADS // lanes * rows_of_a_lane
 
 
-def quantize(
-    rows: torch.Tensor,
-    clip: float | torch.Tensor = 1.0,
-    group_size: int | None = None,
-    format: Format = SGLANG,
-    rotation: torch.Tensor | None = None,
-    rotated: torch.Tensor | None = None,
-) -> Packed:
-    """Quantize and pack rows `[H, N, D]` on a GPU, as `int2.quantize` and `int2.pack` do.
-
-    `clip` is one ratio, or one per head `[H]`. `rotation` `[H, D, D]`, if given, multiplies the
-    rows first; `rotated` `[H, N, D]` float32 receives the products. Raises `RotationZooError` for
-    rows that are not finite or above 1e18, and for shapes and types that the kernel does not
-    support.
-    """
-    if format.bisected:
-        raise RotationZooError(
-            "the CUDA reference sorts: it has no bisected threshold", hint="use int2.quantize"
-        )
-    heads, count, dim = rows.shape
-    group, device = group_size or dim, rows.device
-    ratios = torch.as_tensor(clip)
-    channels = group if format.clip_scope == "group" else dim
-    entry, weight = clip_position(ratios.expand(heads), channels, format.interpolated)
-    matrix = None if rotation is None else rotation.float().contiguous()
-    clips = bool((ratios < 1).any())
-    kernel = compiled(
-        "quantize", Variant(dim, group, rows.dtype, format, clips, matrix is not None), device
-    )
-    positions = entry.int().to(device), weight.to(device)
-    packed, refused = empty_packed(rows, group, format)
-    stored = packed.codes, packed.metadata
-    kernel(rows.contiguous(), count, matrix, *positions, *stored, rotated, refused)
-    check_refused(refused)
-    return packed
-
-
-def empty_packed(rows: torch.Tensor, group: int, format: Format) -> tuple[Packed, torch.Tensor]:
-    """Room for what a kernel stores of rows `[H, N, D]`, and its flag for rows that it refuses."""
+def empty_packed(rows: torch.Tensor, group: int, format: Format) -> Packed:
+    """Room for what a kernel stores of rows `[H, N, D]`."""
     heads, count, dim = rows.shape
     codes = rows.new_empty(heads, count, dim // 4, dtype=torch.uint8)
     metadata_type = METADATA_TYPES[format.metadata]
     metadata = rows.new_empty(heads, count, dim // group, 2, dtype=metadata_type)
-    return Packed(codes, metadata, format), rows.new_zeros((), dtype=torch.int32)
+    return Packed(codes, metadata, format)
+
+
+def unset_flag(device: torch.device) -> torch.Tensor:
+    """A flag in which a kernel says that it refused a row."""
+    return torch.zeros((), dtype=torch.int32, device=device)
 
 
 def check_refused(refused: torch.Tensor) -> None:
@@ -192,23 +156,13 @@ class Kernel:
     def __call__(self, *arguments: torch.Tensor | int | None) -> None:
         """Launch with the arguments of the function in the source. The first is a tensor
         `[H, ...]`, the only integer is the number of rows, and None is a null pointer."""
-        from cuda.core import LaunchConfig, Stream, launch
-
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
         if not first.numel():  # CUDA refuses an empty grid
             return
         count = next(argument for argument in arguments if isinstance(argument, int))
-        grid = (-(-count // self.block_rows), first.shape[0])
-        pointers = [_pointer(argument) for argument in arguments]
-        # `current_stream` refers to the current GPU, which need not be the one that holds the rows.
-        with torch.cuda.device(first.device):
-            stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-            launch(stream, LaunchConfig(grid=grid, block=self.threads), self.function, *pointers)
-
-
-def _pointer(argument: torch.Tensor | int | None) -> int:
-    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0
+        grid = -(-count // self.block_rows), first.shape[0], 1
+        Launcher(first.device)(self.function, grid, self.threads, arguments, early=False)
 
 
 @cache
@@ -220,25 +174,3 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     """
     code = build(variant.source, tuple(variant.macros()), device)
     return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
-
-
-@cache
-def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> Any:
-    """A program compiled with these macros for this GPU, or taken from the cache: cuda.core's
-    object code, whose `get_kernel` takes a name. Raises `RotationZooError` where cuda.core or NVRTC
-    is missing."""
-    # Imported here because the package is optional.
-    try:
-        from cuda.core import Device, Program, ProgramOptions
-        from cuda.core.utils import FileStreamProgramCache
-    except ImportError as error:
-        raise RotationZooError(
-            "the CUDA kernels need NVIDIA's cuda.core",
-            hint="install it with: pip install 'rotationzoo[cuda]'",
-        ) from error
-    with torch.cuda.device(device):
-        gpu = Device(torch.cuda.current_device())
-        gpu.set_current()
-        options = ProgramOptions(arch=f"sm_{gpu.arch}", std="c++17", define_macro=[*macros])
-        with FileStreamProgramCache() as programs:
-            return Program(source, "c++", options).compile("cubin", cache=programs)

@@ -8,14 +8,13 @@ from rotationzoo.codec.attention_kernels import (
     FINISH_THREADS,
     MOST_TOTALS,
     PREPARE_THREADS,
-    Argument,
-    Launcher,
     Variant,
     choose_columns,
     choose_splits,
     compiled,
     supports,
 )
+from rotationzoo.codec.cuda_launch import Argument, Launcher
 from rotationzoo.errors import RotationZooError
 
 __all__ = ["attend", "supports"]

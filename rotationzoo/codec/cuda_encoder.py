@@ -1,16 +1,16 @@
-"""Rows quantized on an NVIDIA GPU call after call, as a cache does it: nothing waits for the GPU
-until somebody asks whether a row was refused."""
+"""Rows quantized on an NVIDIA GPU, as `int2.quantize` and `feedback.quantize` define it: once, or
+call after call as a cache does it, where nothing waits for the GPU until somebody asks whether a
+row was refused."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from rotationzoo.codec import cuda, int2
 from rotationzoo.codec.clip import clip_position
-from rotationzoo.codec.cuda_feedback import check_factor
-from rotationzoo.codec.formats import Format
+from rotationzoo.codec.formats import SGLANG, Format
 from rotationzoo.errors import RotationZooError
 
 _OLDEST_GPU = 8, 0  # the compute capability that the kernels need
@@ -18,67 +18,124 @@ _OLDEST_GPU = 8, 0  # the compute capability that the kernels need
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Quantizes rotated rows of one side of a layer; `clip_encoder` and `feedback_encoder` make
-    one."""
+    """Quantizes rows of one side of a layer; `clip_encoder` and `feedback_encoder` make one."""
 
+    variant: cuda.Variant
     kernel: cuda.Kernel
     inputs: tuple[torch.Tensor | None, ...]
     """What the kernel reads besides the rows."""
-    rotated: tuple[None, ...]
-    """Outputs that the kernel has and nobody wants."""
-    group: int
-    format: Format
     refused: torch.Tensor
     """Set on the GPU where a row was not finite, or too large."""
 
     def __call__(self, rows: torch.Tensor) -> int2.Quantized:
-        """The packed codes `[B, H, T, D / 4]` of float32 rows `[B, H, T, D]`, with their scales and
-        offsets `[B, H, T, G]`: those of the definition, bit by bit."""
-        batch = len(rows)
-        by_head = rows.transpose(0, 1).flatten(1, 2).contiguous()
-        packed, _ = cuda.empty_packed(by_head, self.group, self.format)
-        stored = packed.codes, packed.metadata, *self.rotated, self.refused
-        self.kernel(by_head, by_head.shape[1], *self.inputs, *stored)
+        """The packed codes `[B, H, T, D / 4]` of rows `[B, H, T, D]`, with their scales and offsets
+        `[B, H, T, G]`: those of the definition, bit by bit."""
+        packed = self.store(rows.transpose(0, 1).flatten(1, 2))
         parts = packed.codes, *packed.metadata.unbind(-1)
-        return int2.Quantized(*(part.unflatten(1, (batch, -1)).transpose(0, 1) for part in parts))
+        by_row = (part.unflatten(1, (len(rows), -1)).transpose(0, 1) for part in parts)
+        return int2.Quantized(*by_row)
+
+    def store(self, rows: torch.Tensor, rotated: torch.Tensor | None = None) -> cuda.Packed:
+        """Quantize and pack rows `[H, N, D]` of the variant's type. `rotated` `[H, N, D]` float32
+        receives the products with the rotation, if there is one."""
+        packed = cuda.empty_packed(rows, self.variant.group, self.variant.format)
+        outputs: tuple[torch.Tensor | None, ...] = packed.codes, packed.metadata
+        if not self.variant.feedback:
+            outputs = *outputs, rotated
+        self.kernel(rows.contiguous(), rows.shape[1], *self.inputs, *outputs, self.refused)
+        return packed
 
     def check(self) -> None:
-        """Wait for the GPU, and raise `RotationZooError` where it refused a row."""
-        cuda.check_refused(self.refused)
+        """Wait for the GPU, and raise `RotationZooError` where it refused a row since the last
+        call."""
+        try:
+            cuda.check_refused(self.refused)
+        except RotationZooError:
+            self.refused.zero_()
+            raise
 
 
 def clip_encoder(
-    clip: torch.Tensor, dim: int, group: int, format: Format, device: torch.device
+    clip: torch.Tensor,
+    variant: cuda.Variant,
+    device: torch.device,
+    rotation: torch.Tensor | None = None,
 ) -> Encoder:
-    """An encoder that chooses the codes of `int2.quantize` for clip ratios `[H]`. Raises
-    `RotationZooError` as `cuda.quantize` does."""
-    channels = group if format.clip_scope == "group" else dim
+    """An encoder that chooses the codes of `int2.quantize` for clip ratios `[H]`. `rotation`
+    `[H, D, D]`, if given, multiplies the rows first. Raises `RotationZooError` for shapes and types
+    that the kernel does not support."""
+    format = variant.format
+    channels = variant.group if format.clip_scope == "group" else variant.dim
     entry, weight = clip_position(clip, channels, format.interpolated)
-    variant = cuda.Variant(dim, group, torch.float32, format, clips=bool((clip < 1).any()))
+    matrix = None if rotation is None else rotation.float().contiguous()
+    variant = replace(variant, clips=bool((clip < 1).any()), rotates=matrix is not None)
     kernel = cuda.compiled("quantize", variant, device)
-    inputs = None, entry.int().to(device), weight.to(device)  # and no rotation
-    return Encoder(kernel, inputs, (None,), group, format, _unset(device))
+    inputs = matrix, entry.int().to(device), weight.to(device)
+    return Encoder(variant, kernel, inputs, cuda.unset_flag(device))
 
 
-def feedback_encoder(
-    factor: torch.Tensor, group: int, format: Format, device: torch.device
-) -> Encoder:
-    """An encoder that chooses the codes of `feedback.quantize` for a factor `[H, D, D]`. Raises
-    `RotationZooError` as `cuda_feedback.quantize` does."""
-    heads, dim, _ = factor.shape
-    check_factor(factor, heads, dim)
-    variant = cuda.Variant(dim, group, torch.float32, format, feedback=True)
+def feedback_encoder(factor: torch.Tensor, variant: cuda.Variant, device: torch.device) -> Encoder:
+    """An encoder that chooses the codes of `feedback.quantize` for a factor `[H, D, D]`, which
+    `linalg.error_feedback.factorize` returns.
+
+    Raises `RotationZooError` for shapes and types that the kernel does not support, and for a
+    factor of another shape or that is not finite.
+    """
+    _check_factor(factor, len(factor), variant.dim)
+    variant = replace(variant, feedback=True)
     kernel = cuda.compiled("quantize_with_feedback", variant, device)
     weights = factor.to(device, torch.float32).contiguous()
-    return Encoder(kernel, (weights,), (), group, format, _unset(device))
+    return Encoder(variant, kernel, (weights,), cuda.unset_flag(device))
 
 
-def supports(dim: int, group: int, format: Format) -> bool:
-    """Whether the kernels quantize rows of `dim` channels in such groups."""
+def quantize(
+    rows: torch.Tensor,
+    clip: float | torch.Tensor = 1.0,
+    group_size: int | None = None,
+    format: Format = SGLANG,
+    rotation: torch.Tensor | None = None,
+    rotated: torch.Tensor | None = None,
+) -> cuda.Packed:
+    """Quantize and pack rows `[H, N, D]` on a GPU, as `int2.quantize` and `int2.pack` do;
+    `cuda.dequantize` reads the result.
+
+    `clip` is one ratio, or one per head `[H]`. `rotation` `[H, D, D]`, if given, multiplies the
+    rows first; `rotated` `[H, N, D]` float32 receives the products. Raises `RotationZooError` for
+    rows that are not finite or above 1e18, and for shapes and types that the kernel does not
+    support.
+    """
     if format.bisected:
+        raise RotationZooError(
+            "the CUDA reference sorts: it has no bisected threshold", hint="use int2.quantize"
+        )
+    ratios = torch.as_tensor(clip).expand(len(rows))
+    encoder = clip_encoder(ratios, _variant(rows, group_size, format), rows.device, rotation)
+    packed = encoder.store(rows, rotated)
+    encoder.check()
+    return packed
+
+
+def quantize_with_feedback(
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    group_size: int | None = None,
+    format: Format = SGLANG,
+) -> cuda.Packed:
+    """Quantize and pack rows `[H, N, D]` on a GPU, as `feedback.quantize` and `int2.pack` do. The
+    factor and errors are those of `feedback_encoder`, and refused rows those of `quantize`."""
+    _check_factor(factor, len(rows), rows.shape[-1])
+    encoder = feedback_encoder(factor, _variant(rows, group_size, format), rows.device)
+    packed = encoder.store(rows)
+    encoder.check()
+    return packed
+
+
+def supports(variant: cuda.Variant) -> bool:
+    """Whether the kernels quantize rows of this shape, type and format."""
+    if variant.format.bisected:
         return False
     try:
-        cuda.Variant(dim, group, torch.float32, format).macros()
+        variant.macros()
     except RotationZooError:
         return False
     return True
@@ -93,5 +150,21 @@ def kernels_run_on(device: torch.device) -> bool:
     return has_package and torch.cuda.get_device_capability(device) >= _OLDEST_GPU
 
 
-def _unset(device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int32, device=device)
+def _variant(rows: torch.Tensor, group_size: int | None, format: Format) -> cuda.Variant:
+    dim = rows.shape[-1]
+    return cuda.Variant(dim, group_size or dim, rows.dtype, format)
+
+
+def _check_factor(factor: torch.Tensor, heads: int, dim: int) -> None:
+    """Raise `RotationZooError` unless the kernel can read this factor for rows of so many heads."""
+    shape = heads, dim, dim
+    if factor.shape != shape:
+        problem = f"is {list(factor.shape)} and not {list(shape)}"
+    elif not factor.isfinite().all():
+        problem = "is not finite"
+    else:
+        return
+    raise RotationZooError(
+        f"the factor of error feedback {problem}",
+        hint="linalg.error_feedback.factorize makes one for every KV head",
+    )

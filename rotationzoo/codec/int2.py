@@ -105,10 +105,12 @@ def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
 def dequantize(quantized: Quantized, format: Format = SGLANG) -> torch.Tensor:
     """Restore rows `[..., D]`, float32."""
     scale, offset = quantized.scale.float().unsqueeze(-1), quantized.offset.float().unsqueeze(-1)
-    codes = torch.unflatten(quantized.codes, -1, (scale.shape[-2], -1)).float()
+    codes = torch.unflatten(quantized.codes, -1, (scale.shape[-2], -1))
+    # In place where that can be: a cache restores many rows at once.
+    rows = codes.to(torch.float32, copy=True)
     if format.offset == "zero":
-        return ((codes - offset) * scale).flatten(-2)
-    return (codes * scale + offset).flatten(-2)
+        return (rows.sub_(offset) * scale).flatten(-2)
+    return (rows * scale).add_(offset).flatten(-2)
 
 
 def round_trip(

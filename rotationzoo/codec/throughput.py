@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotationzoo.codec.clip import clip_position
-from rotationzoo.codec.cuda import Packed, Variant, compiled, empty_packed
+from rotationzoo.codec.cuda import Packed, Variant, compiled, empty_packed, unset_flag
 from rotationzoo.codec.formats import SGLANG, Format
 
 _REPEATS = 20
@@ -133,7 +133,8 @@ def _allocate(rows: int, dim: int, group: int, format: Format, dtype: torch.dtyp
     bytes_of_a_row = dim * (2 * dtype.itemsize + 1)
     rows = min(rows, int(free * 0.8) // bytes_of_a_row)
     exact = torch.randn(1, rows, dim, device="cuda", dtype=dtype)
-    return _Buffers(exact, torch.empty_like(exact), *empty_packed(exact, group, format))
+    packed, refused = empty_packed(exact, group, format), unset_flag(exact.device)
+    return _Buffers(exact, torch.empty_like(exact), packed, refused)
 
 
 def _seconds(launch: Callable[[], object]) -> float:

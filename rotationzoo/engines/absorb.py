@@ -52,7 +52,8 @@ def _write(artifact: Artifact, model: str, output: Path, progress: Progress, abs
     progress("looking at the model", 0, 0)
     made_for, calibrate = artifact.manifest.model, f"make one with: rotationzoo calibrate {model}"
     # The artifact's revision applies only to the hub id that it was made for.
-    source = find(model, made_for.revision if made_for.id == model else None)
+    is_hub_id = made_for.id == model and not Path(model).is_dir()
+    source = find(model, made_for.revision if is_hub_id else None)
     fetch(source, weights=False)
     if record := read_record(source.folder):
         raise RotationZooError(

@@ -24,6 +24,7 @@ from rotationzoo.linalg.compositions import DATA_FREE, GIVEN
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.model import centering, loading
 from rotationzoo.model.geometry import Geometry, geometry_json, shifted_layers
+from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
 from rotationzoo.recipe import Recipe, name_of
 from rotationzoo.rotations import Rotations
@@ -78,7 +79,7 @@ def import_(job: Import) -> Artifact:
     source, geometry = find_geometry(pair, job.model, job.revision)
     _check_centering(job, pair.key, geometry)
     group_size = job.group_size or _stated_group(pair.key)
-    _check_group_size(group_size, geometry)
+    check_group_size(group_size, head_dims(geometry))
     composition, notes = recognise_composition(pair, described, group_size)
     if composition == "r_pbr_hblock" and group_size is None:
         composition = GIVEN
@@ -132,15 +133,6 @@ def _check_centering(job: Import, key: RotationFile, geometry: Geometry) -> None
 def _stated_group(key: RotationFile) -> int | None:
     group = key.calibration.get("group_size")
     return group if isinstance(group, int) and group > 0 else None
-
-
-def _check_group_size(group_size: int | None, geometry: Geometry) -> None:
-    for dim in {dim for layer in geometry for dim in (layer.key_dim, layer.value_dim)}:
-        if dim % (group_size or dim):
-            raise RotationZooError(
-                f"groups of {group_size} channels do not divide the head dimension {dim}",
-                hint="--group-size",
-            )
 
 
 def _identity(job: Import, source: Source | None, pair: Pair, recipe: Recipe) -> dict[str, str]:

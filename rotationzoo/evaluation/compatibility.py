@@ -10,6 +10,7 @@ from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, same_shapes, shifted_layers
+from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
 from rotationzoo.text.rows import Corpus
 
@@ -34,8 +35,8 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
 
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
-    """Raise `RotationZooError` for an artifact that is bound to no model, or that was made for a
-    model with other shapes."""
+    """Raise `RotationZooError` for an artifact that is bound to no model, that was made for a model
+    with other shapes, or whose quantization groups do not divide the heads."""
     for artifact in artifacts:
         if not artifact.bound:
             raise RotationZooError(
@@ -48,6 +49,7 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
                 f"{model}: {artifact.manifest.model.id}",
                 hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
             )
+        check_group_size(artifact.recipe.group_size, head_dims(geometry))
 
 
 def check_weights(artifacts: list[Artifact], source: Source) -> None:

@@ -23,6 +23,7 @@ from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
 from rotationzoo.generation.stream import TextStream, Write
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
@@ -30,12 +31,20 @@ from rotationzoo.recipe import Recipe
 from rotationzoo.rotated_cache import CacheOptions, build_storage, open_artifact
 
 
+def _ignore(note: str) -> None:
+    """What becomes of a note where nobody reads it."""
+
+
 def generate(
-    job: Generation, progress: Progress = silent, write: Write | None = None
+    job: Generation,
+    progress: Progress = silent,
+    write: Write | None = None,
+    note: Write = _ignore,
 ) -> dict[str, Any]:
     """Continue a prompt through a 2-bit cache, and return the report that `generate --json` prints.
 
-    `write` gets the text piece by piece; without it, `progress` is told of the tokens. A text that
+    `write` gets the text piece by piece; without it, `progress` is told of the tokens. `note` gets
+    what a reader should know of the rotations, before the weights are loaded. A text that
     Ctrl-C ends is reported with `stop` `interrupted`. Raises `UsageError` for settings that exclude
     each other or a prompt that the model has no positions for, and `RotationZooError` for rotations
     that do not fit the model. Where the config is enough to tell, the error comes before any
@@ -51,6 +60,7 @@ def generate(
     artifacts = [artifact] if artifact else []
     if geometry is not None:
         check_artifacts(job.model, artifacts, geometry)
+        check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
     check_weights(artifacts, source)
     tokenizer = loading.load_tokenizer(source)
@@ -59,6 +69,9 @@ def generate(
     prompt.check_positions(job.model, config)
     progress("fetching the weights", 0, 0)
     fetch(source)
+    rotations = _rotations(artifact, source)
+    for text in rotations["notes"]:
+        note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
@@ -76,7 +89,7 @@ def generate(
     report = {
         "model": source.label,
         "revision": source.revision,
-        **_rotations(artifact, source),
+        **rotations,
         "format": job.cache.get("format", "sglang"),
         **windows,
         **sizes,

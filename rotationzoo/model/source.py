@@ -58,9 +58,14 @@ class Source:
 
 def find(model: str, revision: str | None = None) -> Source:
     """Locate a hub id, a local folder or `demo`. Fetches at most `config.json`. Raises
-    `ModelUnavailable`."""
+    `ModelUnavailable`, also for a revision of what is on this machine."""
     folder = DEMO if model == "demo" else Path(model).expanduser()
     if folder.is_dir():
+        if revision is not None:
+            raise ModelUnavailable(
+                f"{model} is a model on this machine, which has no revision {revision!r}",
+                hint="leave out --revision, or give a hub id such as Qwen/Qwen3-8B",
+            )
         if not (folder / "config.json").is_file():
             raise ModelUnavailable(
                 f"{model} is no model: the folder has no config.json",

@@ -147,6 +147,7 @@ def test_a_layer_stores_what_an_ordinary_one_does(prompt, steps):
         counters.advance()
         length += 1
     fixed.close(length)
+    fixed.tidy()
     for name, rows in layers[0].tensors():
         if "block" not in name:
             assert torch.equal(dict(layers[1].tensors())[name], rows), name

@@ -31,6 +31,11 @@ from rotationzoo.recipe import PRESETS
         ("demo --data empty.jsonl", "empty.jsonl holds no text"),
         ("demo --data other.jsonl", "no column text or messages: it has body"),
         ("demo --data other.jsonl --column bodi", "no column bodi: it has body"),
+        (
+            "demo --recipe groups.yaml",
+            "groups of 48 channels do not divide heads of 64 channels, but groups of 4, 8, 16, 32,",
+        ),
+        ("demo --revision main", "demo is a model on this machine, which has no revision 'main'"),
         ("demo --output occupied", "occupied exists and is no artifact"),
         ("demo --output /proc/nothing/here", "/proc/nothing/here cannot be written"),
     ],
@@ -40,6 +45,7 @@ def test_mistakes_get_one_sentence(inside, words, says):
     (inside.folder / "occupied").mkdir()
     (inside.folder / "occupied" / "file").write_text("mine")
     (inside.folder / "typo.yaml").write_text("key_clp: 0.9\n")
+    (inside.folder / "groups.yaml").write_text("group_size: 48\n")
     (inside.folder / "short.txt").write_text("hello")
     (inside.folder / "empty.jsonl").write_text("")
     (inside.folder / "other.jsonl").write_text('{"body": "x"}\n')

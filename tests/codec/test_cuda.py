@@ -13,7 +13,7 @@ from support.nvcc import spilled_registers
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.checks.rows import edge_rows
-from rotationzoo.codec import cuda, int2
+from rotationzoo.codec import cuda, cuda_encoder, int2
 from rotationzoo.errors import RotationZooError
 
 FORMATS = int2.FORMATS
@@ -76,7 +76,7 @@ def sample(dim: int, dtype: torch.dtype, count: int = 203) -> torch.Tensor:
 def test_codes_and_values_are_those_of_the_definition(device, dim, group, dtype, format):
     rows = sample(dim, dtype)
     for clip in (1.0, torch.tensor([0.96, 0.5])):
-        packed = cuda.quantize(rows.to(device), clip, group, FORMATS[format])
+        packed = cuda_encoder.quantize(rows.to(device), clip, group, FORMATS[format])
         ratio = clip[:, None] if isinstance(clip, torch.Tensor) else clip
         expected = int2.quantize(rows, ratio, group, FORMATS[format])
         assert torch.equal(packed.codes.cpu(), int2.pack(expected.codes, FORMATS[format].packing))
@@ -97,7 +97,9 @@ def test_rotating_in_the_kernel(device, dim):
         torch.randn(2, dim, dim, generator=torch.Generator().manual_seed(1))
     )[0]
     rotated = torch.empty(rows.shape, device=device)
-    packed = cuda.quantize(rows.to(device), 0.96, None, int2.SGLANG, rotation.to(device), rotated)
+    packed = cuda_encoder.quantize(
+        rows.to(device), 0.96, None, int2.SGLANG, rotation.to(device), rotated
+    )
     exact = rows.double() @ rotation.double()
     bound = dim * 2.0**-24 * (rows.double().abs() @ rotation.double().abs())
     assert ((rotated.cpu() - exact).abs() <= bound).all()  # measured .09 of it
@@ -116,7 +118,7 @@ def test_rows_outside_the_domain_are_refused(device, number):
     rows[0, 217, 100] = number
     for clip in (1.0, 0.9):
         with pytest.raises(RotationZooError, match="not finite or exceeds"):
-            cuda.quantize(rows.to(device), clip)
+            cuda_encoder.quantize(rows.to(device), clip)
 
 
 @on_gpu

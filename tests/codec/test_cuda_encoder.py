@@ -1,13 +1,19 @@
 """Encoders of a cache on a GPU: with kernels that compute the definition on a CPU, and with the
 real ones where a GPU is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.devices import gpu
 
+from rotationzoo.cache.arm import Arm
+from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
+from rotationzoo.model.geometry import Layer
+from rotationzoo.recipe import PRESETS
 
 HEADS, DIM = 3, 32
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -57,9 +63,10 @@ def compile_for_cpu(name, variant, device):
 
 
 def encoder(kind, group, format, device):
+    variant = cuda.Variant(DIM, group, torch.float32, format)
     if kind == "clip":
-        return cuda_encoder.clip_encoder(CLIP, DIM, group, format, torch.device(device))
-    return cuda_encoder.feedback_encoder(factor(), group, format, torch.device(device))
+        return cuda_encoder.clip_encoder(CLIP, variant, torch.device(device))
+    return cuda_encoder.feedback_encoder(factor(), variant, torch.device(device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -90,10 +97,44 @@ def test_a_refused_row_is_reported_when_somebody_asks(device, monkeypatch):
     encode(rows)
     with pytest.raises(RotationZooError, match="is not finite or exceeds"):
         encode.check()
+    encode.check()  # only once
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", int2.FORMATS)
+def test_a_simulation_encodes_with_the_kernel_of_error_feedback(format, device, monkeypatch):
+    """Not by the definition, which a GPU computes in thousands of operations: bit by bit the
+    same."""
+    arm = Arm("", rotations(), 16, rounding="feedback")
+    rows = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(1)).to(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(Arm, "encoder", lambda *_: None)
+        expected = arm.fake_quantize(rows, 0, "key", int2.FORMATS[format])
+    if device == "cpu":
+        monkeypatch.setattr(cuda, "compiled", compile_for_cpu)
+        monkeypatch.setattr(cuda_encoder, "kernels_run_on", lambda device: True)
+    else:
+        monkeypatch.setattr(feedback, "quantize", None)
+    assert torch.equal(arm.fake_quantize(rows, 0, "key", int2.FORMATS[format]), expected)
+    (encode,) = arm._encoders.values()
+    assert encode.variant.feedback
+    rows[1, 2, 3, 4] = torch.nan
+    with pytest.raises(RotationZooError, match="is not finite or exceeds"):
+        arm.fake_quantize(rows, 0, "key", int2.FORMATS[format])
+
+
+def rotations():
+    def add_factor(_, side, rotation):
+        return replace(rotation, feedback=factor()) if side == "key" else rotation
+
+    return fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)]).replace(add_factor)
 
 
 def test_what_the_kernels_do_not_quantize():
-    assert cuda_encoder.supports(128, 32, int2.SGLANG)
-    assert not cuda_encoder.supports(72, 72, int2.SGLANG)
-    assert not cuda_encoder.supports(128, 128, int2.SIMULATED["sglang-bisected"])
+    def supports(dim, group, format):
+        return cuda_encoder.supports(cuda.Variant(dim, group, torch.float32, format))
+
+    assert supports(128, 32, int2.SGLANG)
+    assert not supports(72, 72, int2.SGLANG)
+    assert not supports(128, 128, int2.SIMULATED["sglang-bisected"])
     assert not cuda_encoder.kernels_run_on(torch.device("cpu"))

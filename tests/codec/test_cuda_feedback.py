@@ -14,7 +14,7 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.checks.rows import rows_of_each_type
-from rotationzoo.codec import cuda, cuda_feedback, feedback, int2
+from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.recipe import PRESETS, Data
@@ -82,19 +82,19 @@ def test_no_register_is_spilled(tmp_path):
 )
 def test_factors_that_do_not_belong_to_the_rows_are_refused(factor, problem):
     with pytest.raises(RotationZooError, match=problem):
-        cuda_feedback.quantize(torch.ones(2, 3, 64), factor)
+        cuda_encoder.quantize_with_feedback(torch.ones(2, 3, 64), factor)
 
 
 def test_shapes_that_the_kernel_does_not_take_are_refused():
     with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of 72"):
-        cuda_feedback.quantize(torch.ones(1, 3, 72), torch.eye(72)[None])
+        cuda_encoder.quantize_with_feedback(torch.ones(1, 3, 72), torch.eye(72)[None])
 
 
 @on_gpu
 @pytest.mark.parametrize(("dim", "group", "dtype", "format"), COMPILED)
 def test_codes_are_those_of_the_definition(device, dim, group, dtype, format):
     rows, factor = sample(dim, dtype), factorize(metrics(dim))
-    packed = cuda_feedback.quantize(rows.to(device), factor, group, FORMATS[format])
+    packed = cuda_encoder.quantize_with_feedback(rows.to(device), factor, group, FORMATS[format])
     expected = feedback.quantize(rows, factor, group, FORMATS[format])
     assert_equal(packed, expected, FORMATS[format])
     definition = int2.dequantize(expected, FORMATS[format])
@@ -109,7 +109,7 @@ def test_rows_outside_the_domain_are_refused(device, number):
     rows = torch.ones(1, 300, 64, device=device)
     rows[0, 217, 50] = number
     with pytest.raises(RotationZooError, match="not finite or exceeds"):
-        cuda_feedback.quantize(rows, factorize(metrics(64)[:1]))
+        cuda_encoder.quantize_with_feedback(rows, factorize(metrics(64)[:1]))
 
 
 def with_factors(folder):

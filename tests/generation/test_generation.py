@@ -1,6 +1,7 @@
 """A text that a model writes through a 2-bit cache: the same as with the library alone, compared
 with the exact model's, and ended by whoever reads it."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rotationzoo import RotatedCache, generate
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.generation.comparison import Parting, find_parting
+from rotationzoo.generation.job import generate as run
+from rotationzoo.generation.settings import Generation
 from rotationzoo.model import loading
 from rotationzoo.model.source import DEMO
 
@@ -128,6 +131,8 @@ def test_a_model_ends_its_text_itself(demo, made, tmp_path):
         ({"chat": True}, "no chat template"),
         ({"format": "int3"}, "no format 'int3'"),
         ({"format": "kivi", "rounding": "feedback"}, "takes no rounding"),
+        ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
+        ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
         ({"rounding": "feedback"}, "no factors"),
         ({"rotations": "rotations/missing"}, "no artifact"),
         ({"max_memory": "cpu=1GiB"}, "needs a device map"),
@@ -147,6 +152,18 @@ def test_rotations_of_another_model_are_refused_before_the_weights_are_read(
     monkeypatch.setattr(loading, "load", None)
     with pytest.raises(RotationZooError, match="made for a model of other layers"):
         generate(str(save_tiny(tmp_path / "tiny")), TEXT, rotations=str(made))
+
+
+def test_a_note_on_other_weights_comes_before_the_text(made, tmp_path):
+    folder, shown = tmp_path / "other", []
+    shutil.copytree(DEMO, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+    job = Generation(str(folder), TEXT, str(made), max_new_tokens=4, cache={"sink": 4, "recent": 8})
+    report = run(job, write=lambda text: shown.append("text"), note=shown.append)
+    assert report["notes"] == shown[:1]
+    assert "was made for other weights than these: demo" in shown[0]
+    assert set(shown[1:]) == {"text"}
 
 
 def test_a_name_that_cannot_be_pulled(monkeypatch):
@@ -170,9 +187,6 @@ def test_a_full_device(monkeypatch, made):
 
 
 def test_without_a_prompt_only_the_demo_has_something_to_say(made, tmp_path):
-    from rotationzoo.generation.job import generate as run
-    from rotationzoo.generation.settings import Generation
-
     shown: list[str] = []
     cache = {"rounding": "nearest"}
     report = run(Generation("demo", None, str(made), cache=cache, compare=True), write=shown.append)

@@ -14,6 +14,7 @@ import torch
 
 from rotationzoo.codec import attention_kernels, cuda_attention
 from rotationzoo.codec.attention import PackedTokens
+from rotationzoo.codec.cuda_launch import Argument
 
 HEADER = Path(__file__).with_name("warps_on_cpu.h")
 # Functions in PTX, which the header has in C++. Their definitions become unused names.
@@ -79,7 +80,7 @@ def _compiled(
 
 
 class _Launcher:
-    """Takes the place of `attention_kernels.Launcher`."""
+    """Takes the place of `cuda_launch.Launcher`."""
 
     def __init__(self, device: torch.device):
         assert device.type == "cpu"
@@ -89,7 +90,7 @@ class _Launcher:
         kernel: ctypes._CFuncPtr,
         grid: tuple[int, int, int],
         threads: int,
-        arguments: Iterable[attention_kernels.Argument],
+        arguments: Iterable[Argument],
         early: bool = True,
     ) -> None:
         kept = list(arguments)
@@ -97,7 +98,7 @@ class _Launcher:
         kernel((ctypes.c_uint * 3)(*grid), threads, b"".join(values), len(values))
 
 
-def _bits(argument: attention_kernels.Argument) -> bytes:
+def _bits(argument: Argument) -> bytes:
     if isinstance(argument, torch.Tensor):
         return struct.pack("q", argument.data_ptr())
     return struct.pack("d" if isinstance(argument, float) else "q", argument or 0)

@@ -27,7 +27,7 @@ extern "C" void launch(
 def quantize(
     folder: Path, rows: torch.Tensor, factor: torch.Tensor, group: int, format: int2.Format
 ) -> tuple[cuda.Packed, bool]:
-    """What `cuda_feedback.quantize` stores, and whether the kernel refuses the rows."""
+    """What `cuda_encoder.quantize_with_feedback` stores, and whether the kernel refuses a row."""
     heads, count, dim = rows.shape
     variant = cuda.Variant(dim, group, rows.dtype, format, feedback=True)
     source, library = folder / "kernel.cpp", folder / "kernel.so"
@@ -40,7 +40,8 @@ def quantize(
     command = ["g++", *flags, *macros, "-o", str(library), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    packed, refused = cuda.empty_packed(rows, group, format)
+    packed = cuda.empty_packed(rows, group, format)
+    refused = cuda.unset_flag(rows.device)
     rows, factor = rows.contiguous(), factor.contiguous()
     tensors = rows, factor, packed.codes, packed.metadata, refused
     first, *others = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
