@@ -16,7 +16,15 @@ from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import PRESETS, Recipe, equalized, load, override, with_feedback
+from rotationzoo.recipe import (
+    PRESETS,
+    Recipe,
+    equalized,
+    load,
+    override,
+    with_feedback,
+    with_rope_scaling,
+)
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
@@ -53,6 +61,8 @@ class Run(TypedDict, total=False):
     """`auto`, `bfloat16` or `float32`."""
     device_map: str
     max_memory: str
+    rope_scaling: str
+    """Scale RoPE to more positions than the config has, as `yarn:4`."""
 
 
 class CalibrationOptions(Text, Run, total=False):
@@ -129,12 +139,14 @@ def calibrate(
         chosen = equalized(chosen)
     if "feedback" in options:
         chosen = with_feedback(chosen, options["feedback"])
+    if "rope_scaling" in options:
+        chosen = with_rope_scaling(chosen, options["rope_scaling"])
     if "budget" in options and chosen.search is None:
         raise UsageError(
             f"budget is for recipes that search, and {chosen.name} does not", hint='recipe="best"'
         )
     settings = {key: value for key, value in options.items() if key not in _TEXT}
-    for of_recipe in ("equalize", "feedback"):
+    for of_recipe in ("equalize", "feedback", "rope_scaling"):
         settings.pop(of_recipe, None)
     progress: Any = settings.pop("progress", silent)
     # Nobody chose a preset's row length, so rows may be shortened to the model's positions.

@@ -20,7 +20,7 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SGLANG, SIMULATED
 from rotationzoo.errors import HubError, UsageError
-from rotationzoo.evaluation.compatibility import check_artifacts, other_weights_note
+from rotationzoo.evaluation.compatibility import check_artifacts, check_rope, other_weights_note
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.groups import check_group_size
 from rotationzoo.model.source import Source, has_weights
@@ -142,6 +142,7 @@ def _fitting(artifact: Artifact, model: PreTrainedModel) -> Rotations:
     another model's artifact, and for weights that carry the equalizer of another one."""
     name = model.name_or_path or type(model).__name__
     check_artifacts(name, [artifact], geometry_of(model))
+    check_rope(artifact, model.config)
     folder = Path(name)
     # Weights into which an equalizer was folded come from a folder of this machine.
     if folder.is_dir():

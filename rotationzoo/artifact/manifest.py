@@ -120,6 +120,9 @@ class Run(Strict):
     peak_memory_bytes: Count | None
     device: str | None = None
     dtype: str | None = None
+    passes: dict[str, Count] = Field(default_factory=dict)
+    """Purpose -> the tokens that passed through the model for it, such as `statistics` or
+    `samples`. Empty in artifacts of earlier versions, and without a model."""
 
 
 class Versions(Strict):

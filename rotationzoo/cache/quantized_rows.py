@@ -5,6 +5,10 @@ import torch
 from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.codec import int2
 
+TOKENS = 16384
+"""Tokens that are quantized at a time. The codec takes about ten times the bytes of its rows, most
+of them to sort magnitudes: 5 GB for 131,072 tokens of 8 heads of 128."""
+
 
 class QuantizedRows:
     """Keys and values of every layer as an arm returns them.
@@ -25,14 +29,21 @@ class QuantizedRows:
         step, and those that begin with the kept ones are not quantized again."""
         if not decoding or self.arm.token_group > 1:
             self._kept.pop((layer, side), None)
-            return self.arm.fake_quantize(rows, layer, side, self.format)
+            return self._quantize(rows, layer, side)
         known, restored = self._kept.get((layer, side), (rows[:, :, :0], rows[:, :, :0]))
         count = known.shape[2]
         # Another prompt may have begun.
         if not torch.equal(known, rows[:, :, :count]):
             count = 0
         if count < rows.shape[2]:
-            new = self.arm.fake_quantize(rows[:, :, count:], layer, side, self.format)
+            new = self._quantize(rows[:, :, count:], layer, side)
             restored = torch.cat([restored[:, :, :count], new], dim=2)
         self._kept[layer, side] = rows, restored
         return restored
+
+    def _quantize(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """The same, of any number of rows. Whole groups of tokens are quantized on their own."""
+        size = TOKENS // self.arm.token_group * self.arm.token_group
+        parts = rows.split(size, dim=2)
+        quantized = [self.arm.fake_quantize(part, layer, side, self.format) for part in parts]
+        return torch.cat(quantized, dim=2)

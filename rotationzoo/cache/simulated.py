@@ -16,12 +16,15 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.cache.divergence import divergence
-from rotationzoo.cache.masks import TwoCopyMasks, as_additive
+from rotationzoo.cache.masks import TwoCopyMask, TwoCopyMasks, as_additive
 from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.quantized_rows import QuantizedRows
 from rotationzoo.cache.windows import Cache
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
+
+_SCORES = 2**26
+"""Attention scores that are compared at a time: 256 MB, and several times that in float64."""
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
 """`(layer, output, exact)`: the attention block's output `[B, T, hidden]` after the output
@@ -121,11 +124,11 @@ class _SimulatedAttention:
         mask = self.masks.mask_for(attend, query, key.shape[2])
         queries = self.simulation.queries
         if queries is not None:
-            kl = _attention_kl(attend, query, key, keys, mask.whole, queries)
+            kl = _attention_kl(attend, query, key, keys, mask, queries)
             self.observe_kl(layer, kl, queries)
         outputs = []
         # Each block of queries reads only the positions that it sees.
-        for block in mask.blocks:
+        for block in mask.blocks():
             read = replace(attend, mask=block.mask)
             seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
             outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
@@ -172,22 +175,37 @@ def _attention_kl(
     query: torch.Tensor,
     key: torch.Tensor,
     keys: torch.Tensor,
-    mask: torch.Tensor,
+    mask: TwoCopyMask,
     queries: torch.Tensor,
 ) -> torch.Tensor:
     """`KL(exact || simulated)` `[B, Q]` of selected queries' attention, averaged over heads.
 
     * `query`, `key`: those of the exact model, before any mean is subtracted;
     * `keys`: `[exact; quantized]`, as the simulated cache holds them;
-    * `mask`: the two-copy mask of all queries;
+    * `mask`: the two-copy mask of the call;
     * `queries`: the positions `[Q]` of the queries to compare.
     """
-    at = queries.to(query.device)
+    batch, heads, _, _ = query.shape
+    size = max(1, _SCORES // (batch * heads * keys.shape[2]))
+    at, parts = queries.to(query.device), []
+    for positions in at.split(size):
+        rows = as_additive(mask.rows(positions), torch.float32)
+        parts.append(_divergence_of(attend, query[:, :, positions], key, keys, rows))
+    return torch.cat(parts, dim=1)
+
+
+def _divergence_of(
+    attend: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    keys: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """The divergence `[B, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask `[B, 1, Q, 2T]`,
+    float32 and additive."""
     length = key.shape[2]
-    mask = as_additive(mask[:, :, at], torch.float32)
     # The query sees a position if it sees either copy.
     exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
-    query = query[:, :, at]
     exact = replace(attend, mask=exact_mask).weights(query, key)
     both = replace(attend, mask=mask).weights(query, keys)
     simulated = both[..., :length] + both[..., length:]

@@ -34,8 +34,12 @@ class Cache:
     ) -> torch.Tensor:
         """Boolean `[Q, T]`: whether query t reads the exact copy of position j, for the last Q =
         `queries` of T = `length` positions, or for all of them (None)."""
-        position = torch.arange(length, device=device)
-        query = position if queries is None else position[length - queries :]
+        query = torch.arange(length - (queries or length), length, device=device)
+        return self.exact_for(query, length)
+
+    def exact_for(self, query: torch.Tensor, length: int) -> torch.Tensor:
+        """The same `[Q, T]` for the queries at some positions `[Q]`."""
+        position = torch.arange(length, device=query.device)
         chunk = self.prefill_chunk
         end = query + 1 if chunk is None else query // chunk * chunk
         # Positions after the query count as exact here; the model's own mask hides them.

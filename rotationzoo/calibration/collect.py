@@ -20,7 +20,7 @@ from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
 
 
@@ -39,7 +39,7 @@ def collect(
       returns the sums of all of them.
     - `checkpoint`: where the sums of this process are saved between batches, and from which its
       earlier sums of the same job are read.
-    - `progress`: called with "calibrating" after every batch.
+    - `progress`: called with "calibrating" and the tokens read, at first and after every batch.
 
     Queries and outputs count at every position, towards the layer that owns the cache they read.
     Keys and values count from position `sink` on if the recipe excludes the sink. `key_energy`
@@ -59,6 +59,8 @@ def collect(
     skip = recipe.sink if recipe.exclude_sink else 0
     tower = decoder(model)
     shared = ranks.share(batches)
+    progress = in_tokens(progress, [ids.numel() for ids in shared] * passes)
+    progress("calibrating", done, passes * len(shared))
     observer = MomentObserver(geometry, statistics, skip)
     for number in range(passes):
         if number == 1:

@@ -125,6 +125,8 @@ def add_projections(statistics: Statistics, model: "PreTrainedModel", geometry: 
             )
         moments = statistics[layer.owner]
         if layer.owner == layer.index:
-            moments["projection"] = Moment.zeros(layer.kv_heads, layer.value_dim)
-        columns = torch.unflatten(heads.cpu(), 0, (layer.kv_heads, -1)).transpose(2, 3)
+            # On the layer's device: products of whole weights in float64 take seconds on a CPU.
+            zeros = Moment.zeros(layer.kv_heads, layer.value_dim, heads.device)
+            moments["projection"] = zeros
+        columns = torch.unflatten(heads, 0, (layer.kv_heads, -1)).transpose(2, 3)
         moments["projection"].add(columns.flatten(1, 2))

@@ -14,7 +14,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.model.files import read_json
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.source import Source
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import digest
 
 _SETTINGS = "generation_config.json"
@@ -100,7 +100,7 @@ def write_texts(
         written = sum(map(len, texts)) - settings.start_tokens * len(texts)
         if written >= settings.tokens:
             break
-        progress("writing", written, settings.tokens)
+        progress("writing", Tokens(written), Tokens(settings.tokens))
         next_prompts = prompts[len(texts) : len(texts) + batch]
         # The seed depends only on how many texts there are, so a resumed run writes what an
         # uninterrupted one would.
@@ -108,7 +108,7 @@ def write_texts(
         texts += _continue_prompts(model, next_prompts, settings, seed)
         if checkpoint is not None:
             checkpoint.save_text(texts)
-    progress("writing", settings.tokens, settings.tokens)
+    progress("writing", Tokens(settings.tokens), Tokens(settings.tokens))
     return texts
 
 

@@ -71,6 +71,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     check_output(job)
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
+    progress("reading the text", 0, 0)
     source_text = read_source_text(planned)
     check_room(planned)
     if planned.needs_weights:

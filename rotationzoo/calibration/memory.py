@@ -30,6 +30,8 @@ class Footprint:
     item: int
     """Bytes per activation element."""
     on_cpu: bool
+    memory: int = 0
+    """Bytes of memory where the job runs; 0 if nobody knows."""
 
     @property
     def statistics(self) -> int:
@@ -74,9 +76,10 @@ class Footprint:
         passes = max(
             self.activations(self.batch), self.peaked_queries(self.batch), self.generation_cache
         )
+        search_peak = self.search_peak(kept)
         # On a CPU, the allocator keeps what the passes freed, in fragments that a search can hardly
         # reuse. The passes and the search therefore add up.
-        working = passes + self.search_peak if self.on_cpu else max(passes, self.search_peak)
+        working = passes + search_peak if self.on_cpu else max(passes, search_peak)
         return kept + libraries + working
 
     def activations(self, batch: int) -> int:
@@ -129,9 +132,9 @@ class Footprint:
         )
         return self.batch * self.recipe.data.length * width * self.item
 
-    @property
-    def search(self) -> SearchFootprint | None:
-        """The footprint of the search alone; None if the recipe does not search."""
+    def search(self, kept: int = 0) -> SearchFootprint | None:
+        """The footprint of the search alone, beside `kept` bytes of the model and what was made for
+        it; None if the recipe does not search."""
         if self.recipe.search is None:
             return None
         return SearchFootprint(
@@ -140,14 +143,16 @@ class Footprint:
             geometry=self.geometry,
             config=self._text,
             item=self.item,
-            forward=self.activations(1),
+            forward=self.activations(self.batch),
             on_cpu=self.on_cpu,
+            batch=self.batch,
+            free=max(1, self.memory - kept) if self.memory else 0,
         )
 
-    @property
-    def search_peak(self) -> int:
-        """Peak memory of the search, beside weights and statistics."""
-        return 0 if self.search is None else self.search.peak
+    def search_peak(self, kept: int = 0) -> int:
+        """Peak memory of the search, beside `kept` bytes of weights, statistics and rotations."""
+        search = self.search(kept)
+        return 0 if search is None else search.peak
 
     @property
     def _text(self) -> PretrainedConfig:

@@ -5,8 +5,9 @@ Its steps: load the model, find its geometry, check the capture, write text, col
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rotationzoo.calibration.generate import (
     write_texts,
 )
 from rotationzoo.calibration.key_feedback import add_factors
+from rotationzoo.calibration.passes import Passes
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.calibration.recipe_checks import (
     check_held_out,
@@ -61,6 +63,8 @@ class CalibrationResult:
     text: Corpus | None = None
     dtype: str | None = None
     """The dtype that the model was loaded in; None if it was not loaded."""
+    passes: Mapping[str, int] = field(default_factory=dict)
+    """Purpose -> the tokens that this run passed through the model for it."""
     search: dict[str, Any] | None = None
     """The record of a search for the manifest."""
     notes: Sequence[str] = ()
@@ -76,7 +80,7 @@ def run_model(
     - `checkpoint`: what a stopped run left, and where this run saves.
     """
     job = planned.job
-    with place_weights(job.device_map, job.max_memory) as placement:
+    with place_weights(job.device_map, job.max_memory) as placement, ExitStack() as counting:
         progress("loading the model", 0, 0)
         model = _load_model(planned, placement)
         ids = _first_tokens(model, source_text)
@@ -98,14 +102,17 @@ def run_model(
             checkpoint = checkpoint.of_text(text.fingerprint)
         fitted, held_out = _split_rows(text, recipe)
         batches = fitted.batches(job.batch)
-        statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
+        passes = Passes()
+        counting.enter_context(passes.counting(model))
+        with passes.of("statistics"):
+            statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         if recipe.may_equalize:
             add_projections(statistics, model, geometry)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         notes += notes_of_idle(fitted, job.batch)
         result = CalibrationResult(
-            recipe, geometry, rotations, statistics, text, dtype, notes=notes
+            recipe, geometry, rotations, statistics, text, dtype, passes.tokens, notes=notes
         )
         if recipe.search is None:
             return result
@@ -114,7 +121,16 @@ def run_model(
         check_before_search(rotations, average(statistics), recipe, geometry)
         tokenizer = loading.load_tokenizer(planned.source)
         task = SearchTask(
-            model, geometry, recipe, statistics, rotations, fitted.rows, held_out, tokenizer
+            model,
+            geometry,
+            recipe,
+            statistics,
+            rotations,
+            fitted.rows,
+            held_out,
+            tokenizer,
+            batch=job.batch,
+            passes=passes,
         )
         chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
         # The metric of errors depends on the rotation, and the search has judged nearest codes.

@@ -118,7 +118,7 @@ def plan(job: Job) -> Plan:
     memory_limits(job.device_map, job.max_memory)  # only for the errors that it raises
     source = find(job.model, job.revision)
     try:
-        config = loading.load_config(source)
+        config = loading.load_config(source, job.recipe.rope_scaling)
         model = loading.on_meta(config, source.name)
         with as_unavailable(f"{source.name} fails when it runs"):
             geometry = geometry_on_meta(model)
@@ -169,6 +169,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
         loaded = stored
     on_cpu = job.torch_device == "cpu"
+    memory = total_memory(on_cpu, spread=job.device_map is not None)
     needs = Footprint(
         recipe=job.recipe,
         geometry=known.geometry or [],
@@ -176,11 +177,12 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         batch=job.batch,
         item=dtype.itemsize,
         on_cpu=on_cpu,
+        memory=memory,
     )
     return replace(
         known,
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
         peak_memory_bytes=needs.peak(loaded),
-        memory_bytes=total_memory(on_cpu, spread=job.device_map is not None),
+        memory_bytes=memory,
     )

@@ -9,7 +9,7 @@ from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.groups import check_group_size, head_dims
-from rotationzoo.model.loading import position_count
+from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.recipe import SELF, Recipe, tries, without
 from rotationzoo.words import counted
 
@@ -96,7 +96,7 @@ def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
     if positions is not None and length > positions:
         raise RotationZooError(
             f"rows of {length} tokens are longer than the {positions} positions of the model",
-            hint=f"add: --length {positions}",
+            hint=longer_rows_hint(config, length, f"add: --length {positions}"),
         )
     if data.source == SELF and data.prompt_tokens >= length:
         raise RotationZooError(

@@ -90,6 +90,7 @@ def manifest_content(
             "batch": job.batch,
             "seconds": round(seconds, 3),
             "peak_memory_bytes": peak_memory(),
+            "passes": dict(result.passes),
         },
         "metrics": {"orthogonality_error": result.rotations.orthogonality_error},
     }

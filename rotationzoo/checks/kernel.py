@@ -99,6 +99,7 @@ def _compare_layers(
     """Compare on drawn rows followed by captured ones, after subtracting the artifact's mean."""
     captured: dict[tuple[int, str], torch.Tensor] = {}
     if settings.model:
+        progress("running the model", 0, 0)
         captured = capture_rows(
             artifact, settings.model, settings.revision, settings.rows, settings.device
         )
@@ -106,6 +107,7 @@ def _compare_layers(
     rotations, statistics = artifact.rotations, artifact.statistics
     layers = cached_layers(artifact.geometry)
     done, total = 0, 2 * len(layers)
+    progress("validating", done, total)
     for layer in layers:
         for side, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             rotation = rotations[layer.index][side]

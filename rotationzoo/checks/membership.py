@@ -116,7 +116,7 @@ def _collect_statistics(
 ) -> Statistics:
     """The model's statistics on `TEXT`, as a calibration with this recipe would collect them."""
     source = candidate.source
-    config = loading.load_config(source)
+    config = loading.load_config(source, recipe.rope_scaling)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
     with place_weights(candidate.device_map, candidate.max_memory) as placement:

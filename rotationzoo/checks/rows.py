@@ -85,7 +85,7 @@ def capture_rows(
             f"{artifact.folder} was not made for {model} but for {artifact.manifest.model.id}",
             hint="give the model that it was made for with --model",
         )
-    config = loading.load_config(source)
+    config = loading.load_config(source, artifact.recipe.rope_scaling)
     fetch(source)
     target = loading.torch_device(device)
     dtype = loading.torch_dtype("auto", device, None)

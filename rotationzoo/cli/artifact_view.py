@@ -31,6 +31,7 @@ def show_artifact(
         "tokens": tokens,
         "seconds": run.seconds,
         "peak_memory_bytes": run.peak_memory_bytes,
+        "passes": run.passes,
         "orthogonality_error": manifest.metrics.orthogonality_error,
     }
     if calibration and calibration.note:

@@ -20,6 +20,7 @@ from rotationzoo.cli.options import (
     MaxMemory,
     Quiet,
     Revision,
+    RopeScaling,
     Split,
     Subset,
 )
@@ -85,6 +86,7 @@ def calibrate_command(
     batch: Annotated[
         int | None, typer.Option(min=1, help="Rows per forward pass (4; 16 with a device map).")
     ] = None,
+    rope_scaling: RopeScaling = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -118,7 +120,14 @@ def calibrate_command(
     """
     out = Output(json, quiet)
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.recipe import PRESETS, equalized, load, override, with_feedback
+    from rotationzoo.recipe import (
+        PRESETS,
+        equalized,
+        load,
+        override,
+        with_feedback,
+        with_rope_scaling,
+    )
 
     hush_libraries()
     chosen = override(
@@ -137,6 +146,8 @@ def calibrate_command(
         chosen = equalized(chosen)
     if feedback is not None:
         chosen = with_feedback(chosen, feedback)
+    if rope_scaling is not None:
+        chosen = with_rope_scaling(chosen, rope_scaling)
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.cli.calibrate_view import show_plan

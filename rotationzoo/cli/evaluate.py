@@ -31,6 +31,7 @@ from rotationzoo.cli.options import (
     Questions,
     Quiet,
     Revision,
+    RopeScaling,
     Split,
     Subset,
     Tasks,
@@ -88,6 +89,7 @@ def evaluate_command(
     queries: Annotated[
         int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
     ] = 32,
+    rope_scaling: RopeScaling = None,
     harness: HarnessTasks = None,
     harness_limit: HarnessLimit = None,
     harness_path: HarnessPath = None,
@@ -153,6 +155,7 @@ def evaluate_command(
         prefill_layout=prefill_layout,
         real_cache=real_cache,
         queries=queries,
+        rope_scaling=rope_scaling,
         harness=parse_harness(harness, harness_limit, harness_path, harness_chat, harness_answers),
         revision=revision,
         batch=batch,

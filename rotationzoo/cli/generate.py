@@ -17,6 +17,7 @@ from rotationzoo.cli.options import (
     MaxMemory,
     PrefillLayout,
     Revision,
+    RopeScaling,
 )
 from rotationzoo.cli.output import Mode, Output
 from rotationzoo.cli.prompt_text import read_prompt
@@ -74,6 +75,7 @@ def generate_command(
         int, typer.Option(min=1, help="Read the prompt in chunks of so many tokens.")
     ] = 2048,
     prefill_layout: PrefillLayout = None,
+    rope_scaling: RopeScaling = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also show what the exact model writes.")
     ] = False,
@@ -120,6 +122,7 @@ def generate_command(
         cache=cache,
         prefill_chunk=prefill_chunk,
         compare=compare,
+        rope_scaling=rope_scaling,
         revision=revision,
         device=device,
         dtype=dtype,

@@ -46,6 +46,14 @@ MaxMemory = Annotated[
     str | None, typer.Option(help="Limits for the device map: 0=20GiB,cpu=60GiB.")
 ]
 
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(
+        help="Scale RoPE to more positions than the config has: yarn:4 or linear:2, or yarn:4:32768 "
+        "with the positions that the model was trained on."
+    ),
+]
+
 Clip = Annotated[
     str | None,
     typer.Option("--clip", help="Clip ratios of keys and values, as 0.96/0.92, or one for both."),

@@ -64,9 +64,9 @@ class Output:
         else:
             human()
 
-    def note(self, text: str) -> None:
-        """Print a remark for people, on stderr in every mode."""
-        _print((text,), sys.stderr)
+    def note(self, text: str, stream: TextIO | None = None) -> None:
+        """Print a remark for people, on stderr in every mode. `stream`: a stderr of earlier."""
+        _print((text,), stream or sys.stderr)
 
     def suggest(self, text: str) -> None:
         """Print what to do next, on stderr, for a person at a terminal alone."""
@@ -166,8 +166,9 @@ def start_output() -> None:
 
 
 def stderr_console() -> Console:
-    """The console for progress bars."""
-    return Console(stderr=True)
+    """The console for progress bars. It stays with the stderr of now, which a hub's client may
+    hide while it works."""
+    return Console(file=sys.stderr)
 
 
 def visible(text: str) -> str:

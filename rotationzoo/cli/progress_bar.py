@@ -1,17 +1,22 @@
 """Showing the progress of a job: a bar on a terminal, lines in a log, nothing with `--quiet`."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID
 from rich.progress import Progress as Bar
+from rich.table import Column
 from rich.text import Text
 
 from rotationzoo.cli.output import Mode, Output, stderr_console, visible
+from rotationzoo.cli.pace import Pace
 from rotationzoo.cli.progress_log import ProgressLog
-from rotationzoo.cli.time_left import TimeLeft
 from rotationzoo.progress import Progress, silent
+
+_WIDE = 120  # columns of a terminal that has room for a long bar
 
 
 @contextmanager
@@ -24,44 +29,41 @@ def show_progress(out: Output) -> Iterator[Progress]:
         with _bar(console) as update:
             yield update
     else:
-        with ProgressLog(out.note).running() as update:
+        # As the console does, the log stays with the stderr of now.
+        with ProgressLog(partial(out.note, stream=sys.stderr)).running() as update:
             yield update
 
 
-class _StepsColumn(ProgressColumn):
-    """The steps done, of all; nothing for a stage whose steps are not counted."""
+class _StageColumn(ProgressColumn):
+    """The name of the stage, cut off where the terminal is too narrow for what follows."""
 
     def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        return Text(f"{task.completed:,.0f}/{task.total:,.0f}")
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
-class _TimeLeftColumn(ProgressColumn):
-    """The time left of the stage. rich's own estimate forgets steps that took half a minute."""
+class _PaceColumn(ProgressColumn):
+    """The steps done, the speed and the time left of the stage. rich's own estimate forgets steps
+    that took half a minute."""
 
-    def __init__(self, time_left: TimeLeft):
-        super().__init__()
-        self._time_left = time_left
+    def __init__(self, pace: Pace):
+        super().__init__(Column(no_wrap=True))
+        self._pace = pace
 
     def render(self, task: Task) -> Text:
-        return Text(self._time_left.words())
+        return Text(self._pace.words())
 
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Progress]:
-    time_left = TimeLeft()
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        _StepsColumn(),
-        _TimeLeftColumn(time_left),
-    )
+    pace = Pace()
+    # On a narrow terminal the words need the room.
+    width = 40 if console.width >= _WIDE else 10
+    columns = _StageColumn(), BarColumn(width), _PaceColumn(pace)
     with Bar(*columns, console=console, transient=True) as bar:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int) -> None:
-            time_left.tell(stage, done, total)
+            pace.tell(stage, done, total)
             if stage not in tasks:
                 # Start a new bar for each stage, because its speed is that of the stage alone.
                 for task in tasks.values():

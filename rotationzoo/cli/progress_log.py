@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from rotationzoo.cli.time_left import TimeLeft
+from rotationzoo.cli.pace import Pace
 from rotationzoo.progress import Progress
 
 QUICK = 10.0  # seconds; a shorter job needs no log
@@ -19,38 +19,37 @@ class ProgressLog:
 
     It writes nothing in the first `QUICK` seconds. Then it writes a line when a stage begins, and
     at most one per `EVERY` seconds and stage, whether or not its steps are counted (`total` above
-    0). The line of counted steps has the time left. `say` writes a line; `clock` returns seconds.
+    0). The line of counted steps has the time left, and the tokens per second where steps are
+    tokens. `say` writes a line; `clock` returns seconds.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
         self._say, self._clock = say, clock
         self._begun = clock()
-        self._latest: tuple[str, int, int] | None = None
+        self._stage = ""
         self._written: dict[str, float] = {}
         """Stage -> the time at which its last line was written."""
-        self._time_left = TimeLeft(clock)
+        self._pace = Pace(clock)
         self._lock = threading.Lock()
 
     def update(self, stage: str, done: int, total: int) -> None:
-        self._latest = stage, done, total
-        self._time_left.tell(stage, done, total)
+        self._stage = stage
+        self._pace.tell(stage, done, total)
         self.look()
 
     def look(self) -> None:
         """Write a line if one is due."""
         with self._lock:  # `update` and the thread of `running` may look simultaneously
             now = self._clock()
-            if self._latest is None or now - self._begun < QUICK:
+            stage = self._stage
+            if not stage or now - self._begun < QUICK:
                 return
-            stage, done, total = self._latest
             if now - self._written.get(stage, -EVERY) < EVERY:
                 return
             self._written[stage] = now
-            left = self._time_left.words()
-        counted = f" {done:,}/{total:,}" if total else ""
-        if left:
-            counted += f", {left}"
-        self._say(f"[{timedelta(seconds=int(now - self._begun))}] {stage}{counted}")
+            pace = self._pace.words()
+        line = f"{stage} {pace}".rstrip()
+        self._say(f"[{timedelta(seconds=int(now - self._begun))}] {line}")
 
     @contextmanager
     def running(self) -> Iterator[Progress]:

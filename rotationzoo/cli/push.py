@@ -10,6 +10,7 @@ from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import chosen_hubs
 from rotationzoo.cli.options import ArtifactFolder, HubOrBoth, Json, Quiet
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def push_command(
         return
     # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
-    published = push(upload, repo, chosen_hubs(to), create_pr, str(artifact))
+    with show_progress(out) as progress:
+        published = push(upload, repo, chosen_hubs(to), create_pr, str(artifact), progress)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, published))
     show_push(out, repo, upload.path, published)

@@ -28,6 +28,7 @@ from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
+    from rotationzoo.progress import Progress
     from rotationzoo.zoo.due import DueModel
     from rotationzoo.zoo.hubs.protocol import Published
 
@@ -105,13 +106,15 @@ def regenerate_command(
     evaluation = Evaluation(model=model, artifacts=[], data=text.data, tasks=asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
-    places: dict[str, Published] = {}
-    if to is not None:
-        places = _publish(job.output, zoo, chosen_hubs(to))
+        places: dict[str, Published] = {}
+        if to is not None:
+            places = _publish(job.output, zoo, chosen_hubs(to), progress)
     show_regenerated(out, job.output, verdict, places)
 
 
-def _publish(folder: Path, repo: str, hubs: list[str]) -> dict[str, "Published"]:
+def _publish(
+    folder: Path, repo: str, hubs: list[str], progress: "Progress"
+) -> dict[str, "Published"]:
     """Publish as a pull request, so that a person decides whether to merge it."""
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.ownership import check_model
@@ -121,7 +124,7 @@ def _publish(folder: Path, repo: str, hubs: list[str]) -> dict[str, "Published"]
     artifact = Artifact.open(folder)
     upload = prepare_upload(artifact, repo)
     check_model(artifact)
-    return push(upload, repo, hubs, create_pr=True, name=str(folder))
+    return push(upload, repo, hubs, create_pr=True, name=str(folder), progress=progress)
 
 
 def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:

@@ -59,8 +59,14 @@ def clip_threshold(
     """The magnitude `[...]` at which each row `[..., D]` is clamped: the entry of its sorted
     magnitudes that `clip_position` names. `ratio` broadcasts to `[...]`."""
     dim = rows.shape[-1]
-    entry, weight = _positions(rows, ratio, interpolated)
+    position, between = clip_position(ratio, dim, interpolated)
     magnitudes = rows.abs()
+    positions = position.flatten()
+    if rows.numel() and not interpolated and (positions == positions[0]).all():
+        # One position for all rows, which is the rule: nothing to send to the device, and no order.
+        count = dim - int(positions[0])
+        return magnitudes.topk(count, sorted=False).values.min(-1).values
+    entry, weight = _expand(position, rows), _expand(between, rows)
     if rows.numel():  # `entry.min()` would fail on no rows
         # Only the entries from the threshold up are needed: a few of D at the usual ratios.
         magnitudes = magnitudes.topk(dim - int(entry.min())).values
@@ -83,7 +89,7 @@ def bisected_threshold(rows: torch.Tensor, ratio: float | torch.Tensor) -> torch
     dim = rows.shape[-1]
     if dim < _FEWEST_BISECTED:
         return clip_threshold(rows, ratio)
-    entry, _ = _positions(rows, ratio)
+    entry = _expand(clip_position(ratio, dim)[0], rows)
     magnitudes = rows.abs()
     largest = magnitudes.amax(-1)
     low, high = torch.zeros_like(largest), largest
@@ -95,13 +101,9 @@ def bisected_threshold(rows: torch.Tensor, ratio: float | torch.Tensor) -> torch
     return torch.where(entry == dim - 1, largest, high)
 
 
-def _positions(
-    rows: torch.Tensor, ratio: float | torch.Tensor, interpolated: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`clip_position` for each row, on the rows' device."""
-    entry, weight = clip_position(ratio, rows.shape[-1], interpolated)
-    shape = rows.shape[:-1]
-    return entry.to(rows.device).expand(shape), weight.to(rows.device).expand(shape)
+def _expand(positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """One number for each row `[...]` of `[..., D]`, on their device."""
+    return positions.to(rows.device).expand(rows.shape[:-1])
 
 
 def _take(sorted_rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,17 @@ What does not fit is refused. What fits with reservations becomes a note in the 
 
 import shlex
 
+from transformers import PretrainedConfig
+
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, same_shapes, shifted_layers
 from rotationzoo.model.groups import check_group_size, head_dims
+from rotationzoo.model.rope import same_scaling, scaling_of
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
+from rotationzoo.recipe.rope_scaling import RopeScaling
 from rotationzoo.text.rows import Corpus
 
 
@@ -52,10 +56,57 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
         check_group_size(artifact.recipe.group_size, head_dims(geometry))
 
 
+def settle_rope_scaling(asked: str | None, artifacts: list[Artifact]) -> str | None:
+    """The scaling of RoPE that the model runs with: the one that was asked for, or else that of the
+    artifacts which were calibrated with one.
+
+    Raises `UsageError` for a scaling that cannot be, and `RotationZooError` for artifacts that were
+    calibrated with another.
+    """
+    try:
+        scaling = None if asked is None else str(RopeScaling.parse(asked))
+    except ValueError as error:
+        raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
+    for artifact in artifacts:
+        own = artifact.recipe.rope_scaling
+        scaling = scaling or own
+        if own not in (None, scaling):
+            raise RotationZooError(
+                f"{artifact.folder} was calibrated with the rope scaling {own}, not {scaling}",
+                hint=f"give it alone, or with artifacts of --rope-scaling {own}",
+            )
+    return scaling
+
+
+def check_rope(artifact: Artifact, config: PretrainedConfig) -> None:
+    """Raise `RotationZooError` for a model that runs without the scaling of RoPE with which an
+    artifact was calibrated."""
+    own, present = artifact.recipe.rope_scaling, scaling_of(config)
+    if own is not None and not (present and same_scaling(own, present)):
+        raise RotationZooError(
+            f"{artifact.folder} was calibrated with the rope scaling {own}, and this model runs "
+            f"{f'with {present}' if present else 'without'}",
+            hint="load the model with the same scaling in the rope_parameters of its config",
+        )
+
+
 def check_weights(artifacts: list[Artifact], source: Source) -> None:
     """Raise `RotationZooError` if the model's weights carry the equalizer of another artifact."""
     for artifact in artifacts:
         folded_record(artifact, source)
+
+
+def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
+    """Notes for artifacts that were calibrated without the scaling of RoPE that the model runs
+    with."""
+    if scaling is None:
+        return []
+    unscaled = [artifact for artifact in artifacts if artifact.recipe.rope_scaling is None]
+    return [
+        f"{artifact.folder.resolve().name} was calibrated without the rope scaling {scaling} that "
+        "the model runs with"
+        for artifact in unscaled
+    ]
 
 
 def notes_for_reader(

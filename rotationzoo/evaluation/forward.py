@@ -20,7 +20,8 @@ from rotationzoo.evaluation.metrics import Metrics
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
-from rotationzoo.progress import Progress
+from rotationzoo.model.prediction import run_decoder
+from rotationzoo.progress import Progress, in_tokens
 
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
 
@@ -79,6 +80,8 @@ def run_models(
     # Sorted by arm, so that processes that share the runs have as much to do of each arm.
     runs = list(product([None, *pairs], range(len(batches))))
     shared, results = ranks.share(runs), []
+    progress = in_tokens(progress, [batches[number].numel() for _, number in shared])
+    progress("evaluating", 0, len(shared))
     for done, (pair, number) in enumerate(shared):
         ids, metrics = batches[number].to(device), Metrics(buckets, trial.layers)
         running: AbstractContextManager[None] = nullcontext()
@@ -122,15 +125,17 @@ def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, to
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, start: int) -> torch.Tensor:
     """The negative log likelihood of each next token, for positions from `start` on: float32
     `[B, T - start - 1]`."""
-    kept = ids.shape[1] - start
-    # Skip the logits of earlier positions: the vocabulary is far wider than the hidden state.
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[:, -kept:-1]
-    losses = []
-    # One row at a time, because a float32 copy of the whole batch's logits may not fit in memory.
-    for row, targets in zip(logits, ids[:, start + 1 :], strict=True):
-        targets = targets.to(row.device)
-        losses.append(torch.nn.functional.cross_entropy(row.float(), targets, reduction="none"))
-    return torch.stack(losses)
+    last = ids.shape[1] - 1
+    losses = ids.new_empty(len(ids), last - start, dtype=torch.float32, device="cpu")
+    # Blocks, because the logits of a whole row may be larger than the model: the vocabulary is far
+    # wider than the hidden state.
+    for at, logits in run_decoder(model, ids).blocks(start, last):
+        targets = ids[:, at.start + 1 : at.stop + 1].to(logits.device)
+        block = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), reduction="none"
+        )
+        losses[:, at.start - start : at.stop - start] = block.unflatten(0, targets.shape)
+    return losses
 
 
 def _draw_queries(trial: Trial, length: int, seed: int) -> torch.Tensor | None:

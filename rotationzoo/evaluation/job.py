@@ -18,11 +18,13 @@ from rotationzoo.evaluation.compatibility import (
     check_layers,
     check_weights,
     notes_for_reader,
+    rope_notes,
+    settle_rope_scaling,
 )
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
-from rotationzoo.evaluation.judged_text import check_length, judged_text
+from rotationzoo.evaluation.judged_text import check_length, check_positions, judged_text
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.sharing import check_same, identify
@@ -32,6 +34,7 @@ from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import Placement, memory_limits, place_weights
+from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
@@ -63,6 +66,9 @@ class Evaluation:
     """Whether recall tasks and the harness are read through a real cache, not a simulation."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
+    rope_scaling: str | None = None
+    """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
+    calibrated."""
     harness: HarnessSettings | None = None
     """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
@@ -97,10 +103,12 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
-    config = loading.load_config(source)
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts)
+    config = loading.load_config(source, scaling)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         _check_model(job, artifacts, geometry)
+    check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the same tokens: those that read quantized positions
@@ -112,6 +120,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     fetch(source, weights=False)
     check_weights(artifacts, source)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
+    progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
@@ -135,9 +144,11 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         harness = None
         if job.harness:
             harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
-    notes = notes_for_reader(text, source, artifacts, geometry) + answers.notes
+    notes = notes_for_reader(text, source, artifacts, geometry)
+    notes += rope_notes(artifacts, scaling) + answers.notes
     results = Results(trial, measured, answers, job.data.length)
     report = _assemble_report(job, source, text, notes, results)
+    report["rope_scaling"] = scaling_of(config)
     if harness:
         harness.add_to(report, trial)
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved

@@ -1,6 +1,9 @@
 """The text that an evaluation judges on: which one it is, and how long it must be."""
 
+from transformers import PretrainedConfig
+
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.words import counted
@@ -12,6 +15,16 @@ def judged_text(data: Data) -> Data:
     if data.source == "bundled":
         return data.model_copy(update={"source": str(HELD_OUT)})
     return data
+
+
+def check_positions(length: int, config: PretrainedConfig) -> None:
+    """Raise `RotationZooError` for texts of more tokens than the model has positions."""
+    positions = position_count(config)
+    if positions is not None and length > positions:
+        raise RotationZooError(
+            f"texts of {length} tokens are longer than the {positions} positions of the model",
+            hint=longer_rows_hint(config, length, f"add: --length {positions}"),
+        )
 
 
 def check_length(data: Data, start: int) -> None:

@@ -14,6 +14,8 @@ import torch
 from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.linalg.paired import weighted_mean
 
+_TOKENS = 8192  # of block outputs that are compared at a time
+
 # These types are the JSON of `evaluate`. Other programs rely on their keys and on the order.
 Range = TypedDict("Range", {"from": int, "to": int})
 """The positions of a bucket: the first, and the one after the last."""
@@ -102,10 +104,15 @@ class Metrics:
     def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
         """Add one attention block's outputs `[B, T, hidden]`: the arm's and the exact ones."""
         start = self.buckets.start
-        output, exact = output[:, start:].float(), exact[:, start:].float()
-        member = self._member_from_start(output.shape[1])
-        self._errors[layer].append((output - exact).square().sum(-1).double().cpu() @ member)
-        self._norms[layer].append(exact.square().sum(-1).double().cpu() @ member)
+        errors, norms = [], []
+        # In blocks, because float32 copies of long rows take gigabytes.
+        pair = output[:, start:], exact[:, start:]
+        for part, exact_part in zip(*(rows.split(_TOKENS, dim=1) for rows in pair), strict=True):
+            errors.append((part.float() - exact_part.float()).square().sum(-1).double())
+            norms.append(exact_part.float().square().sum(-1).double())
+        member = self._member_from_start(output.shape[1] - start)
+        self._errors[layer].append(torch.cat(errors, dim=1).cpu() @ member)
+        self._norms[layer].append(torch.cat(norms, dim=1).cpu() @ member)
 
     def add_kl(self, layer: int, divergence: torch.Tensor, positions: torch.Tensor) -> None:
         """Add the attention KL `[B, Q]` of the queries at `positions` `[Q]`."""

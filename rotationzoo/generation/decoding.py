@@ -16,7 +16,7 @@ from rotationzoo.generation.prompt import Prompt
 from rotationzoo.generation.settings import Generation
 from rotationzoo.generation.stream import TextStream
 from rotationzoo.model.loading import input_device, is_out_of_memory
-from rotationzoo.progress import Progress
+from rotationzoo.progress import Progress, Tokens
 
 END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
 """Why a text ended: with the model's end token, at the limit, or with Ctrl-C."""
@@ -119,14 +119,14 @@ def _seeded(job: Generation) -> Iterator[None]:
 @contextmanager
 def _prompt_progress(model: PreTrainedModel, length: int, progress: Progress) -> Iterator[None]:
     """Tell of each chunk of a prompt of `length` tokens that the model has read."""
-    read = 0
-    progress("reading the prompt", read, length)
+    read, total = 0, Tokens(length)
+    progress("reading the prompt", Tokens(read), total)
 
     def count(module: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
         nonlocal read
         if read < length and (ids := inputs.get("input_ids")) is not None:
             read += ids.shape[1]
-            progress("reading the prompt", read, length)
+            progress("reading the prompt", Tokens(read), total)
 
     hook = model.register_forward_hook(count, with_kwargs=True)
     try:

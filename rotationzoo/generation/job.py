@@ -14,6 +14,8 @@ from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_weights,
     other_weights_note,
+    rope_notes,
+    settle_rope_scaling,
 )
 from rotationzoo.generation.decoding import INTERRUPTED, Continuation, continue_prompt
 from rotationzoo.generation.example import write_example
@@ -25,8 +27,9 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.placement import place_weights
+from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find
-from rotationzoo.progress import Progress, silent
+from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotated_cache import CacheOptions, build_storage, open_artifact
 
@@ -55,9 +58,10 @@ def generate(
     artifact = _open(job, progress)
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
-    config = loading.load_config(source)
-    geometry = geometry_on_meta(loading.on_meta(config, source.name))
     artifacts = [artifact] if artifact else []
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts)
+    config = loading.load_config(source, scaling)
+    geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         check_artifacts(job.model, artifacts, geometry)
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
@@ -90,11 +94,13 @@ def generate(
         "model": source.label,
         "revision": source.revision,
         **rotations,
+        "rope_scaling": scaling_of(config),
         "format": job.cache.get("format", "sglang"),
         **windows,
         **sizes,
         **describe_text(prompt, written),
     }
+    report["notes"] += rope_notes(artifacts, scaling)
     if exact is not None:
         report |= compare_texts(written, exact)
     return report
@@ -116,13 +122,13 @@ class _Writer:
         return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
 
     def counting(self, stage: str) -> Write:
-        """What shows no text, but tells of each piece of it as progress."""
-        pieces = 0
+        """What shows no text, but tells of each piece of it, usually a token, as progress."""
+        pieces, total = 0, Tokens(self.prompt.max_new_tokens)
 
         def count(text: str) -> None:
             nonlocal pieces
             pieces += 1
-            self.progress(stage, pieces, self.prompt.max_new_tokens)
+            self.progress(stage, Tokens(pieces), total)
 
         return count
 

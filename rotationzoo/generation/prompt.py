@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
-from rotationzoo.model.loading import position_count
+from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.text.tokenizing import start_tokens
 
 
@@ -35,7 +35,7 @@ class Prompt:
         raise UsageError(
             f"a prompt of {len(self.ids):,} tokens and {self.max_new_tokens:,} new ones exceed the "
             f"{positions:,} positions of {model}",
-            hint=hint,
+            hint=longer_rows_hint(config, len(self.ids) + self.max_new_tokens, hint),
         )
 
 

@@ -66,6 +66,9 @@ class Generation:
     the cache. Longer ones need more memory, and read fewer tokens quantized."""
     compare: bool = False
     """Whether the exact model continues the prompt too."""
+    rope_scaling: str | None = None
+    """How the model's RoPE is scaled, as in a recipe. None means as the rotations were
+    calibrated."""
     revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"

@@ -13,15 +13,18 @@ not hold what attention reads.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rotationzoo.errors import UnsupportedModel
+from rotationzoo.model.long_masks import LongMask, long_masks, query_blocks, seen_keys
 
 if TYPE_CHECKING:
     from transformers import AttentionInterface, PreTrainedModel
+
+_TAKES_LONG_MASKS = "takes_long_masks"
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
 """`(module, query, key, value, mask, **options)` -> output `[B, T, H_q, D_v]` and the weights or
@@ -34,17 +37,33 @@ class Attention:
     the output `[B, T, H_q, D_v]`.
 
     `mask` has the form that the implementation takes: None for plain causal, boolean (True =
-    attend) or additive.
+    attend) or additive. Of long rows it is a `LongMask`, which is made block by block.
     """
 
     module: torch.nn.Module
     function: AttentionFunction
-    mask: torch.Tensor | None
+    mask: torch.Tensor | LongMask | None
     options: dict[str, Any]
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        # An outer `intercept` of the same model takes the whole call.
+        if isinstance(self.mask, LongMask) and not hasattr(self.function, _TAKES_LONG_MASKS):
+            return self._in_blocks(self.mask, query, key, value)
         output, _ = self.function(self.module, query, key, value, self.mask, **self.options)
         return output
+
+    def _in_blocks(
+        self, mask: LongMask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """The same output, computed for a block of queries at a time from the keys that it sees."""
+        mask.check(query.shape[2], key.shape[2], self.module)
+        outputs = []
+        for queries in query_blocks(query.shape[2]):
+            rows = mask.rows(queries)
+            seen = seen_keys(rows)
+            read = replace(self, mask=rows[..., seen])
+            outputs.append(read(query[:, :, queries], key[:, :, seen], value[:, :, seen]))
+        return torch.cat(outputs, dim=1)
 
     def weights(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """The softmax `[B, H_q, T_q, T_k]` of this call in float32, as the model's eager
@@ -100,16 +119,19 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
+            attention_mask: torch.Tensor | LongMask | None,
             **options: Any,
         ) -> tuple[torch.Tensor, Any]:
             models_own = original or eager_attention(module)
             if id(module) not in decoder_modules:
+                if isinstance(attention_mask, LongMask):
+                    attention_mask = attention_mask.rows(slice(None))
                 return models_own(module, query, key, value, attention_mask, **options)
             attend = Attention(module, models_own, attention_mask, options)
             layer: Any = module.layer_idx
             return function(layer, query, key, value, attend), None
 
+        setattr(call, _TAKES_LONG_MASKS, True)
         return call
 
     try:
@@ -117,7 +139,8 @@ def intercept(model: "PreTrainedModel", function: Intercept) -> Iterator[None]:
             original = registry.get(name)  # None for eager, which is in no registry
             swapped.append((registry, original))
             registry[name] = replacement(original)
-        yield
+        with long_masks(name):
+            yield
     finally:
         for registry, original in swapped:
             registry.pop(name, None)  # uncovers the library's own entry ...
@@ -180,6 +203,8 @@ def decoder(model: "PreTrainedModel") -> "PreTrainedModel":
         return inner
     # Some models call another part "decoder"; others have none, and are the decoder themselves.
     base = model.base_model
+    if base is model:  # the prefix that the class states may be that of another class (Llama 4)
+        base = getattr(model, "model", model)
     assert isinstance(base, PreTrainedModel)
     return base
 

@@ -17,6 +17,7 @@ from rotationzoo.errors import (
 from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.placement import Placement
+from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, config_hash, license_of
 from rotationzoo.words import counted
 
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 _FETCH_HINT = "fetch or save the model again, and upgrade transformers if it is a new one"
 
 
-def load_config(source: Source) -> "PretrainedConfig":
-    """The model's config. Raises `ModelUnavailable` where it cannot be read, and `UnsupportedModel`
-    for a model that is not a causal decoder."""
+def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedConfig":
+    """The model's config, with the scaling of its RoPE that is asked for. Raises `ModelUnavailable`
+    where it cannot be read, `UnsupportedModel` for a model that is not a causal decoder, and
+    `RotationZooError` where RoPE cannot be scaled so."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = read_json(source.folder / "config.json").get("model_type")
@@ -50,6 +52,7 @@ def load_config(source: Source) -> "PretrainedConfig":
             f"{source.name} is an encoder-decoder, not a causal language model", hint=CAUSAL_HINT
         )
     _model_class(config, source.name)  # refuses what is not a causal language model
+    apply_scaling(config, rope_scaling, source.name)
     return config
 
 
@@ -63,12 +66,6 @@ def describe(source: Source, config: "PretrainedConfig", fingerprint: str | None
         "config_sha256": config_hash(source),
         "weights_fingerprint": fingerprint,
     }
-
-
-def position_count(config: "PretrainedConfig") -> int | None:
-    """How many positions the model was made for; None where the config does not say."""
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
 
 
 def _model_class(config: "PretrainedConfig", name: str) -> Any:

@@ -1,6 +1,6 @@
 """How well a model answers the questions of prompts: exact matches, and log probabilities."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.model.loading import input_device
+from rotationzoo.model.prediction import run_decoder
 from rotationzoo.recall.prompts import Prompt
 
 
@@ -39,12 +40,7 @@ def read_answers(
     correct, log_probability = [], []
     for start in range(0, len(prompts), batch):
         rows = prompts[start : start + batch]
-        ids = torch.stack([prompt.ids for prompt in rows]).to(input_device(model))
-        first = min(prompt.questions[0].answer.start for prompt in rows) - 1
-        kept = ids.shape[1] - first
-        output = (reader or model)(input_ids=ids, use_cache=False, logits_to_keep=kept)
-        # Sliced again, for models that return all logits whatever `logits_to_keep` says.
-        for prompt, logits in zip(rows, output.logits[:, -kept:], strict=True):
+        for prompt, first, logits in _predictions(model, rows, reader):
             for question in prompt.questions:
                 target = prompt.ids[question.answer].to(logits.device)
                 # Position t predicts the token at t + 1.
@@ -54,3 +50,22 @@ def read_answers(
                 correct.append((predicted.argmax(-1) == target).all())
                 log_probability.append(-loss.double())
     return Answers(torch.stack(correct).cpu(), torch.stack(log_probability).cpu())
+
+
+def _predictions(
+    model: PreTrainedModel, rows: Sequence[Prompt], reader: Callable[..., Any] | None
+) -> Iterator[tuple[Prompt, int, torch.Tensor]]:
+    """Each prompt with the position before its first answer, and the logits `[P, vocabulary]` from
+    there on."""
+    ids = torch.stack([prompt.ids for prompt in rows]).to(input_device(model))
+    starts = [prompt.questions[0].answer.start - 1 for prompt in rows]
+    if reader is not None:
+        kept = ids.shape[1] - min(starts)
+        output = reader(input_ids=ids, use_cache=False, logits_to_keep=kept)
+        for prompt, logits in zip(rows, output.logits, strict=True):
+            yield prompt, min(starts), logits
+        return
+    states = run_decoder(model, ids)
+    # Row by row, because a batch of short prompts would have more logits than a model has weights.
+    for number, (prompt, start) in enumerate(zip(rows, starts, strict=True)):
+        yield prompt, start, states.row(number).logits(slice(start, ids.shape[1]))[0]

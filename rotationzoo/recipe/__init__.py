@@ -1,6 +1,13 @@
 """Recipes: every choice that decides which rotation comes out. The public names are here."""
 
-from rotationzoo.recipe.loading import equalized, from_dict, load, override, with_feedback
+from rotationzoo.recipe.loading import (
+    equalized,
+    from_dict,
+    load,
+    override,
+    with_feedback,
+    with_rope_scaling,
+)
 from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
 from rotationzoo.recipe.schema import SELF, Data, Recipe
@@ -24,6 +31,7 @@ __all__ = [
     "tries",
     "variants",
     "with_feedback",
+    "with_rope_scaling",
     "without",
     "without_paths",
 ]

@@ -103,6 +103,20 @@ def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
     return recipe.model_copy(update={"feedback": feedback, "name": f"{recipe.name}-{suffix}"})
 
 
+def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
+    """The recipe for a model whose RoPE is scaled, under a name that says so. Raises
+    `UsageError`."""
+    content = {**recipe.model_dump(), "rope_scaling": scaling}
+    try:
+        scaled = from_dict(content, "the options")
+    except RotationZooError as error:
+        raise UsageError(str(error), hint="--rope-scaling yarn:4") from error
+    if scaled.rope_scaling == recipe.rope_scaling:
+        return recipe
+    suffix = str(scaled.rope_scaling).replace(":", "-")
+    return scaled.model_copy(update={"name": f"{recipe.name}-{suffix}"})
+
+
 def _first_problem(error: ValidationError) -> str:
     """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]

@@ -11,13 +11,14 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.published import digest, name_of, without_paths
+from rotationzoo.recipe.rope_scaling import RopeScaling
 from rotationzoo.recipe.search import ADDED_TO_SEARCH, Search
 from rotationzoo.recipe.section import Section
 from rotationzoo.words import nearest
 
 SELF = "self"
 """The `Data.source` that stands for text which the model writes itself."""
-ADDED = ("equalize", "feedback")
+ADDED = ("equalize", "feedback", "rope_scaling")
 """Keys of a recipe that artifacts have been published without. They count in a recipe's hash only
 where they are not at their default."""
 
@@ -132,6 +133,10 @@ class Recipe(Section):
     seed: int = 0
     """Seeds the composition `random`, and the choice of rows that each step of a search learns
     from."""
+    rope_scaling: str | None = None
+    """How RoPE is scaled to more positions than the model's config has: `yarn:4` or `linear:2`, or
+    `yarn:4:32768` where the model was trained on other positions than its config says. None leaves
+    the config as it is."""
     search: Search | None = None
     """Settings of the search. None uses the keys above as they are."""
     data: Data = Data()
@@ -143,6 +148,11 @@ class Recipe(Section):
             names = ", ".join(COMPOSITIONS)
             raise ValueError(f"must be one of {names}{nearest(value, COMPOSITIONS)}")
         return value
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _known_scaling(cls, value: str | None) -> str | None:
+        return None if value is None else str(RopeScaling.parse(value))
 
     @field_validator("search")
     @classmethod

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from rotationzoo.artifact.store import MANIFEST, PARTS, Artifact
 from rotationzoo.errors import RotationZooError
+from rotationzoo.progress import Progress
 from rotationzoo.storage.files import child, regular_file, sha256, size_of
 from rotationzoo.storage.folders import check_name, recover
-from rotationzoo.zoo.hubs.registry import open_hub
+from rotationzoo.storage.growth import tell_growth
+from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 
 LOCK = "zoo.lock.json"
@@ -76,7 +78,9 @@ def check_target(target: Path, entry: Entry) -> None:
         )
 
 
-def download_files(copy: Copy, revision: str | None, sizes: Mapping[str, int], work: Path) -> Path:
+def download_files(
+    copy: Copy, revision: str | None, sizes: Mapping[str, int], work: Path, progress: Progress
+) -> Path:
     """Fetch the files of a copy; `sizes` maps each name to its size in bytes.
 
     Returns a folder inside `work` that holds these files and nothing else. Raises
@@ -90,7 +94,9 @@ def download_files(copy: Copy, revision: str | None, sizes: Mapping[str, int], w
         )
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
-    open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
+    stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
+    with tell_growth(raw, stage, needed, progress):
+        open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
     # The hubs' clients leave files of their own beside the downloads, so move ours elsewhere.
     clean.mkdir()
     for name in sizes:

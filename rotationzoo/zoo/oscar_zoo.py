@@ -17,7 +17,7 @@ from rotationzoo.storage.files import disk_errors, sha256, write_new
 from rotationzoo.storage.folders import install, recover, temporary_sibling
 from rotationzoo.zoo.download import LOCK, Pulled, check_target, download_files, hash_files
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
-from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place, PlainName
 
 MAX_BYTES = 4 << 30
@@ -56,9 +56,8 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
         return Pulled(target, entry, copy, revision, recorded, [note])
     check_target(target, entry)
     with disk_errors(target), temporary_sibling(target) as work:
-        progress(f"downloading from {copy.repo} on {HUBS[copy.hub].title}", 0, 0)
         sizes = _find_sizes(entry, copy, revision)
-        downloaded = download_files(copy, revision, sizes, work)
+        downloaded = download_files(copy, revision, sizes, work, progress)
         files, hashes = {}, {}
         for name in entry.files:
             path = downloaded / name

@@ -16,7 +16,7 @@ from rotationzoo.zoo.download import (
     download_files,
     hash_files,
 )
-from rotationzoo.zoo.hubs.registry import HUBS, open_hub
+from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Copy, Entry
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.oscar_zoo import pull_oscar
@@ -72,9 +72,8 @@ def pull(
     check_target(target, entry)
     revision = revision or hub.resolve(copy.repo)
     with disk_errors(target), temporary_sibling(target) as work:
-        progress(f"downloading from {copy.repo} on {HUBS[copy.hub].title}", 0, 0)
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
-        downloaded = download_files(copy, revision, sizes, work)
+        downloaded = download_files(copy, revision, sizes, work, progress)
         hashes = {name: sha256(downloaded / name) for name in entry.files}
         for name, file in entry.files.items():
             if hashes[name] != file.sha256:

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rotationzoo.errors import HubError, PartlyDone, StaleParent
+from rotationzoo.progress import Progress, silent
 from rotationzoo.storage.files import replace
 from rotationzoo.storage.locks import locked
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import Hub, Publication, Published
-from rotationzoo.zoo.hubs.registry import open_hub
+from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 from rotationzoo.zoo.ownership import check_unclaimed
 from rotationzoo.zoo.repository_files import render_root_files
@@ -18,7 +19,12 @@ _ATTEMPTS = 4  # another attempt follows when somebody else has committed in bet
 
 
 def push(
-    upload: Upload, repo: str, hubs: list[str], create_pr: bool = False, name: str = "ARTIFACT"
+    upload: Upload,
+    repo: str,
+    hubs: list[str],
+    create_pr: bool = False,
+    name: str = "ARTIFACT",
+    progress: Progress = silent,
 ) -> dict[str, Published]:
     """Publish to each hub in the given order, and return hub -> where the artifact is.
 
@@ -26,7 +32,9 @@ def push(
     hint. Raises `HubError` if the first hub refuses, and `PartlyDone` if a later one does.
     """
     published: dict[str, Published] = {}
+    megabytes = sum(file["size"] for file in upload.listing()) / 1e6
     for hub_name in hubs:
+        progress(f"sending {megabytes:,.0f} MB to {repo} on {HUBS[hub_name].title}", 0, 0)
         try:
             published[hub_name] = _push_to_hub(upload, repo, hub_name, create_pr)
         except HubError as error:

@@ -6,53 +6,46 @@ import torch
 from support import architectures
 
 from rotationzoo.cache import masks
-from rotationzoo.cache.masks import TwoCopyMasks, split_into_blocks, two_copy_mask
+from rotationzoo.cache.masks import TwoCopyMask, TwoCopyMasks, two_copy_mask
 from rotationzoo.cache.windows import Cache
+from rotationzoo.model import long_masks
 from rotationzoo.model.capture import Attention
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The question which mask a layer gets, and a list of the queries that a mask was really made
-    for."""
+    """The question which mask a layer gets, and the masks that layers share."""
     model = architectures.build("llama")
     shared = TwoCopyMasks(Cache(sink=1, recent=2))
-    queries_seen = []
-
-    def note(attend, query, cache, length):
-        queries_seen.append(query)
-        return two_copy_mask(attend, query, cache, length)
-
-    monkeypatch.setattr(masks, "two_copy_mask", note)
-    # No shapes are known of what depends on values, on `meta`.
-    monkeypatch.setattr(masks, "split_into_blocks", lambda mask: [])
 
     def ask(mask, length=8, device="cpu"):
         query = torch.zeros(1, 4, length, 16, device=device)
-        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query, length).whole
+        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query, length)
 
-    return ask, queries_seen
+    return ask, shared
 
 
 def test_layers_on_a_second_device_get_a_mask_of_their_own(asked):
     """Under sdpa every layer of full attention is handed None, wherever it is and however long the
     row."""
-    ask, queries_seen = asked
+    ask, _ = asked
     first, second = ask(None), ask(None, device="meta")
-    assert (first.device.type, second.device.type) == ("cpu", "meta")
     assert ask(None) is first
     assert ask(None, device="meta") is second
+    assert second is not first
     longer = ask(None, length=9)
-    assert (first.shape[-2:], longer.shape[-2:]) == ((8, 16), (9, 18))
-    assert len(queries_seen) == 3
+    rows = [mask.rows(slice(None)) for mask in (first, second, longer)]
+    assert [row.shape[-2:] for row in rows] == [(8, 16), (8, 16), (9, 18)]
+    assert [row.device.type for row in rows] == ["cpu", "meta", "cpu"]
 
 
 def test_masks_of_other_rows_are_forgotten(asked):
     """An answer that grows by tokens would leave a mask behind for each of them."""
-    ask, queries_seen = asked
-    for length in (8, 9, 9, 8):
-        ask(None, length=length)
-    assert len(queries_seen) == 3
+    ask, shared = asked
+    made = [ask(None, length=length) for length in (8, 9, 9, 8)]
+    assert made[1] is made[2]
+    assert made[3] is not made[0]
+    assert shared._masks == [made[3]]
 
 
 def test_the_last_queries_see_what_they_see_among_all():
@@ -73,29 +66,36 @@ def test_the_last_queries_see_what_they_see_among_all():
 
 def test_layers_that_are_handed_copies_of_one_mask_share_what_is_made_of_it(asked):
     """accelerate gives each layer that is not on the first device a copy of its own."""
-    ask, queries_seen = asked
+    ask, _ = asked
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     window = mask & ~torch.ones_like(mask).tril(-3)
     whole, narrow = ask(mask), ask(window)
     assert ask(mask.clone()) is whole
     assert ask(window.clone()) is narrow
-    assert not torch.equal(whole, narrow)
-    assert len(queries_seen) == 2
+    assert not torch.equal(whole.rows(slice(None)), narrow.rows(slice(None)))
 
 
 @pytest.mark.parametrize("additive", [False, True], ids=["boolean", "additive"])
-def test_blocks_together_are_the_whole_mask(monkeypatch, additive):
-    monkeypatch.setattr(masks, "BLOCK_QUERIES", 7)
+@pytest.mark.parametrize("kept", [0, 400, 1e9], ids=["none kept", "some kept", "all kept"])
+def test_blocks_together_are_the_whole_mask(monkeypatch, additive, kept):
+    monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 7)
+    monkeypatch.setattr(masks, "KEPT_BYTES", kept)
     causal = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
     mask = masks.as_additive(causal, torch.float32) if additive else causal
     attend = Attention(torch.nn.Module(), lambda *_: None, mask, {})
-    whole = two_copy_mask(attend, torch.zeros(1, 4, 24, 16), Cache(sink=2, recent=5))
+    cache = Cache(sink=2, recent=5)
+    whole = two_copy_mask(attend, torch.zeros(1, 4, 24, 16), cache)
     visible = whole > torch.finfo(whole.dtype).min if additive else whole
     assert torch.equal(visible.sum(-1), causal.sum(-1)), "one copy of each position that is seen"
-    rebuilt = torch.full_like(whole, torch.finfo(whole.dtype).min if additive else False)
-    blocks = split_into_blocks(whole)
-    for block in blocks:
-        rebuilt[:, :, block.queries, block.seen] = block.mask
-    assert torch.equal(rebuilt, whole)
+    two_copies = TwoCopyMask(attend, cache, torch.device("cpu"), (24, 24))
+    for _ in range(2):  # the second time, of blocks that were kept
+        rebuilt = torch.full_like(whole, torch.finfo(whole.dtype).min if additive else False)
+        blocks = list(two_copies.blocks())
+        for block in blocks:
+            rebuilt[:, :, block.queries, block.seen] = block.mask
+        assert torch.equal(rebuilt, whole)
     assert len(blocks) == 4
     assert len(blocks[0].seen) < 24
+    assert (len(two_copies._kept) == 4) == (kept == 1e9)
+    positions = torch.tensor([3, 11, 23])
+    assert torch.equal(two_copies.rows(positions), whole[:, :, positions])

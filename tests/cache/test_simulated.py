@@ -8,11 +8,11 @@ import transformers
 from support import architectures
 from support.architectures import CALIBRATED, families
 
-from rotationzoo.cache import masks
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
+from rotationzoo.model import long_masks
 from rotationzoo.model.capture import intercept
 from rotationzoo.model.geometry import cached_layers, geometry_of, shifted_layers
 from rotationzoo.recipe import PRESETS
@@ -29,7 +29,7 @@ SHIFTED = (
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     """Rows as short as these would be read in one block of queries."""
-    monkeypatch.setattr(masks, "BLOCK_QUERIES", 7)
+    monkeypatch.setattr(long_masks, "BLOCK_QUERIES", 7)
 
 
 def logits(model, ids=IDS):

@@ -16,12 +16,12 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
     batch = 4 if name == "oscar-v1" else 2  # four steps either way: v1 makes two passes
     whole = calibrate(job(tiny, tmp_path / "whole", recipe, batch=batch))
-    passes = []
+    read = []
 
     def interrupt(stage, done, total):
         if stage == "calibrating":
-            passes.append(done)
-            if done == stop:
+            read.append(done)
+            if len(read) == 1 + stop:  # the first is told before any batch
                 raise KeyboardInterrupt
 
     stopped = job(tiny, tmp_path / "stopped", recipe, batch=batch)
@@ -29,12 +29,12 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path
         calibrate(stopped, interrupt)
     assert [p.name for p in stopped.output.parent.iterdir()] == ["out.checkpoint.safetensors"]
 
-    def note_batches(stage, done, total):
+    def note_tokens(stage, done, total):
         if stage == "calibrating":
-            passes.append(done)
+            read.append(done)
 
-    resumed = calibrate(stopped, note_batches)
-    assert passes[stop] in range(2, stop + 2), "the checkpoint was not used"
+    resumed = calibrate(stopped, note_tokens)
+    assert 0 < read[1 + stop] <= read[stop], "the checkpoint was not used"
     assert rotation_bytes(resumed) == rotation_bytes(whole)
     assert (resumed.folder / "statistics.safetensors").read_bytes() == (
         whole.folder / "statistics.safetensors"
@@ -62,8 +62,11 @@ def test_an_interrupted_restart_goes_on(tiny, tmp_path):
     progress = []
     resumed = calibrate(
         job(tiny, tmp_path, other, batch=2),
-        lambda stage, done, total: progress.append((stage, done)),
+        lambda stage, done, total: progress.append((stage, done, total)),
     )
-    assert ("calibrating", 1) not in progress
+    counted = [(done, total) for stage, done, total in progress if stage == "calibrating"]
+    tokens = 2 * SMALL.tokens
+    assert counted[0][0] > 0, "the first batch was not read again"
+    assert counted[-1] == (tokens, tokens)
     assert resumed.identity == whole.identity
     assert {path.name for path in tmp_path.iterdir()} == {"out", "whole"}

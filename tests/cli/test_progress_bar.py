@@ -1,6 +1,9 @@
 """The bar of a job on a terminal."""
 
+import os
+import pty
 import re
+import sys
 from io import StringIO
 
 import pytest
@@ -8,8 +11,9 @@ from rich.console import Console
 from support.command_line import TITLE
 
 from rotationzoo.cli import output
+from rotationzoo.cli.pace import Pace
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.cli.time_left import TimeLeft
+from rotationzoo.progress import Bytes, Tokens, in_tokens, silent
 
 
 @pytest.mark.hostile("terminal")
@@ -26,13 +30,13 @@ def test_a_stage_of_a_job_is_no_markup_and_has_no_escapes(monkeypatch):
 def test_the_time_left_counts_every_step_of_the_stage():
     """Steps of a search take longer than the half minute that rich remembers."""
     now = [100.0]
-    left = TimeLeft(lambda: now[0])
+    pace = Pace(lambda: now[0])
 
     def words_at(seconds: float, *step) -> str:
         now[0] = 100.0 + seconds
         if step:
-            left.tell(*step)
-        return left.words()
+            pace.tell(*step)
+        return pace.time_left()
 
     assert words_at(0, "searching", 4, 24) == "", "of an earlier run"
     assert words_at(60, "searching", 5, 24) == "0:19:00 left"
@@ -55,5 +59,63 @@ def test_the_bar_shows_the_time_left_of_a_stage_that_learns_its_total(monkeypatc
         progress("choosing", 0, 0)
         progress("choosing", 0, 3)
         progress("choosing", 1, 3)
-    assert re.search(r"choosing .* 1/3 0:00:00 left", screen.getvalue())
+    assert re.search(r"choosing .* 1/3, 0:00:00 left", screen.getvalue())
     assert "0/?" not in screen.getvalue()
+
+
+def test_tokens_and_bytes_have_a_speed():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    pace.tell("calibrating", Tokens(4096), Tokens(32768))
+    assert pace.words() == "4,096/32,768 tokens", "of an earlier run, whose time is not known"
+    now[0] = 2.0
+    pace.tell("calibrating", Tokens(12288), Tokens(32768))
+    assert pace.words() == "12,288/32,768 tokens, 4,100 tokens/s, 0:00:05 left"
+    now[0] = 3.0
+    assert pace.words() == "12,288/32,768 tokens, 4,100 tokens/s, 0:00:04 left"
+    now[0] = 4.0
+    pace.tell("writing", Tokens(0), Tokens(64))
+    now[0] = 14.0
+    pace.tell("writing", Tokens(32), Tokens(64))
+    assert pace.words() == "32/64 tokens, 3.2 tokens/s, 0:00:10 left"
+    pace.tell("downloading", Bytes(0), Bytes(2_500_000_000))
+    now[0] = 24.0
+    pace.tell("downloading", Bytes(500_000_000), Bytes(2_500_000_000))
+    assert pace.words() == "500 MB of 2.5 GB, 50 MB/s, 0:00:40 left"
+    pace.tell("searching", 0, 72)
+    now[0] = 34.0
+    pace.tell("searching", 1, 72)
+    assert pace.words() == "1/72, 0:11:50 left"
+
+
+def test_passes_are_told_as_their_tokens():
+    told = []
+    tell = in_tokens(lambda *step: told.append(step), [512, 512, 128])
+    for done in range(4):
+        tell("evaluating", done, 3)
+    assert [done for _, done, _ in told] == [0, 512, 1024, 1152]
+    assert {(stage, total) for stage, _, total in told} == {("evaluating", 1152)}
+    assert all(isinstance(count, Tokens) for step in told for count in step[1:])
+    in_tokens(silent, [])("evaluating", 0, 0)
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_terminal_shows_tokens_per_second_and_the_time_left(columns, monkeypatch):
+    (main, side), hidden = pty.openpty(), StringIO()
+    with os.fdopen(side, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("TERM", "xterm")
+        now = iter(range(10**6))
+        patch.setattr("rotationzoo.cli.progress_bar.Pace", lambda: Pace(lambda: 0.01 * next(now)))
+        with show_progress(output.Output()) as progress:
+            # What a hub's client prints is hidden, and the bar is not.
+            patch.setattr(sys, "stderr", hidden)
+            progress("answering with the exact cache", Tokens(0), Tokens(131072))
+            progress("answering with the exact cache", Tokens(12288), Tokens(131072))
+        assert hidden.getvalue() == ""
+    shown = os.read(main, 10**5).decode()
+    os.close(main)
+    words = r"12,288/131,072 tokens, [\d,]+ tokens/s, 0:00:0\d left"
+    assert re.search(words, re.sub(r"\x1b\[[\d;]*m", "", shown)), shown
+    assert "answering with" in shown

@@ -3,11 +3,16 @@
 import json
 import re
 import threading
+from contextlib import redirect_stderr
+from io import StringIO
 
 import pytest
 
 from rotationzoo.cli import progress_log
+from rotationzoo.cli.output import Output
+from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.cli.progress_log import ProgressLog
+from rotationzoo.progress import Tokens
 
 
 class Clock:
@@ -61,6 +66,23 @@ def test_a_stage_that_cannot_be_counted_is_heard_of_all_the_same(log):
     assert log(40) == ["[0:00:40] fetching the weights"]
 
 
+def test_a_stage_of_text_has_tokens_per_second(log):
+    total = Tokens(32768)
+    assert log(11, "calibrating", Tokens(0), total) == ["[0:00:11] calibrating 0/32,768 tokens"]
+    assert log(40, "calibrating", Tokens(8192), total) == []
+    assert log(42, "calibrating", Tokens(12400), total) == [
+        "[0:00:42] calibrating 12,400/32,768 tokens, 400 tokens/s, 0:00:50 left"
+    ]
+
+
+def test_the_log_is_not_hidden_with_what_a_client_prints(monkeypatch, capsys):
+    monkeypatch.setattr(progress_log, "QUICK", 0.0)
+    with show_progress(Output()) as progress, redirect_stderr(StringIO()) as hidden:
+        progress("sending 190 MB", 0, 0)
+    assert hidden.getvalue() == ""
+    assert "sending 190 MB" in capsys.readouterr().err
+
+
 def test_nobody_needs_to_call_for_that(monkeypatch):
     monkeypatch.setattr(progress_log, "_LOOK", 0.01)
     monkeypatch.setattr(progress_log, "QUICK", 0.0)
@@ -99,6 +121,7 @@ def test_the_command_line_writes_it_to_a_log(flag, inside, monkeypatch):
     stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+.*)?", line)[1] for line in lines]
     assert stages == [
         "looking at the model",
+        "reading the text",
         "fetching the weights",
         "loading the model",
         "checking the capture",

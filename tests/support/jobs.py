@@ -26,8 +26,12 @@ def rotation_bytes(artifact: Artifact) -> bytes:
 def interrupt_after(batches: int) -> Callable[[str, int, int], None]:
     """A progress callback that stops the job after so many batches, as Ctrl-C does."""
 
+    told = 0
+
     def progress(stage: str, done: int, total: int) -> None:
-        if stage == "calibrating" and done == batches:
+        nonlocal told
+        told += stage == "calibrating"
+        if told == 1 + batches:  # the first is told before any batch
             raise KeyboardInterrupt
 
     return progress

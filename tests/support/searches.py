@@ -6,9 +6,14 @@ from transformers import PreTrainedModel
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.search.sampling import Samples, sample_queries
+from rotationzoo.calibration.search.draws import SamplingSettings
+from rotationzoo.calibration.search.frame import Projections
+from rotationzoo.calibration.search.query_samples import QuerySample
+from rotationzoo.calibration.search.sampling import take_samples
+from rotationzoo.calibration.search.shelf import Shelf
+from rotationzoo.calibration.search.stored import Samples
 from rotationzoo.calibration.search.task import SearchTask
-from rotationzoo.model.geometry import Geometry, geometry_of
+from rotationzoo.model.geometry import Geometry, cached_layers, geometry_of
 from rotationzoo.model.projection import output_projections
 from rotationzoo.recipe import PRESETS, Recipe, Search
 from support import architectures
@@ -27,14 +32,33 @@ def search_recipe(**changes) -> Recipe:
     return PRESETS["best"].model_copy(update=changed)
 
 
-def samples_of(model: PreTrainedModel, queries: int = 8, rows=ROWS) -> tuple[Geometry, Samples]:
-    """Query samples of every layer."""
+def read_projections(model: PreTrainedModel, geometry: Geometry) -> Projections:
+    """The output projection of every layer."""
+    modules = output_projections(model, geometry)
+    return {layer: projection.read()[0] for layer, projection in modules.items()}
+
+
+def stored_samples(
+    model: PreTrainedModel, queries: int = 8, rows=ROWS, fitted=(), batch: int = 1
+) -> tuple[Geometry, Samples]:
+    """Samples of every layer, as they are stored."""
     geometry = geometry_of(model)
-    projections = {
-        layer: projection.read()[0]
-        for layer, projection in output_projections(model, geometry).items()
+    settings = SamplingSettings(rows, fitted, CACHE, queries, batch=batch)
+    layers = cached_layers(geometry)
+    return geometry, take_samples(model, geometry, layers, settings, Shelf(0))
+
+
+def samples_of(
+    model: PreTrainedModel, queries: int = 8, rows=ROWS
+) -> tuple[Geometry, dict[int, list[QuerySample]]]:
+    """Query samples of every layer."""
+    geometry, stored = stored_samples(model, queries, rows)
+    projections = read_projections(model, geometry)
+    samples = {
+        owner: [sample.load(projections[sample.layer]) for sample in of_layer.queries]
+        for owner, of_layer in stored.items()
     }
-    return geometry, sample_queries(model, geometry, rows, CACHE, queries, projections)
+    return geometry, samples
 
 
 def task_for(model: PreTrainedModel, recipe: Recipe) -> SearchTask:

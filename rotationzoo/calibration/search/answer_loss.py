@@ -28,6 +28,8 @@ class AnswerLoss:
     cache: Cache
     group_size: int | None
     prompts: Sequence[Prompt]
+    batch: int = 1
+    """Prompts per forward pass."""
 
     def measure(self, rotations: Rotations) -> tuple[torch.Tensor, torch.Tensor]:
         """For each prompt, the log probability per token that right answers lose, in nats, and the
@@ -38,7 +40,7 @@ class AnswerLoss:
         Divided by its tokens, a long quotation counts no more than a number.
         """
         with simulate(rotations, self.geometry, self.cache, self.group_size).running(self.model):
-            read = read_answers(self.model, self.prompts)
+            read = read_answers(self.model, self.prompts, self.batch)
         loss = (self.exact.log_probability - read.log_probability) / self._tokens
         lost = (~read.correct).double()
         return self._mean_by_prompt(loss), self._mean_by_prompt(lost)
@@ -46,7 +48,7 @@ class AnswerLoss:
     @cached_property
     def exact(self) -> Answers:
         """The answers of the model that reads an exact cache."""
-        return read_answers(self.model, self.prompts)
+        return read_answers(self.model, self.prompts, self.batch)
 
     @property
     def questions(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint
+from rotationzoo.calibration.passes import Passes
 from rotationzoo.calibration.search.answer_loss import AnswerLoss
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.linalg.paired import clearly_less
@@ -78,6 +79,7 @@ class Criterion:
 
     - `answers`: None if the model can do no recall task.
     - `saved`: where measurements are kept; other criteria may share it under another `part`.
+    - `passes`: counts the tokens that the model reads for predictions and for answers.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class Criterion:
         divergence: ModelDivergence,
         saved: "SavedScores | None" = None,
         part: str = "choosing",
+        passes: Passes | None = None,
     ):
         self.answers, self.divergence = answers, divergence
         self._saved = SavedScores() if saved is None else saved
-        self._part = part
+        self._part, self._passes = part, passes or Passes()
 
     def measure(
         self, candidates: Mapping[str, Rotations], progress: Progress = silent, stage: str = ""
@@ -109,7 +112,8 @@ class Criterion:
 
             tell(0)
             # Measured together, because each call predicts every text once with an exact cache.
-            divergences = self.divergence.measure([candidates[name] for name in missing], tell)
+            with self._passes.of("predictions"):
+                divergences = self.divergence.measure([candidates[name] for name in missing], tell)
             for name, divergence in zip(missing, divergences, strict=True):
                 score = Score(*self._ask(candidates[name]), divergence)
                 tell(prompts)
@@ -126,7 +130,8 @@ class Criterion:
         if self.answers is None:
             nothing = torch.empty(0, dtype=torch.float64)
             return nothing, nothing
-        return self.answers.measure(rotations)
+        with self._passes.of("answers"):
+            return self.answers.measure(rotations)
 
     def _place(self, name: str) -> str:
         return f"{self._part}: {name}"

@@ -8,47 +8,79 @@ import torch
 
 from rotationzoo.calibration.equalizing import Equalizers
 from rotationzoo.calibration.search.query_samples import QuerySample
+from rotationzoo.calibration.search.stored import LayerSamples
 from rotationzoo.linalg.moments import Moment
+
+Projections = Mapping[int, torch.Tensor | None]
+"""Layer -> its output projection by query head, `[H_q, D_v, hidden]` float32; None if it could not
+be read."""
 
 
 @dataclass(frozen=True)
 class LayerData:
-    """What is known of one layer: the inputs of its search beside the recipe and the baseline."""
+    """What is known of one layer: the inputs of its search beside the recipe and the baseline.
+
+    Moments and projections are those of the folded weights, where there is an equalizer. Samples
+    are stored as the model computed them, and folded when they are loaded.
+    """
 
     moments: Mapping[str, Moment]
-    samples: list[QuerySample]
-    rows: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Keys and values `[H, N, D]` to learn from."""
+    stored: LayerSamples
+    projections: Projections
+    equalizers: Equalizers | None = None
 
-    def fold(self, equalizers: Equalizers | None) -> "LayerData":
-        """The same data as the folded weights compute it; unchanged without equalizers.
+    @classmethod
+    def fold(
+        cls,
+        moments: Mapping[str, Moment],
+        stored: LayerSamples,
+        projections: Projections,
+        equalizers: Equalizers | None,
+    ) -> "LayerData":
+        """The data as the folded weights compute it; unchanged without equalizers.
 
         Attention, and errors after the output projection, are those of the published weights.
         """
         if equalizers is None:
-            return self
-        samples = [fold_sample(sample, equalizers) for sample in self.samples]
-        rows = None if self.rows is None else fold_rows(*self.rows, equalizers)
-        return LayerData(equalizers.fold(self.moments), samples, rows)
+            return cls(moments, stored, projections)
+        folded: dict[int, torch.Tensor | None] = {}
+        for layer, projection in projections.items():
+            folded[layer] = projection
+            if projection is not None:
+                folded[layer] = fold_projection(projection, equalizers)
+        return cls(equalizers.fold(moments), stored, folded, equalizers)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the layer, where its search runs."""
+        return self.stored.device
 
-def fold_rows(
-    key: torch.Tensor, value: torch.Tensor, equalizers: Equalizers
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[..., H, N, D]` in the folded frame."""
-    factors, matrix = equalizers.key.to(key), equalizers.value.to(value)
-    return key * factors[:, None], value @ matrix
+    def load_samples(self) -> list[QuerySample]:
+        """The query samples in float32, on the devices of the layers that they are of."""
+        samples = []
+        for stored in self.stored.queries:
+            sample = stored.load(self.projections.get(stored.layer))
+            if self.equalizers is not None:
+                sample = fold_sample(sample, self.equalizers)
+            samples.append(sample)
+        return samples
 
 
 def fold_sample(sample: QuerySample, equalizers: Equalizers) -> QuerySample:
-    """A sample in the folded frame: its queries are divided by the factors of the keys that they
-    read, and its projection undoes the matrices of the values."""
-    key, value = fold_rows(sample.key, sample.value, equalizers)
-    factors = equalizers.key.repeat_interleave(sample.group, 0)[:, None]
-    projection = sample.projection
-    if projection is not None:
-        inverse: torch.Tensor = torch.linalg.inv(equalizers.value.double())
-        undone = inverse.repeat_interleave(sample.group, 0).to(projection)
-        projection = undone @ projection
-    query = sample.query / factors.to(sample.query)
-    return replace(sample, query=query, key=key, value=value, projection=projection)
+    """A sample in the folded frame, but for its projection: its queries are divided by the factors
+    of the keys that they read."""
+    factors = equalizers.key.to(sample.key)
+    by_query_head = factors.repeat_interleave(sample.group, 0)[:, None]
+    return replace(
+        sample,
+        query=sample.query / by_query_head,
+        key=sample.key * factors[:, None],
+        value=sample.value @ equalizers.value.to(sample.value),
+    )
+
+
+def fold_projection(projection: torch.Tensor, equalizers: Equalizers) -> torch.Tensor:
+    """A projection by query head `[H_q, D_v, hidden]` that undoes the matrices of the values."""
+    inverse: torch.Tensor = torch.linalg.inv(equalizers.value.double())
+    group = len(projection) // len(inverse)
+    return inverse.repeat_interleave(group, 0).to(projection) @ projection

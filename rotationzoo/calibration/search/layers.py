@@ -1,21 +1,48 @@
 """Chooses the rotations of every layer, head by head, and saves each layer that is done."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
 from rotationzoo.calibration.equalizing import stored_equalizers
-from rotationzoo.calibration.search import memory
+from rotationzoo.calibration.search.choice import Choice
+from rotationzoo.calibration.search.draws import SamplingSettings
 from rotationzoo.calibration.search.frame import LayerData
 from rotationzoo.calibration.search.layer import LayerSearch
-from rotationzoo.calibration.search.sampling import Rows, Samples, sample_queries, sample_rows
+from rotationzoo.calibration.search.learn import LearningSettings
+from rotationzoo.calibration.search.learn_group import learn_side
+from rotationzoo.calibration.search.memory import LayerFootprint, TextLengths
+from rotationzoo.calibration.search.sampling import take_samples
+from rotationzoo.calibration.search.shelf import Shelf
+from rotationzoo.calibration.search.stored import Samples
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.model.geometry import Layer, cached_layers
+from rotationzoo.model.loading import input_device
 from rotationzoo.model.projection import OutputProjection, output_projections
-from rotationzoo.progress import Progress
+from rotationzoo.progress import Progress, silent
+from rotationzoo.rotations import SIDES
+
+_STEPS = 2 * len(SIDES)  # of progress in a layer: each side is ranked, and then settled
+
+
+@dataclass(frozen=True)
+class ChosenLayer:
+    """What was chosen for one layer."""
+
+    layer: Layer
+    sides: Mapping[str, Choice]
+    projections: Mapping[str, str]
+    """Layer that reads the cache -> how its output projection was read."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The manifest's record of the choice."""
+        sides = {side: choice.record for side, choice in self.sides.items()}
+        return {**sides, "projection": dict(self.projections)}
 
 
 def search_layers(
@@ -25,96 +52,141 @@ def search_layers(
 
     Layers that the checkpoint already holds are not searched again.
     """
-    projections = output_projections(task.model, task.geometry)
-    equalizers = stored_equalizers(task.baseline)
     layers = cached_layers(task.geometry)
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     remaining = [layer for layer in layers if str(layer.index) not in record]
-    total, done = 2 * len(layers), 2 * (len(layers) - len(remaining))
-    # Matrices and records are saved after every layer, so a stopped search loses at most one layer.
-    for group in _group_by_memory(task, remaining):
-        indices = {layer.index for layer in group}
-        samples, projection_records = _sample_group(task, projections, indices)
-        rows = _sample_rows_to_learn(task, indices, deadline)
-        for layer in group:
-            progress("searching", done, total)
-            # Pop the samples of a layer, so that they are freed once it is done: the search for
-            # clip ratios needs the memory.
-            data = LayerData(
-                task.statistics[layer.index], samples.pop(layer.index), rows.pop(layer.index, None)
-            )
-            data = data.fold(equalizers.get(layer.index))
-            search = LayerSearch(
-                layer,
-                data.moments,
-                task.recipe,
-                task.baseline[layer.index],
-                data.samples,
-                data.rows,
-            )
-            key = search.choose_keys(next_deadline(deadline, total - done))
-            done += 1
-            progress("searching", done, total)
-            value = search.choose_values(key, next_deadline(deadline, total - done))
-            done += 1
-            chosen[layer.index, "key"] = key.matrix.cpu().contiguous()
-            chosen[layer.index, "value"] = value.matrix.cpu().contiguous()
-            record[str(layer.index)] = {
-                "key": key.record,
-                "value": value.record,
-                "projection": projection_records[layer.index],
-            }
-            if checkpoint is not None:
-                checkpoint.save_search(chosen, record)
-    progress("searching", done, total)
+    for done in choose_layers(task, remaining, deadline, progress):
+        for side, choice in done.sides.items():
+            chosen[done.layer.index, side] = choice.matrix.cpu().contiguous()
+        record[str(done.layer.index)] = done.record
+        # Saved after every group of layers, so a stopped search loses at most one.
+        if checkpoint is not None:
+            checkpoint.save_search(chosen, record)
     return chosen, record
 
 
-def _group_by_memory(task: SearchTask, layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Group layers whose samples fit in memory together, so that they share forward passes."""
-    held_out = [len(row) for row in task.choosing]
-    fitted = [len(row) for row in task.fitted]
-    lengths = memory.TextLengths(held_out, fitted)
-    hidden = task.model.config.get_text_config(decoder=True).hidden_size
-    groups: list[list[Layer]] = []
-    used = 0
-    for layer in layers:
-        size = memory.sample_bytes(task.geometry, layer, task.settings, lengths, hidden)
-        if not groups or used + size > memory.SAMPLE_BYTES:
-            groups.append([])
-            used = 0
-        groups[-1].append(layer)
-        used += size
-    return groups
+def choose_layers(
+    task: SearchTask, layers: Sequence[Layer], deadline: float, progress: Progress = silent
+) -> Iterator[ChosenLayer]:
+    """Search some of a model's layers, and yield each that is done.
 
-
-def _sample_group(
-    task: SearchTask, projections: Mapping[int, OutputProjection], owners: set[int]
-) -> tuple[Samples, dict[int, dict[str, str]]]:
-    """Query samples of all layers that read the caches of `owners`.
-
-    Also returns, by owner, a record of how the output projection of each reader was read.
+    What is chosen for a layer does not depend on the others, but for rounding. As many layers as
+    fit in memory share one pass of the texts through the model; of these, as many as can be learned
+    at once are searched side by side.
     """
-    matrices: dict[int, torch.Tensor | None] = {}
-    records: dict[int, dict[str, str]] = {owner: {} for owner in owners}
-    for index, projection in projections.items():
-        owner = projection.layer.owner
-        if owner in owners:
-            matrices[index], records[owner][str(index)] = projection.read()
-    samples = sample_queries(
-        task.model, task.geometry, task.choosing, task.cache, task.settings.queries, matrices
+    left, needs = _Progress(progress, _STEPS * len(layers)), _footprint(task)
+    modules = output_projections(task.model, task.geometry)
+    while layers:
+        samples = _sample(task, layers, deadline, Shelf(needs.reserve), progress)
+        left.tell(0)
+        group, layers = layers[: len(samples)], layers[len(samples) :]
+        while group:
+            count = needs.searched_at_once(group[0])
+            part, group = _Part(task, group[:count], modules), group[count:]
+            yield from _search_part(part, samples, deadline, left)
+
+
+def _footprint(task: SearchTask) -> LayerFootprint:
+    choosing, fitted = (list(map(len, rows)) for rows in (task.choosing, task.fitted))
+    lengths = TextLengths(choosing, fitted)
+    on_cpu = input_device(task.model).type == "cpu"
+    return LayerFootprint(task.geometry, task.settings, lengths, task.hidden, on_cpu)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Layers that are searched side by side."""
+
+    task: SearchTask
+    layers: Sequence[Layer]
+    modules: Mapping[int, OutputProjection]
+
+
+class _Progress:
+    """Counts the steps of the layers that are searched."""
+
+    def __init__(self, progress: Progress, total: int):
+        self.progress, self.done, self.total = progress, 0, total
+
+    def tell(self, steps: int = 1) -> None:
+        self.done += steps
+        self.progress("searching", self.done, self.total)
+
+    def deadline(self, deadline: float, sides: int) -> float:
+        """The time at which the learning of so many sides of layers must end, to leave the others
+        their share of the time until `deadline`."""
+        left = (self.total - self.done) / 2
+        return next_deadline(deadline, left / sides)
+
+
+def _search_part(
+    part: _Part, samples: Samples, deadline: float, left: _Progress
+) -> Iterator[ChosenLayer]:
+    task, equalizers = part.task, stored_equalizers(part.task.baseline)
+    searches, origins = [], []
+    for layer in part.layers:
+        projections, origin = _read_projections(part.modules, layer)
+        data = LayerData.fold(
+            # Popped, so that the samples are freed once these layers are done: the search for clip
+            # ratios needs the memory.
+            task.statistics[layer.index],
+            samples.pop(layer.index),
+            projections,
+            equalizers.get(layer.index),
+        )
+        searches.append(LayerSearch(layer, data, task.recipe, task.baseline[layer.index]))
+        origins.append(origin)
+    steps, rate = task.settings.steps, task.settings.rate
+    chosen: list[dict[str, Choice]] = [{} for _ in searches]
+    for side in SIDES:
+        until = left.deadline(deadline, len(searches))
+        rankings = []
+        for search, sides in zip(searches, chosen, strict=True):
+            rankings.append(search.rank(side, sides.get("key")))
+            left.tell()
+        learned = learn_side(
+            side,
+            searches,
+            rankings,
+            LearningSettings(steps, rate, task.recipe.seed, deadline=until),
+        )
+        for number, search in enumerate(searches):
+            sides = chosen[number]
+            sides[side] = search.settle(side, rankings[number], learned[number], sides.get("key"))
+            left.tell()
+    for layer, sides, origin in zip(part.layers, chosen, origins, strict=True):
+        yield ChosenLayer(layer, sides, origin)
+
+
+def _sample(
+    task: SearchTask, layers: Sequence[Layer], deadline: float, shelf: Shelf, progress: Progress
+) -> Samples:
+    """Samples of the first of some layers, as many as fit on a shelf."""
+    learns = task.settings.steps > 0 and time.monotonic() < deadline
+    settings = SamplingSettings(
+        choosing=task.choosing,
+        fitted=task.fitted if learns else [],
+        cache=task.cache,
+        queries=task.settings.queries,
+        batch=task.batch,
     )
-    return samples, records
+    with task.passes.of("samples"):
+        return take_samples(task.model, task.geometry, layers, settings, shelf, progress)
 
 
-def _sample_rows_to_learn(task: SearchTask, layers: set[int], deadline: float) -> Rows:
-    """Keys and values to learn from; none if nothing is to be learned or no time is left."""
-    if task.settings.steps == 0 or time.monotonic() >= deadline:
-        return {}
-    return sample_rows(task.model, task.fitted, task.recipe.sink, layers)
+def _read_projections(
+    modules: Mapping[int, OutputProjection], owner: Layer
+) -> tuple[dict[int, torch.Tensor | None], dict[str, str]]:
+    """The output projections of the layers that read a cache, and how each was read."""
+    matrices: dict[int, torch.Tensor | None] = {}
+    origins = {}
+    for index, projection in modules.items():
+        if projection.layer.owner == owner.index:
+            matrices[index], origins[str(index)] = projection.read()
+    return matrices, origins
 
 
-def next_deadline(deadline: float, left: int) -> float:
+def next_deadline(deadline: float, left: float) -> float:
     """The time at which the next of `left` equal parts of the time until `deadline` ends."""
     now = time.monotonic()
     return now + max(0.0, deadline - now) / left

@@ -10,20 +10,23 @@ from transformers import PretrainedConfig
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.closed_forms import count_closed_forms
-from rotationzoo.calibration.search.layer import BATCH
+from rotationzoo.calibration.search.draws import LEARNING_TOKENS
 from rotationzoo.calibration.search.learn import TOKENS
-from rotationzoo.calibration.search.model_divergence import POSITIONS
-from rotationzoo.calibration.search.sampling import LEARNING_TOKENS
+from rotationzoo.calibration.search.scoring import BATCH
+from rotationzoo.calibration.search.shelf import DEVICE_SHARE, HOST_SHARE
+from rotationzoo.calibration.search.task import count_testing
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
+from rotationzoo.model.prediction import BLOCK_LOGITS
 from rotationzoo.recipe import Recipe, Search
 
-SAMPLE_BYTES = 4_000_000_000
-"""Bytes of samples kept at a time. As many layers are searched together as fit, but at least
-one."""
+_LEARNED_AT_ONCE, _LEARNED_AT_ONCE_ON_CPU = 4_000_000_000, 250_000_000
+"""Bytes of learning steps at a time: as many layers are searched side by side as take no more, but
+at least one. More would not keep a GPU busier."""
 # A CPU's allocator leaves holes between samples: 6.7 GB were measured for 3.7 GB of them.
 _HEAP = 1.75
 _STEP = 9  # simultaneous tensors as large as the rotated rows of a learning step
 _ROUND_TRIP = 7.5  # the same, for rows that pass the codec and are read again
+_CODEC = 8  # the same, for rows of a simulated cache
 _SOFTMAX = 5.5  # the same, for two float32 softmaxes and their divergence
 
 
@@ -46,27 +49,103 @@ class TextLengths:
         return cls(held_out=lengths[fitted:], fitted=lengths[:fitted])
 
 
-def sample_bytes(
-    geometry: Geometry, layer: Layer, settings: Search, lengths: TextLengths, hidden: int
-) -> int:
-    """Bytes of all samples of one layer's cache, in float32.
+@dataclass(frozen=True)
+class LayerFootprint:
+    """Estimated sizes of the search in single layers, in bytes."""
 
-    - From each held-out text: keys, values, attention and mask, for every layer that reads the
-      cache.
-    - From each fitted text: keys and values to learn from.
-    - The output projections of the layers that read the cache; `hidden` is the width of the
-      residual stream.
-    """
-    width = layer.kv_heads * (layer.key_dim + layer.value_dim)
-    readers = [reader for reader in geometry if reader.owner == layer.index]
-    by_token = sum(width + settings.queries * (reader.query_heads + 2) for reader in readers)
-    learning_tokens = _learning_tokens(lengths) if settings.steps else 0
-    projections = sum(reader.query_heads * reader.value_dim * hidden for reader in readers)
-    return 4 * (sum(lengths.held_out) * by_token + learning_tokens * width + projections)
+    geometry: Geometry
+    settings: Search
+    lengths: TextLengths
+    hidden: int
+    """The width of the residual stream."""
+    on_cpu: bool = False
 
+    def samples(self, layer: Layer, item: int) -> int:
+        """All samples of one layer's cache, at `item` bytes a number.
 
-def _learning_tokens(lengths: TextLengths) -> int:
-    return sum(min(tokens, LEARNING_TOKENS) for tokens in lengths.fitted)
+        From each held-out text they are the queries, keys and values of every layer that reads the
+        cache; from each fitted text, keys and values to learn from.
+        """
+        width = layer.kv_heads * (layer.key_dim + layer.value_dim)
+        numbers = width * self._learning_tokens
+        for reader in self._readers(layer):
+            queries = len(self.lengths.held_out) * self.settings.queries
+            numbers += sum(self.lengths.held_out) * width
+            numbers += queries * reader.query_heads * reader.key_dim
+        return item * numbers
+
+    @property
+    def masks(self) -> int:
+        """The masks of the sampled queries, over both copies of a text, which layers share."""
+        return 2 * 4 * self.settings.queries * sum(self.lengths.held_out)
+
+    def searched_at_once(self, layer: Layer) -> int:
+        """How many layers like this one are searched side by side."""
+        budget = _LEARNED_AT_ONCE_ON_CPU if self.on_cpu else _LEARNED_AT_ONCE
+        return max(1, budget // max(1, self._learning_step(layer)))
+
+    def search(self, layer: Layer, layers: int, item: int) -> int:
+        """Peak memory to search some layers like this one side by side, beside their samples. Those
+        to learn from are copied from host memory, at `item` bytes a number; 0 where they are on the
+        device."""
+        projections = (
+            4
+            * layers
+            * sum(
+                reader.query_heads * reader.value_dim * self.hidden
+                for reader in self._readers(layer)
+            )
+        )
+        return projections + max(self.scoring(layer), self.learning(layer, layers, item))
+
+    def scoring(self, layer: Layer) -> int:
+        """Peak memory to score the rotations of one layer, beside its samples and projections."""
+        readers = self._readers(layer)
+        heads = max(reader.query_heads for reader in readers)
+        longest, width = max(self.lengths.held_out, default=0), max(layer.key_dim, layer.value_dim)
+        # All samples in float32, with the attention over exact keys, its scores, and the attention
+        # over quantized keys.
+        loaded = self.samples(layer, 4) - 4 * self._learning_tokens * layer.kv_heads * (
+            layer.key_dim + layer.value_dim
+        )
+        attention = 4 * heads * self.settings.queries * sum(self.lengths.held_out) * len(readers)
+        # Rows as the caches of one batch of candidates return them, and attention over them.
+        rows = 4 * BATCH * layer.kv_heads * longest * width
+        attentions = 4 * BATCH * heads * self.settings.queries * longest
+        matrices = (8 + 4) * count_closed_forms(width) * layer.kv_heads * width**2
+        batch = max(int(_ROUND_TRIP * rows), 2 * rows + 4 * attentions)
+        metric = 2 * 8 * layer.value_dim * self.hidden
+        return loaded + 3 * attention + matrices + max(batch, metric)
+
+    def learning(self, layer: Layer, layers: int, item: int) -> int:
+        """Peak memory to learn one side of some layers like this one, with the rows that come from
+        host memory at `item` bytes a number."""
+        if not self.settings.steps:
+            return 0
+        width = max(layer.key_dim, layer.value_dim)
+        rows = item * layer.kv_heads * width * self._learning_tokens
+        return layers * (rows + self._learning_step(layer))
+
+    @property
+    def reserve(self) -> int:
+        """Bytes that a device needs for the search beside its samples."""
+        layers = cached_layers(self.geometry)
+        searching = (self.search(layer, self.searched_at_once(layer), 4) for layer in layers)
+        return self.masks + max(searching, default=0)
+
+    @property
+    def _learning_tokens(self) -> int:
+        if not self.settings.steps:
+            return 0
+        return sum(min(tokens, LEARNING_TOKENS) for tokens in self.lengths.fitted)
+
+    def _learning_step(self, layer: Layer) -> int:
+        """A step of learning one side of a layer, with its gradient."""
+        width = max(layer.key_dim, layer.value_dim)
+        return _STEP * 4 * self.settings.starts * layer.kv_heads * TOKENS * width
+
+    def _readers(self, layer: Layer) -> list[Layer]:
+        return [reader for reader in self.geometry if reader.owner == layer.index]
 
 
 @dataclass(frozen=True)
@@ -81,13 +160,27 @@ class SearchFootprint:
     item: int
     """Bytes per activation element."""
     forward: int
-    """Bytes that a forward pass over one row takes."""
+    """Bytes that a forward pass over one batch takes."""
     on_cpu: bool
+    batch: int = 1
+    """Rows per forward pass."""
+    free: int = 0
+    """Bytes that are free where the search runs, beside the model and its statistics; 0 if nobody
+    knows, and then all samples are taken to fit."""
 
     @property
     def lengths(self) -> TextLengths:
         """The lengths of the texts that the recipe asks for."""
         return TextLengths.from_recipe(self.recipe, self.settings)
+
+    @property
+    def layers(self) -> LayerFootprint:
+        """The footprint of the search in single layers, which reads the texts that choose."""
+        hidden: int = self.config.hidden_size
+        held_out = self.lengths.held_out
+        choosing = held_out[: len(held_out) - count_testing(len(held_out))]
+        lengths = TextLengths(choosing, self.lengths.fitted)
+        return LayerFootprint(self.geometry, self.settings, lengths, hidden, self.on_cpu)
 
     @property
     def peak(self) -> int:
@@ -97,57 +190,49 @@ class SearchFootprint:
         takes them or while candidates are scored on them; or after the samples are freed, while the
         clip ratios are chosen by passes through the whole model.
         """
-        lengths, hidden = self.lengths, self.config.hidden_size
-        layers = cached_layers(self.geometry)
-        sizes = [
-            sample_bytes(self.geometry, layer, self.settings, lengths, hidden) for layer in layers
-        ]
-        samples = max(max(sizes, default=0), min(SAMPLE_BYTES, sum(sizes)))
+        needs, layers = self.layers, cached_layers(self.geometry)
+        every = sum(needs.samples(layer, self.item) for layer in layers)
+        # Rows that lie on the device already are not copied.
+        item = 0 if self.samples_on_device == every else self.item
+        searching = 0
+        for layer in layers:
+            count = min(needs.searched_at_once(layer), len(layers))
+            searching = max(searching, needs.search(layer, count, item))
+        samples = self.samples_on_device + needs.masks
         if self.on_cpu:
             samples = int(_HEAP * samples)
-        layer_search = max((self.layer_search(layer) for layer in layers), default=0)
-        return max(samples + max(self.forward, layer_search), self.clip_search)
+        return max(samples + max(self.forward, searching), self.clip_search)
 
-    def layer_search(self, layer: Layer) -> int:
-        """Peak memory to score and learn the rotations of one layer, beside its samples."""
-        lengths, settings = self.lengths, self.settings
-        heads = max(reader.query_heads for reader in self.geometry if reader.owner == layer.index)
-        longest, width = max(lengths.held_out, default=0), max(layer.key_dim, layer.value_dim)
-        # Rows as the caches of one batch of candidates return them.
-        rows = 4 * BATCH * layer.kv_heads * longest * width
-        attention = 4 * BATCH * heads * settings.queries * longest
-        # The attention over the baseline's keys, for all texts.
-        baseline = 4 * heads * settings.queries * sum(lengths.held_out)
-        matrices = (8 + 4) * count_closed_forms(width) * layer.kv_heads * width**2
-        # Eager attention repeats both copies of the keys for each query head, and adds a mask to
-        # the scores of both.
-        repeated = 2 * rows * (heads // layer.kv_heads) + 2 * 2 * attention
-        keys = 3 * rows + repeated + baseline + matrices
-        values = int(_ROUND_TRIP * rows) + 2 * baseline + matrices
-        metric = 8 * heads * layer.value_dim * self.config.hidden_size if self.on_cpu else 0
-        return max(keys, values, metric, self.learning(layer))
-
-    def learning(self, layer: Layer) -> int:
-        """Peak memory to learn the rotations of one side of a layer."""
-        if not self.settings.steps:
-            return 0
-        width = max(layer.key_dim, layer.value_dim)
-        rows = 4 * layer.kv_heads * width * _learning_tokens(self.lengths)
-        step = 4 * self.settings.starts * layer.kv_heads * TOKENS * width
-        # The centred rows, and beside them either their energy in the metric or one step with its
-        # gradient.
-        return max(3 * rows, rows + _STEP * step)
+    @property
+    def samples_on_device(self) -> int:
+        """Bytes of samples that lie where the search runs: those of all layers, or of as many as
+        fit. Those of the others lie in host memory, or are taken after them."""
+        sizes = [self.layers.samples(layer, self.item) for layer in cached_layers(self.geometry)]
+        if not self.free:
+            return sum(sizes)
+        share = HOST_SHARE if self.on_cpu else DEVICE_SHARE
+        reserve = 0 if self.on_cpu else self.layers.reserve
+        room, held = share * (self.free - reserve), 0
+        for size in sizes:
+            if held + size > room:
+                # A GPU may hold the samples of no layer at all.
+                return max(held, sizes[0]) if self.on_cpu else held
+            held += size
+        return held
 
     @property
     def clip_search(self) -> int:
         """Peak memory of the search for clip ratios.
 
-        It holds the logits of the exact model and of one that reads a 2-bit cache, at all positions
-        of a text that read quantized tokens.
+        A batch of texts passes through the model with a simulated cache. Then the logits of the
+        exact model and of this one are compared, a block at a time.
         """
         longest = max(self.lengths.held_out, default=0)
         cache = Cache(sink=self.recipe.sink, recent=self.recipe.recent)
-        predicted = max(0, longest - cache.first_quantized)
-        vocabulary: int = self.config.vocab_size
-        compared = int(_SOFTMAX * 4 * min(POSITIONS, predicted) * vocabulary)
-        return 2 * predicted * vocabulary * self.item + max(compared, self.forward)
+        predicted = self.batch * max(0, longest - cache.first_quantized)
+        states: int = 2 * predicted * self.config.hidden_size * self.item
+        logits = min(BLOCK_LOGITS, predicted * self.config.vocab_size)
+        compared: int = int(_SOFTMAX * 4 + 2 * self.item) * logits
+        widths = (layer.kv_heads * max(layer.key_dim, layer.value_dim) for layer in self.geometry)
+        codec: int = _CODEC * 4 * self.batch * longest * max(widths, default=0)
+        return states + max(compared, self.forward + codec)

@@ -1,7 +1,8 @@
 """How far the model's predictions diverge when it reads its cache through the codec."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -9,18 +10,21 @@ from transformers import PreTrainedModel
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
+from rotationzoo.calibration.machine import free_memory
+from rotationzoo.calibration.search.shelf import HOST_SHARE
 from rotationzoo.model.geometry import Geometry
-from rotationzoo.model.loading import input_device
+from rotationzoo.model.prediction import HiddenStates, run_decoder
 from rotationzoo.rotations import Rotations
-
-POSITIONS = 256  # whose predictions are compared at a time
 
 
 @dataclass(frozen=True)
 class ModelDivergence:
     """Measures rotations by a model's predictions on `texts` `[T]`.
 
-    Texts too short to have a quantized position are skipped.
+    Texts too short to have a quantized position are skipped. `batch` texts of equal length share a
+    pass through the model. What the exact model's decoder makes of a text is kept in host memory,
+    where there is room for it, so the exact model reads every text once, however many candidates
+    are measured, and whenever.
     """
 
     model: PreTrainedModel
@@ -28,6 +32,8 @@ class ModelDivergence:
     cache: Cache
     group_size: int | None
     texts: Sequence[torch.Tensor]
+    batch: int = 1
+    _kept: dict[tuple[int, ...], HiddenStates] = field(default_factory=dict, repr=False)
 
     @property
     def measured_texts(self) -> list[torch.Tensor]:
@@ -41,30 +47,47 @@ class ModelDivergence:
         """`KL(exact || candidate)` of the model's predictions, in nats: `[candidates, texts]`,
         float64.
 
-        It is averaged over the positions that read quantized tokens. `tell` hears the number of
-        candidates that have read one more text.
+        It is averaged over the positions that read quantized tokens. `tell` hears on how many more
+        texts a candidate has been measured.
         """
-        by_text = []
-        for text in self.measured_texts:
-            exact = self._predict(text)
-            by_candidate = []
-            for rotations in candidates:
+        texts = self.measured_texts
+        divergences = torch.zeros(len(candidates), len(texts), dtype=torch.float64)
+        for numbers in self._batches(texts):
+            ids = torch.stack([texts[number] for number in numbers])
+            exact = self._exact(tuple(numbers), ids)
+            for row, rotations in enumerate(candidates):
                 simulation = simulate(rotations, self.geometry, self.cache, self.group_size)
                 with simulation.running(self.model):
-                    by_candidate.append(_mean_divergence(exact, self._predict(text)))
-            by_text.append(torch.stack(by_candidate))
-            if tell is not None:
-                tell(len(candidates))
-        return torch.stack(by_text, dim=1)
+                    read = self._predicting(run_decoder(self.model, ids))
+                divergences[row, numbers] = _mean_divergence(exact, read).cpu()
+                if tell is not None:
+                    tell(len(numbers))
+        return divergences
 
-    def _predict(self, text: torch.Tensor) -> torch.Tensor:
-        """Logits `[Q, vocabulary]` at the positions that read quantized tokens."""
-        count = len(text) - self.cache.first_quantized
-        ids = text[None].to(input_device(self.model))
-        output = self.model(input_ids=ids, use_cache=False, logits_to_keep=count)
-        # Sliced again, for models that return all logits whatever `logits_to_keep` says.
-        logits: torch.Tensor = output.logits[0, -count:]
-        return logits
+    def _batches(self, texts: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+        """The numbers of the texts, in batches of equal length."""
+        for length in dict.fromkeys(map(len, texts)):
+            alike = [number for number, text in enumerate(texts) if len(text) == length]
+            for start in range(0, len(alike), self.batch):
+                yield alike[start : start + self.batch]
+
+    def _exact(self, numbers: tuple[int, ...], ids: torch.Tensor) -> HiddenStates:
+        """What the exact model makes of a batch of texts, on the device that it predicts on."""
+        kept = self._kept.get(numbers)
+        if kept is None:
+            states = self._predicting(run_decoder(self.model, ids))
+            size = states.output.last_hidden_state.nbytes
+            if size <= HOST_SHARE * free_memory(torch.device("cpu")):
+                self._kept[numbers] = _moved(states, torch.device("cpu"))
+            return states
+        return _moved(kept, kept.ids.device)
+
+    def _predicting(self, states: HiddenStates) -> HiddenStates:
+        """The states of the positions alone that read quantized tokens."""
+        first = self.cache.first_quantized
+        part = copy.copy(states.output)
+        part["last_hidden_state"] = part["last_hidden_state"][:, first:].clone()
+        return replace(states, ids=states.ids[:, first:], output=part)
 
 
 def simulate(
@@ -75,17 +98,27 @@ def simulate(
     return Simulation(Arm("candidate", rotations, group_size), cache, geometry, layers)
 
 
-def _mean_divergence(exact: torch.Tensor, simulated: torch.Tensor) -> torch.Tensor:
-    """Mean KL divergence of predictions given as logits `[Q, vocabulary]`.
+def _moved(states: HiddenStates, device: torch.device) -> HiddenStates:
+    """The hidden states on a device; token ids stay where the model reads them."""
+    part = copy.copy(states.output)
+    part["last_hidden_state"] = part["last_hidden_state"].to(device)
+    return replace(states, output=part)
 
-    It is computed in chunks of positions, because float32 copies of all logits would be the largest
+
+def _mean_divergence(exact: HiddenStates, simulated: HiddenStates) -> torch.Tensor:
+    """Mean KL divergence `[B]`, float64, of the predictions at all positions.
+
+    It is computed in blocks of positions, because float32 copies of all logits would be the largest
     tensors of a job.
     """
-    total = torch.zeros((), dtype=torch.float64)
-    chunks = zip(torch.split(exact, POSITIONS), torch.split(simulated, POSITIONS), strict=True)
-    for exact_logits, simulated_logits in chunks:
+    count = exact.ids.shape[1]
+    total: torch.Tensor | None = None
+    blocks = zip(exact.blocks(0, count), simulated.blocks(0, count), strict=True)
+    for (_, exact_logits), (_, simulated_logits) in blocks:
         p = exact_logits.float().log_softmax(-1)
         q = simulated_logits.float().log_softmax(-1)
         by_position = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
-        total += by_position.double().sum().cpu()
-    return total / len(exact)
+        block = by_position.double().sum(-1)
+        total = block if total is None else total + block
+    assert total is not None
+    return total / count

@@ -47,7 +47,7 @@ def try_tasks(task: SearchTask) -> Trial:
         except RotationZooError as error:  # the rows are too short for it
             trial.skipped[name] = str(error)
         else:
-            answers = read_answers(task.model, prompts)
+            answers = read_answers(task.model, prompts, task.batch)
             trial.answered[name] = answers.correct.double().mean().item()
     return trial
 

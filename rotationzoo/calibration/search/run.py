@@ -70,7 +70,8 @@ def search_rotations(
     now = time.monotonic()
     layers_deadline = now + _LAYERS_SHARE * (deadline - now)
     progress("choosing", 0, 0)
-    trial = try_tasks(task)
+    with task.passes.of("answers"):
+        trial = try_tasks(task)
     choosing, testing = _make_criteria(task, trial, checkpoint)
     simple, refused = fit_variants(task)
     measure(choosing, simple, progress, "choosing")  # told step by step, and then only read
@@ -105,9 +106,11 @@ def _make_criteria(
     saved = SavedScores(checkpoint)
     criteria = []
     for part, texts in (("choosing", task.choosing), ("testing", task.testing)):
-        answers = AnswerLoss(*settings, write_probes(task, trial.able, part))
-        judge = answers if answers.questions else None
-        criteria.append(Criterion(judge, ModelDivergence(*settings, texts), saved, part))
+        answers = AnswerLoss(*settings, write_probes(task, trial.able, part), task.batch)
+        with task.passes.of("answers"):
+            judge = answers if answers.questions else None
+        divergence = ModelDivergence(*settings, texts, task.batch)
+        criteria.append(Criterion(judge, divergence, saved, part, task.passes))
     return criteria[0], criteria[1]
 
 

@@ -50,27 +50,48 @@ class _RoundTrip(torch.autograd.Function):
         ctx: Any, groups: torch.Tensor, threshold: torch.Tensor, format: int2.Format
     ) -> torch.Tensor:
         clamped = torch.clamp(groups, -threshold, threshold)
-        restored = int2.dequantize(int2.encode(clamped, format), format).view_as(groups)
         low, lowest = clamped.min(-1, keepdim=True)
         high, highest = clamped.max(-1, keepdim=True)
-        rounding_error = (restored - clamped) / (high - low).clamp(min=int2.SMALLEST_RANGE)
-        ctx.save_for_backward(groups, threshold, rounding_error, low, lowest, high, highest)
+        restored = _restore(clamped, low, high, format)
+        rounding_error = (restored - clamped).div_((high - low).clamp(min=int2.SMALLEST_RANGE))
+        clamped_sign = (groups - clamped).sign_()
+        ctx.save_for_backward(
+            clamped_sign, rounding_error, lowest, highest, low == -threshold, high == threshold
+        )
+        ctx.threshold_shape = threshold.shape
         return restored
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        groups, threshold, rounding_error, low, lowest, high, highest = ctx.saved_tensors
+        clamped_sign, rounding_error, lowest, highest, low_clamped, high_clamped = ctx.saved_tensors
         (gradient,) = gradients
         by_range = (gradient * rounding_error).sum(-1, keepdim=True)
-        clamped_sign = (groups > threshold).float() - (groups < -threshold).float()
-        high_clamped, low_clamped = high == threshold, low == -threshold
         clamped_ends = high_clamped.float() + low_clamped.float()
-        by_threshold = (gradient * clamped_sign).sum(-1, keepdim=True) + by_range * clamped_ends
-        by_entry = gradient * (clamped_sign == 0)
+        by_sign = gradient * clamped_sign
+        by_threshold = by_sign.sum(-1, keepdim=True) + by_range * clamped_ends
+        # 0 where the sign is not: g - g s s.
+        by_entry = torch.addcmul(gradient, by_sign, clamped_sign, value=-1)
         by_entry.scatter_add_(-1, highest, by_range.masked_fill(high_clamped, 0))
         by_entry.scatter_add_(-1, lowest, -by_range.masked_fill(low_clamped, 0))
         # One threshold may serve all groups of a row, so its gradients are summed.
-        return by_entry, by_threshold.sum_to_size(threshold.shape), None
+        return by_entry, by_threshold.sum_to_size(ctx.threshold_shape), None
+
+
+def _restore(
+    clamped: torch.Tensor, low: torch.Tensor, high: torch.Tensor, format: int2.Format
+) -> torch.Tensor:
+    """`int2.dequantize(int2.encode(...))` of clamped groups with these minima and maxima: the same
+    operations on the same numbers, but in place, and with codes that stay float32."""
+    scale, offset = int2.metadata(low, high, format)
+    if format.offset == "zero":
+        steps = (clamped / scale).add_(offset)
+    else:
+        steps = (clamped - offset).div_(scale)
+    codes = steps.add_(0.5).trunc_().clamp_(0, 3)
+    scale, offset = (int2.store_metadata(part, format).float() for part in (scale, offset))
+    if format.offset == "zero":
+        return codes.sub_(offset).mul_(scale)
+    return codes.mul_(scale).add_(offset)
 
 
 # `apply` is untyped.

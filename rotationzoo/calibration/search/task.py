@@ -1,12 +1,13 @@
 """The inputs of a search, and the split of its text into what chooses and what tests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rotationzoo.cache.windows import Cache
+from rotationzoo.calibration.passes import Passes
 from rotationzoo.codec import int2
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.geometry import Geometry
@@ -34,6 +35,16 @@ class SearchTask:
     tokenizer: PreTrainedTokenizerBase | None = None
     """The model's tokenizer, in which prompts are written. Without one, choices are made by the
     model's predictions alone."""
+    batch: int = 1
+    """Rows per forward pass."""
+    passes: Passes = field(default_factory=Passes)
+    """Counts the tokens that pass through the model."""
+
+    @property
+    def hidden(self) -> int:
+        """The width of the model's residual stream."""
+        hidden: int = self.model.config.get_text_config(decoder=True).hidden_size
+        return hidden
 
     @property
     def settings(self) -> Search:
@@ -61,9 +72,14 @@ class SearchTask:
     @property
     def _testing(self) -> int:
         """How many rows test the winner; 0 if a single row must do both."""
-        count = len(self._long_rows)
-        return 0 if count == 1 else max(1, count // _TESTING)
+        return count_testing(len(self._long_rows))
 
     @property
     def _long_rows(self) -> list[torch.Tensor]:
         return [row for row in self.held_out if len(row) > self.cache.first_quantized]
+
+
+def count_testing(rows: int) -> int:
+    """How many of so many held-out rows test the winner, and choose nothing; 0 if a single row must
+    do both."""
+    return 0 if rows == 1 else max(1, rows // _TESTING)

@@ -17,7 +17,7 @@ from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.loading import forward_errors
-from rotationzoo.progress import Progress
+from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 
@@ -84,7 +84,7 @@ class Request:
 
 
 class Asking:
-    """Reads answers in batches and reports how many prompts of a stage are done.
+    """Reads answers in batches and reports how many tokens of a stage's prompts are read.
 
     * `name`: what errors call the model;
     * `tokens`: how many a forward pass may read; a longer prompt has one of its own.
@@ -100,8 +100,8 @@ class Asking:
         for number, request in enumerate(requests):
             batches += [(number, rows) for rows in self._cut(request.prompts)]
         shared, results = ranks.share(batches), []
-        done, total = 0, sum(len(rows) for _, rows in shared)
-        self.progress(stage, done, total)
+        progress = in_tokens(self.progress, [_tokens(rows) for _, rows in shared])
+        progress(stage, 0, len(shared))
         # One simulation for all batches of a request, because it keeps the masks of every length.
         for number, group in groupby(shared, itemgetter(0)):
             request = requests[number]
@@ -109,8 +109,7 @@ class Asking:
                 for _, rows in group:
                     answers = read_answers(self.model, rows, len(rows), request.reader)
                     results.append(vars(answers))
-                    done += len(rows)
-                    self.progress(stage, done, total)
+                    progress(stage, len(results), len(shared))
                     ranks.beat()
         parts: list[list[dict[str, torch.Tensor]]] = [[] for _ in requests]
         for (number, _), result in zip(batches, ranks.gather(results), strict=True):
@@ -164,6 +163,10 @@ def _request(
         return Request(prompts, reader=ThroughCache(model, real_arm(arm), cache))
     layers = set(trial.layers)
     return Request(prompts, Simulation(arm, cache, trial.geometry, layers, trial.sides))
+
+
+def _tokens(prompts: Sequence[Prompt]) -> int:
+    return sum(len(prompt.ids) for prompt in prompts)
 
 
 def _join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Answers:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model.loading import position_count
+from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.recall.prompts import TASKS
 from rotationzoo.words import nearest
 
@@ -46,5 +46,5 @@ class TaskSettings:
             raise RotationZooError(
                 f"prompts of {longest} tokens are longer than the {positions} positions of the "
                 "model",
-                hint=f"give --lengths of at most {positions}",
+                hint=longer_rows_hint(config, longest, f"give --lengths of at most {positions}"),
             )

@@ -6,15 +6,24 @@ import pytest
 import torch
 from support import architectures
 from support.equalizers import traced_geometry
-from support.searches import FAMILIES, samples_of, search_recipe, task_for
+from support.searches import (
+    FAMILIES,
+    read_projections,
+    samples_of,
+    search_recipe,
+    stored_samples,
+    task_for,
+)
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.equalizing import Equalizers, add_projections, stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.search.frame import LayerData
+from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.layer_codec import LayerCodec
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.linalg.equalization import value_matrix
+from rotationzoo.model.geometry import cached_layers
 
 
 def random_equalizers(layer) -> Equalizers:
@@ -31,14 +40,15 @@ def random_equalizers(layer) -> Equalizers:
 def test_scores_are_the_same_in_both_frames(family):
     """Of caches that make the same error, told in the frame of each."""
     model = architectures.build(family)
-    geometry, samples = samples_of(model)
+    geometry, stored = stored_samples(model)
+    projections = read_projections(model, geometry)
     generator = torch.Generator().manual_seed(0)
-    for layer in geometry:
-        if layer.owner != layer.index:
-            continue
-        equalizers = random_equalizers(layer)
-        folded = LayerData({}, samples[layer.index]).fold(equalizers).samples
-        for sample, other in zip(samples[layer.index], folded, strict=True):
+    for layer in cached_layers(geometry):
+        equalizers, of_layer = random_equalizers(layer), stored[layer.index]
+        published = LayerData.fold({}, of_layer, projections, None).load_samples()
+        of_readers = {one.layer: projections[one.layer] for one in of_layer.queries}
+        folded = LayerData.fold({}, of_layer, of_readers, equalizers).load_samples()
+        for sample, other in zip(published, folded, strict=True):
             key = sample.key + 0.3 * torch.randn(sample.key.shape, generator=generator)
             value = sample.value + 0.3 * torch.randn(sample.value.shape, generator=generator)
             attention, quantized = sample.attention(key)
@@ -59,15 +69,21 @@ def test_scores_are_the_same_in_both_frames(family):
             assert not torch.allclose(sample.key, other.key)
 
 
-def test_rows_to_learn_from_are_folded_like_those_of_the_samples():
-    model = architectures.build("llama")
-    geometry, samples = samples_of(model)
-    equalizers, sample = random_equalizers(geometry[0]), samples[0][0]
-    data = LayerData({}, [sample], (sample.key[0], sample.value[0]))
-    folded = data.fold(equalizers)
-    assert torch.equal(folded.rows[0], folded.samples[0].key[0])
-    assert torch.equal(folded.rows[1], folded.samples[0].value[0])
-    assert data.fold(None) is data
+def test_rows_to_learn_from_are_folded_like_those_of_the_samples(equalized_task):
+    """And lose the mean of the folded rows, where the recipe centres them."""
+    task = equalized_task
+    (equalizers,) = stored_equalizers(task.baseline).values()
+    _, stored = stored_samples(task.model)
+    sample = stored[0].queries[0]
+    stored[0].rows = sample.key[0].transpose(0, 1), sample.value[0].transpose(0, 1)
+    data = LayerData.fold(task.statistics[0], stored[0], {}, equalizers)
+    search = LayerSearch(task.geometry[0], data, task.recipe, task.baseline[0])
+    (folded, *_) = data.load_samples()
+    everything = torch.arange(sample.key.shape[2])
+    keys, values = (search.rows(side).take(everything) for side in ("key", "value"))
+    assert torch.equal(keys, search.codec.center_keys(folded).key[0])
+    assert torch.equal(values, folded.value[0])
+    assert not torch.allclose(values, sample.value[0])
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +108,12 @@ def test_a_folded_search_sees_the_errors_that_the_cache_makes(equalized_task):
     (equalizers,) = stored_equalizers(task.baseline).values()
     assert equalizers.key.max() > equalizers.key.min()
     sample = samples_of(task.model)[1][0][0]
-    data = LayerData(task.statistics[0], [sample]).fold(equalizers)
+    stored = stored_samples(task.model)[1][0]
+    data = LayerData.fold(task.statistics[0], stored, {}, equalizers)
     codec = LayerCodec.from_recipe(task.recipe, data.moments, sample.key.device)
     arm = Arm("equalized", task.baseline)
     for side in ("key", "value"):
-        (folded,) = data.samples
+        folded = data.load_samples()[0]
         rows = codec.center_keys(folded).key if side == "key" else folded.value
         restored = codec.restore(side, rows, task.baseline[0][side].matrix[None])
         plain = sample.key if side == "key" else sample.value

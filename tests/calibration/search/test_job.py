@@ -37,6 +37,11 @@ def test_best_makes_an_artifact_of_the_demo_model(tmp_path):
     assert ("layers.0.key.equalizer" in artifact.rotation_tensors()) == equalized
     assert artifact.manifest.identity["recipe"] == recipe.hash
     assert not (tmp_path / "best.checkpoint.safetensors").exists()
+    passes = artifact.manifest.run.passes
+    assert passes["statistics"] == 2 * 512, "one row is held out"
+    assert passes["samples"] == 3 * 512, "of all rows, in one pass"
+    assert passes["statistics"] + passes["samples"] <= 2 * 1536, "twice the passes of oscar"
+    assert min(passes["predictions"], passes["answers"]) > 512
 
 
 def test_a_budget_leaves_out_learning_and_clip_ratios(tmp_path):

@@ -52,7 +52,7 @@ def test_prompts_are_divided_among_what_the_model_can_do(task):
 
 
 def test_a_trial_finds_what_the_model_can_do(task, monkeypatch):
-    def read_answers(model, prompts):
+    def read_answers(model, prompts, batch):
         questions = [question for prompt in prompts for question in prompt.questions]
         right = torch.tensor([question.task == "copy" for question in questions])
         return Answers(right, torch.zeros(len(questions)))

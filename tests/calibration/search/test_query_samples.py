@@ -1,6 +1,7 @@
 """What candidates are scored on: samples of queries, and the error of the block."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,3 +89,26 @@ def test_errors_of_values_are_those_of_the_block():
     error = sample.value_error(sample.exact, changed)[0]
     assert error[0] == 0
     assert math.isclose(error[1].item(), expected.item(), rel_tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("llama", True), ("gemma2", False), ("gpt_oss", False)]
+)
+def test_scores_of_exact_keys_are_computed_once_where_attention_is_plain(name, plain):
+    """A soft cap, and sinks, ask for the model's own attention; either way it is the same."""
+    _, samples = samples_of(architectures.build(name))
+    sample = samples[0][0]
+    assert (sample._scores is not None) == plain
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(3, *sample.key.shape[1:], generator=generator)
+    restored = sample.key + 0.5 * noise
+    by_the_model = replace(sample)
+    by_the_model.__dict__["_scores"] = None
+    for one, other in zip(
+        sample.attention(restored), by_the_model.attention(restored), strict=True
+    ):
+        assert torch.allclose(one, other, atol=1e-6)
+    weights = sample.weights(restored)
+    divergences = sample.divergence(weights), by_the_model.divergence(weights)
+    assert torch.allclose(*divergences, rtol=1e-4, atol=1e-6)
+    assert divergences[0].min() > 0

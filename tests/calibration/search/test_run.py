@@ -11,7 +11,7 @@ from rotationzoo.artifact.layout import rotation_tensors
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.search import layers, memory, run
+from rotationzoo.calibration.search import layers, memory, run, sampling, shelf
 from rotationzoo.calibration.search.layer import LayerSearch
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.codec import int2
@@ -29,7 +29,8 @@ def assert_equal(rotations: Rotations, expected: Rotations) -> None:
 
 def check_steps(steps: dict[str, list[tuple[int, int]]]) -> None:
     """Every stage counts its steps from none to all, so that the time left can be told."""
-    assert list(steps) == ["choosing", "searching", "comparing", "trimming", "testing"]
+    stages = ["choosing", "sampling", "searching", "comparing", "trimming", "testing"]
+    assert list(steps) == stages
     assert steps["choosing"].pop(0) == (0, 0), "the exact model's answers are not counted"
     for stage, told in steps.items():
         total = told[-1][1]
@@ -97,14 +98,14 @@ def test_choices_are_made_on_text_that_nothing_was_fitted_to(task, monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    spy(layers, "sample_queries", lambda arguments: arguments[2])
-    spy(layers, "sample_rows", lambda arguments: arguments[1])
+    spy(sampling, "draw_queries", lambda arguments: arguments[0].choosing)
+    spy(sampling, "draw_rows", lambda arguments: arguments[0].fitted)
     spy(run, "search_clip", lambda arguments: arguments[0].divergence.texts)
     spy(run, "run_test", lambda arguments: arguments[0].divergence.texts)
     search_rotations(replace(task, held_out=ROWS[2:]))
     expected = {
-        "sample_queries": ROWS[2:5],
-        "sample_rows": ROWS[:4],
+        "draw_queries": ROWS[2:5],
+        "draw_rows": ROWS[:4],
         "search_clip": ROWS[2:5],
         "run_test": ROWS[5:],
     }
@@ -113,15 +114,22 @@ def test_choices_are_made_on_text_that_nothing_was_fitted_to(task, monkeypatch):
 
 def test_layers_that_do_not_fit_in_memory_together_give_the_same(task, monkeypatch):
     whole = search_rotations(task).rotations
-    monkeypatch.setattr(memory, "SAMPLE_BYTES", 1)
+    one_by_one(monkeypatch)
     in_parts = search_rotations(task).rotations
     assert_equal(in_parts, whole)
+
+
+def one_by_one(monkeypatch) -> None:
+    """Search layer by layer, each with passes of its own."""
+    monkeypatch.setattr(shelf, "free_memory", lambda device: 0)
+    monkeypatch.setattr(memory, "_LEARNED_AT_ONCE_ON_CPU", 1)
 
 
 def test_a_stopped_search_goes_on_with_the_layer_it_was_in(task, monkeypatch, tmp_path):
     result = search_rotations(task)
     whole, record = result.rotations, result.record
     tried: list[int] = []
+    one_by_one(monkeypatch)
 
     class Stopped(LayerSearch):
         def __init__(self, layer, *rest):

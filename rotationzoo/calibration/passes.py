@@ -1,0 +1,48 @@
+"""Counts the tokens that pass through a model, by what they pass for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+OTHER = "checks"
+"""The purpose of passes that nothing else claims: a few tokens that show how a model works."""
+
+
+class Passes:
+    """Tokens by purpose, such as `statistics`, of every pass through a model.
+
+    A pass that ends at an early layer counts like a whole one.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+        self._purpose = OTHER
+
+    @contextmanager
+    def counting(self, model: PreTrainedModel) -> Iterator[None]:
+        """Count the passes through a model while the block is open."""
+        # The embedding, because a head that predicts from what a decoder has returned before calls
+        # a decoder that computes nothing.
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, torch.nn.Module)
+        hook = embedding.register_forward_pre_hook(self._count)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def of(self, purpose: str) -> Iterator[None]:
+        """Count what passes inside the block for a purpose."""
+        outer, self._purpose = self._purpose, purpose
+        try:
+            yield
+        finally:
+            self._purpose = outer
+
+    def _count(self, module: torch.nn.Module, args: Any) -> None:
+        count = self.tokens.get(self._purpose, 0)
+        self.tokens[self._purpose] = count + args[0].numel()

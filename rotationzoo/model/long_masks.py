@@ -1,0 +1,157 @@
+"""Attention masks of long rows, of which only blocks of queries are ever made.
+
+transformers makes a mask `[B, 1, T, T]` wherever attention is more than causal (sliding windows) or
+has no fused kernel (soft caps). At 131,072 tokens it takes 17 GB, and a head's eager scores take
+69 GB.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rotationzoo.errors import UnsupportedModel
+
+LARGEST_MASK = 4096 * 4096
+"""Queries times keys of the largest mask that is made whole."""
+BLOCK_QUERIES = 512
+"""Smaller blocks skip more hidden positions but call the model's attention more often."""
+
+_IN_BLOCKS = "makes_masks_in_blocks"
+
+MaskFunction = Callable[..., torch.Tensor | None]
+"""A function of transformers that makes the masks of one attention implementation."""
+
+
+class NeedsWholeMask(UnsupportedModel, AttributeError):
+    """A model computes with a long mask itself, in a way that needs all of it. An attribute error,
+    for those who only ask whether there is such an attribute."""
+
+    def __init__(self, what: str):
+        longest = int(LARGEST_MASK**0.5)
+        super().__init__(
+            f"this model needs its attention mask whole (its {what}), which is made only for rows "
+            f"of up to {longest:,} tokens",
+            hint=f"add: --length {longest}",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LongMask:
+    """A mask `[B, 1, Q, T]` that is known by what makes it: a function of transformers and the
+    options of its call."""
+
+    make: MaskFunction
+    options: dict[str, Any]
+    device: torch.device | str
+    """Where it is read. It is made where the options say, which may be another device."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(B, 1, Q, T)`."""
+        options = self.options
+        return options["batch_size"], 1, options["q_length"], options["kv_length"]
+
+    def rows(self, queries: slice) -> torch.Tensor:
+        """The mask `[B, 1, q, T]` of some successive queries."""
+        # With the skip, None might stand for a causal mask.
+        rows = self.make(**{**self._options_of(queries), "allow_is_causal_skip": False})
+        assert rows is not None
+        return rows.to(self.device)
+
+    def _options_of(self, queries: slice) -> dict[str, Any]:
+        first, last, _ = queries.indices(self.shape[2])
+        offset = self.options.get("q_offset", 0) + first
+        return {**self.options, "q_length": last - first, "q_offset": offset}
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> "LongMask":
+        """The mask of some successive queries and all keys. Some layers take that of the last
+        queries alone (Gemma 4)."""
+        _, _, queries, keys = index
+        if keys.indices(self.shape[3]) != (0, self.shape[3], 1):
+            raise NeedsWholeMask("keys")
+        return replace(self, options=self._options_of(queries))
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The mask `[B, 1, q, T]` of the queries at some positions `[q]`."""
+        return torch.cat([self.rows(slice(at, at + 1)) for at in positions.tolist()], dim=2)
+
+    def to(self, device: torch.device | str, *_: Any, **__: Any) -> "LongMask":
+        """The same mask for another device: accelerate moves what a layer is called with."""
+        return replace(self, device=device)
+
+    def check(self, queries: int, keys: int, module: torch.nn.Module) -> None:
+        """Raise `NeedsWholeMask` if a module's attention reads something else than this mask
+        covers."""
+        if self.shape[2:] != (queries, keys):
+            raise NeedsWholeMask(f"shape in {type(module).__name__}")
+
+    def equals(self, other: "LongMask") -> bool:
+        """Whether another mask was made for the same attention, on whatever device."""
+        made_of = ("batch_size", "mask_function", "attention_mask")
+        same = all(self.options.get(name) is other.options.get(name) for name in made_of)
+        return same and self.shape == other.shape
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached by what is not defined here: a model that computes with its whole mask.
+        raise NeedsWholeMask(name)
+
+
+def query_blocks(queries: int) -> Iterator[slice]:
+    """`queries` positions as slices of at most `BLOCK_QUERIES`."""
+    for start in range(0, queries, BLOCK_QUERIES):
+        yield slice(start, min(start + BLOCK_QUERIES, queries))
+
+
+def seen_keys(mask: torch.Tensor) -> torch.Tensor:
+    """The keys, ascending, that at least one query of a mask `[B, 1, Q, T]` sees."""
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    return visible.flatten(0, 2).any(0).nonzero()[:, 0]
+
+
+@contextmanager
+def long_masks(implementation: str) -> Iterator[None]:
+    """Inside the block, models with this attention implementation get a `LongMask` in place of
+    every mask of more than `LARGEST_MASK` entries.
+
+    Who calls this stands in for their attention, and reads it block by block.
+    """
+    from transformers import masking_utils
+
+    functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    original: MaskFunction | None = functions.get(implementation)
+    if original is None or hasattr(original, _IN_BLOCKS):
+        yield
+        return
+
+    def make(**options: Any) -> torch.Tensor | LongMask | None:
+        if _is_small(options) or _is_skipped(implementation, options):
+            return original(**options)
+        return LongMask(original, options, options.get("device", "cpu"))
+
+    setattr(make, _IN_BLOCKS, True)
+    functions[implementation] = make
+    try:
+        yield
+    finally:
+        functions.pop(implementation)  # uncovers the library's own entry ...
+        if functions.get(implementation) is not original:
+            functions[implementation] = original  # ... or puts back what stood before it
+
+
+def _is_small(options: dict[str, Any]) -> bool:
+    queries, keys = options.get("q_length"), options.get("kv_length")
+    if not isinstance(queries, int) or not isinstance(keys, int):
+        return True  # a tensor, while a graph is captured
+    return queries * keys <= LARGEST_MASK
+
+
+def _is_skipped(implementation: str, options: dict[str, Any]) -> bool:
+    """Whether sdpa computes this mask itself, from nothing but that it is causal."""
+    local = options.get("local_size")
+    causal = local is None or options["kv_length"] < local
+    whole = options["q_length"] == options["kv_length"] and options.get("attention_mask") is None
+    skips = implementation == "sdpa" and options.get("allow_is_causal_skip", True)
+    return bool(causal and whole and skips)

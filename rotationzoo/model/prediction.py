@@ -1,0 +1,102 @@
+"""A model's predictions in blocks of positions, so that the logits of only some hundred positions
+exist at a time."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.loading import input_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BLOCK_LOGITS = 2**26
+"""Logits of a block: 256 MB in float32. A vocabulary of 152,000 makes blocks of 441 positions."""
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What a model's decoder returned for rows of token ids, from which its head predicts."""
+
+    model: "PreTrainedModel"
+    ids: torch.Tensor
+    output: Any
+    """The decoder's own output, whose `last_hidden_state` is `[B, T, hidden]`."""
+
+    def logits(self, positions: slice) -> torch.Tensor:
+        """The logits `[B, P, vocabulary]` at some positions, as the model itself returns them.
+
+        The model's own forward runs, with a decoder that returns what it has returned before: a
+        head is more than one matrix in models that cap their logits (Gemma) or scale them (Granite,
+        Cohere).
+        """
+        part = copy.copy(self.output)
+        part["last_hidden_state"] = self.output.last_hidden_state[:, positions]
+        with _decoder_returning(self.model, part):
+            result = self.model(input_ids=self.ids[:, positions], use_cache=False)
+        logits: torch.Tensor = result.logits
+        return logits
+
+    def row(self, number: int) -> "HiddenStates":
+        """Those of one row of the batch."""
+        part = copy.copy(self.output)
+        part["last_hidden_state"] = self.output.last_hidden_state[number : number + 1]
+        return replace(self, ids=self.ids[number : number + 1], output=part)
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Blocks of the positions from `start` up to `stop`, each with its logits
+        `[B, P, vocabulary]`."""
+        vocabulary: int = self.model.config.get_text_config(decoder=True).vocab_size
+        size = max(1, BLOCK_LOGITS // (vocabulary * len(self.ids)))
+        for first in range(start, stop, size):
+            positions = slice(first, min(first + size, stop))
+            yield positions, self.logits(positions)
+
+
+def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
+    """Run a model over rows of token ids `[B, T]`, and return what its decoder makes of them.
+
+    The model's own forward runs, so that its decoder gets what it always gets. Of the head's
+    predictions only the last is computed, where a model can leave out the others.
+    """
+    ids, outputs = ids.to(input_device(model)), []
+    # A tensor, because for a number some decoders leave out earlier positions themselves (Gemma 4).
+    last = torch.tensor([ids.shape[1] - 1], device=ids.device)
+
+    def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output)
+
+    def attend_as_is(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    ) -> torch.Tensor:
+        return attend(query, key, value)
+
+    hook = decoder(model).register_forward_hook(keep)
+    try:
+        # Inside `intercept`, a long row's masks are made block by block.
+        with intercept(model, attend_as_is):
+            model(input_ids=ids, use_cache=False, logits_to_keep=last)
+    finally:
+        hook.remove()
+    return HiddenStates(model, ids, outputs[0])
+
+
+@contextmanager
+def _decoder_returning(model: "PreTrainedModel", output: Any) -> Iterator[None]:
+    """Inside the block, the model's decoder computes nothing and returns `output`."""
+    tower: Any = decoder(model)
+    # accelerate puts a forward of its own on the module itself.
+    own = tower.__dict__.get("forward")
+    tower.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        if own is None:
+            del tower.forward
+        else:
+            tower.forward = own

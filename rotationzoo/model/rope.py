@@ -1,0 +1,92 @@
+"""How many positions a model has, and RoPE scaled to more of them than its config has."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rotationzoo.errors import RotationZooError, as_unavailable
+from rotationzoo.recipe.rope_scaling import RopeScaling
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_FULL = "full_attention"
+"""The layer type whose RoPE is scaled, where a config has parameters for each type: sliding layers
+read no distances beyond their window."""
+
+
+def position_count(config: "PretrainedConfig") -> int | None:
+    """How many positions the model was made for; None where the config does not say."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def scaling_of(config: "PretrainedConfig") -> str | None:
+    """The scaling that a config has: the type and factor of its RoPE, such as `yarn:4:32768`, or
+    the type alone (`longrope`). None for plain RoPE, and for models without."""
+    parameters = _parameters(config)
+    kind = parameters.get("rope_type", "default")
+    if kind in ("default", "axial", "proportional"):  # other forms of RoPE, not of its length
+        return None
+    factor = parameters.get("factor")
+    if factor is None:
+        return str(kind)
+    return str(RopeScaling(kind, factor, parameters.get("original_max_position_embeddings")))
+
+
+def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) -> None:
+    """Change a config so that the model is built with this scaling; None changes nothing.
+
+    The positions that the model was trained on are those that the scaling states, or those of the
+    config. Raises `RotationZooError` for a model without RoPE, and for one whose config has another
+    scaling.
+    """
+    if scaling is None:
+        return
+    wanted = RopeScaling.parse(scaling)
+    text: Any = config.get_text_config(decoder=True)
+    parameters = _parameters(config)
+    trained = position_count(config)
+    if not parameters or trained is None:
+        raise RotationZooError(
+            f"{name} has no RoPE that --rope-scaling could scale", hint="leave --rope-scaling out"
+        )
+    present = scaling_of(config)
+    if present is not None:
+        if not same_scaling(scaling, present):
+            raise RotationZooError(
+                f"the config of {name} scales its RoPE already ({present}), and cannot be scaled "
+                f"by {wanted}",
+                hint="leave --rope-scaling out",
+            )
+        return
+    original = wanted.positions or trained
+    scaled = {**parameters, "rope_type": wanted.kind, "factor": wanted.factor}
+    if wanted.kind == "yarn":
+        scaled["original_max_position_embeddings"] = original
+    whole = text.rope_parameters
+    cannot = f"the RoPE of {name} cannot be scaled by {wanted}"
+    with as_unavailable(cannot, hint="leave --rope-scaling out"):
+        text.rope_parameters = {**whole, _FULL: scaled} if _FULL in whole else scaled
+        text.max_position_embeddings = int(wanted.factor * original)
+        text.validate_rope()
+
+
+def same_scaling(wanted: str, present: str) -> bool:
+    """Whether a config's scaling is the one that is wanted, which need not say the positions."""
+    return wanted == present or (wanted.count(":") == 1 and present.startswith(f"{wanted}:"))
+
+
+def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> str:
+    """What to do about rows of more tokens than the model has positions: `shorter`, or scale its
+    RoPE."""
+    positions = position_count(config)
+    if positions is None or not _parameters(config) or scaling_of(config) is not None:
+        return shorter
+    return f"{shorter}, or --rope-scaling yarn:{math.ceil(tokens / positions)}"
+
+
+def _parameters(config: "PretrainedConfig") -> dict[str, Any]:
+    """The RoPE parameters of layers of full attention; empty for models without RoPE."""
+    text = config.get_text_config(decoder=True)
+    parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    return parameters.get(_FULL) or parameters

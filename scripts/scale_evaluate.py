@@ -1,0 +1,143 @@
+"""What evaluating costs at long texts: seconds of a text and of a recall prompt, through the exact
+model and through one arm.
+
+A model with random weights answers nothing, and `evaluate` would ask no arm what the exact model
+cannot do. Here an arm is asked all the same: only the time counts. The prompts are the real ones,
+in the tokens of the demo model, whose ids are the first of the larger vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from scale_models import measure_peak, random_text, seconds_of
+from scale_statistics import Bench, Text
+
+from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.protocol import CacheArm
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.windows import Cache
+from rotationzoo.calibration.fit import fit
+from rotationzoo.evaluation.arms import BASELINES, build_baselines
+from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.evaluation.judged_text import judged_text
+from rotationzoo.evaluation.tasks.answering import Asking
+from rotationzoo.evaluation.tasks.prompts import TaskPlan, plan_tasks
+from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.model.loading import load_tokenizer
+from rotationzoo.model.source import find
+from rotationzoo.progress import silent
+from rotationzoo.recall.prompts import Prompt
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.text.rows import read_corpus
+
+_WARMING = 2048  # tokens of a first, untimed text
+
+
+def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
+    """Times and memory at texts of `length` tokens, for each of two arms: fitted rotations, and
+    KIVI's grouping."""
+    small = replace(bench, text=Text(tokens=_WARMING, length=_WARMING, batch=1))
+    rotations = fit(small.collect(PRESETS["oscar"]), PRESETS["oscar"], bench.geometry)
+    shared = PRESETS["oscar"]
+    kivi = build_baselines(shared, bench.geometry)[-1]
+    arms: list[CacheArm] = [Arm("oscar", rotations, shared.group_size), kivi]
+    plan = _write_prompts(length)
+    prompts = [series.prompts[0] for series in plan.series]
+    blind = [series.blind[0] for series in plan.series]
+    for arm in arms:
+        _run_text(bench, _WARMING, [arm])
+        _ask(bench, _shorten(prompts[:1]), arm)
+    text: dict[str, float] = {}
+    prompt: dict[str, float] = {}
+    with measure_peak() as peak:
+        text["exact"] = seconds_of(lambda: _run_text(bench, length, []))
+        prompt["exact"] = seconds_of(lambda: _ask(bench, prompts)) / len(prompts)
+        prompt["blind"] = seconds_of(lambda: _ask(bench, blind)) / len(blind)
+        for arm in arms:
+            # An arm runs beside the exact model, which is not its own time.
+            both = seconds_of(lambda arm=arm: _run_text(bench, length, [arm]))
+            text[arm.name] = both - text["exact"]
+            prompt[arm.name] = seconds_of(lambda arm=arm: _ask(bench, prompts[:1], arm))
+    return {
+        **bench.describe(),
+        "length": length,
+        "tokens": length,
+        "batch": 1,
+        "seconds_per_text": text,
+        "seconds_per_prompt": prompt,
+        "tasks": [series.task for series in plan.series],
+        "prompts": sum(len(series.prompts) for series in plan.series),
+        "arms": len(BASELINES) + 1,
+        "device_peak_bytes": peak.device,
+        "host_peak_bytes": peak.host,
+    }
+
+
+def _run_text(bench: Bench, length: int, arms: Sequence[CacheArm]) -> None:
+    """One text through the exact model and these arms, with the metrics that `evaluate` takes."""
+    cache = Cache()
+    layers = [layer.index for layer in bench.geometry]
+    trial = Trial(
+        bench.geometry, arms, [cache], layers, ("key", "value"), 32, cache.first_quantized
+    )
+    run_models(bench.model, [random_text(bench.shape, 1, length).cpu()], trial, silent)
+
+
+def _write_prompts(length: int) -> TaskPlan:
+    """The prompts of all tasks, as many as `evaluate` asks by default."""
+    tokenizer = load_tokenizer(find("demo"))
+    data = judged_text(Data(tokens=2 * length, length=length))
+    settings = TaskSettings(lengths=(length,))
+    text = read_corpus(data, tokenizer)
+    return plan_tasks(settings, data, text, tokenizer, [Cache()])
+
+
+def _shorten(prompts: list[Prompt]) -> list[Prompt]:
+    """Their ends, with the questions."""
+    shorter = []
+    for prompt in prompts:
+        cut = max(0, len(prompt.ids) - _WARMING)
+        questions = []
+        for question in prompt.questions:
+            moved = slice(question.answer.start - cut, question.answer.stop - cut)
+            questions.append(replace(question, answer=moved))
+        shorter.append(Prompt(prompt.ids[cut:], tuple(questions)))
+    return shorter
+
+
+@torch.no_grad()
+def _ask(bench: Bench, prompts: list[Prompt], arm: CacheArm | None = None) -> None:
+    """Ask the exact model, or one arm."""
+    asking = Asking(bench.model, bench.name, 1, silent)  # one prompt at a time
+    for prompt in prompts:
+        running = None
+        if arm is not None:
+            layers = {layer.index for layer in bench.geometry}
+            running = Simulation(arm, Cache(), bench.geometry, layers).running(bench.model)
+        asking.ask([prompt], running)
+
+
+def evaluate_lines(result: dict[str, Any]) -> list[str]:
+    """What a reader wants to know of it."""
+    lines = []
+    for what in ("text", "prompt"):
+        seconds = result[f"seconds_per_{what}"]
+        parts = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+        lines.append(f"a {what} of {result['length']:,} tokens: {parts}")
+    lines.append(
+        f"one text and {result['prompts']} prompts through {result['arms']} arms as dear as oscar: "
+        f"{whole_evaluation(result):.0f} s"
+    )
+    lines.append(f"peak {result['device_peak_bytes'] / 1e9:.1f} GB on the device")
+    return lines
+
+
+def whole_evaluation(result: dict[str, Any]) -> float:
+    """Seconds of `evaluate` with one text, all prompts and all arms, computed from the parts."""
+    text, prompt = result["seconds_per_text"], result["seconds_per_prompt"]
+    arms, prompts = result["arms"], result["prompts"]
+    a_prompt = prompt["exact"] + prompt["blind"] + arms * prompt["oscar"]
+    seconds: float = text["exact"] + arms * text["oscar"] + prompts * a_prompt
+    return seconds

@@ -1,0 +1,59 @@
+"""Predictions in blocks of positions: the same logits as the model's own, for every family."""
+
+import pytest
+import torch
+import transformers
+from support import architectures
+
+from rotationzoo.model import prediction
+from rotationzoo.model.prediction import run_decoder
+
+
+def assert_same_logits(model, monkeypatch):
+    """Logits in blocks of 7 positions, and those of one row, are the model's own."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    monkeypatch.setattr(prediction, "BLOCK_LOGITS", 2 * 7 * vocabulary)
+    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        states = run_decoder(model, ids)
+        blocks = list(states.blocks(3, 23))
+        row = states.row(1).logits(slice(5, 9))
+    assert [at for at, _ in blocks] == [slice(3, 10), slice(10, 17), slice(17, 23)]
+    # Equal bits were measured for all of them.
+    torch.testing.assert_close(torch.cat([logits for _, logits in blocks], 1), whole[:, 3:23])
+    torch.testing.assert_close(row, whole[1:, 5:9])
+
+
+@architectures.families()
+def test_blocks_hold_the_models_own_logits(name, monkeypatch):
+    assert_same_logits(architectures.build(name), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 16}),
+        ("Granite", {"logits_scaling": 3.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_heads_that_do_more_than_multiply_are_the_models_own(family, options, monkeypatch):
+    config = getattr(transformers, f"{family}Config")(**architectures.BASE, **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    assert_same_logits(model, monkeypatch)
+
+
+def test_the_decoder_runs_once_and_is_whole_again(monkeypatch):
+    model = architectures.build("llama")
+    calls = []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(prediction, "BLOCK_LOGITS", 1)
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        assert len(list(run_decoder(model, ids).blocks(0, 10))) == 10
+        assert len(calls) == 1
+        assert "forward" not in model.model.__dict__
+        model(input_ids=ids)
+    assert len(calls) == 2

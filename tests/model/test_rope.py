@@ -1,0 +1,100 @@
+"""Scaled RoPE: what a config becomes, what is refused, and that models compute with it."""
+
+import pytest
+import torch
+from support import architectures
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model.rope import apply_scaling, longer_rows_hint, position_count, scaling_of
+from rotationzoo.recipe.rope_scaling import RopeScaling
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("text", "scaling"),
+    [
+        ("yarn:4", RopeScaling("yarn", 4)),
+        ("yarn:4.0:32768", RopeScaling("yarn", 4, 32768)),
+        ("linear:2.5", RopeScaling("linear", 2.5)),
+    ],
+)
+def test_a_scaling_is_read_and_written(text, scaling):
+    assert RopeScaling.parse(text) == scaling
+    assert RopeScaling.parse(str(scaling)) == scaling
+
+
+@pytest.mark.parametrize("text", ["yarn", "yarn:", "ntk:4", "yarn:x", "yarn:1", "yarn:4:0", ""])
+def test_what_is_no_scaling_is_refused(text):
+    with pytest.raises(ValueError, match="must"):
+        RopeScaling.parse(text)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gemma3", "qwen3_vl"])
+def test_a_model_is_built_with_what_its_config_would_say(name):
+    """The flag is the same as the entry in `config.json`, and changes what a model computes."""
+    if not architectures.available(name):
+        pytest.skip("not in this transformers")
+    # gpt-oss has YaRN of its own, which is taken out first.
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    changes = {"rope_parameters": plain} if name == "gpt_oss" else {}
+    config = architectures.config(name, **changes)
+    rope = config.get_text_config(decoder=True).rope_parameters
+    before = {key: dict(value) for key, value in rope.items() if isinstance(value, dict)}
+    assert scaling_of(config) is None
+    apply_scaling(config, "yarn:4", name)
+    assert scaling_of(config) == "yarn:4:64"
+    assert position_count(config) == 256
+    scaled = config.get_text_config(decoder=True).rope_parameters
+    parameters = scaled.get("full_attention", scaled)
+    assert {key: parameters[key] for key in YARN} == YARN
+    if before:  # the windows of sliding layers do not grow
+        assert scaled["sliding_attention"] == before["sliding_attention"]
+    apply_scaling(config, "yarn:4", name)  # as it is already
+    assert position_count(config) == 256
+
+
+def test_scaled_rope_is_computed_with():
+    ids = torch.arange(3, 43)[None]
+    outputs = {}
+    for scaling in (None, "yarn:4", "linear:4"):
+        config = architectures.config("llama", max_position_embeddings=16)
+        apply_scaling(config, scaling, "it")
+        torch.manual_seed(0)
+        model = architectures.build("llama").__class__(config).eval()
+        with torch.no_grad():
+            outputs[scaling] = model(input_ids=ids).logits
+    assert not torch.allclose(outputs[None], outputs["yarn:4"], atol=1e-3)
+    assert not torch.allclose(outputs["linear:4"], outputs["yarn:4"], atol=1e-3)
+
+
+def test_a_config_that_scales_otherwise_is_refused():
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = architectures.config("llama", rope_parameters=llama3)
+    with pytest.raises(RotationZooError, match=r"scales its RoPE already \(llama3:8:64\)"):
+        apply_scaling(config, "yarn:4", "it")
+    config = architectures.config("llama", rope_parameters={**YARN, "rope_theta": 1e4})
+    with pytest.raises(RotationZooError, match="cannot be scaled by yarn:8"):
+        apply_scaling(config, "yarn:8", "it")
+    assert longer_rows_hint(config, 512, "add: --length 64") == "add: --length 64"
+    with pytest.raises(RotationZooError, match="of it cannot be scaled by yarn:4: .*longrope"):
+        apply_scaling(architectures.config("phi3"), "yarn:4", "it")
+
+
+def test_a_model_without_rope_is_refused():
+    config = architectures.config("gptj")
+    with pytest.raises(RotationZooError, match="has no RoPE"):
+        apply_scaling(config, "yarn:4", "it")
+
+
+def test_the_hint_for_longer_rows_names_the_factor():
+    config = architectures.config("llama")
+    hint = longer_rows_hint(config, 200, "add: --length 64")
+    assert hint == "add: --length 64, or --rope-scaling yarn:4"
