@@ -19,10 +19,10 @@ from rotationzoo.ranks import joined
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.text.rows import read_corpus
 
-TEXT = Data(tokens=1024, length=512)
-TASKS = TaskSettings(("quote",), questions=8)
+TEXT = Data(tokens=704, length=352)
+TASKS = TaskSettings(("quote",), questions=4)
 WORDS = [
-    "--tokens", "1024", "--length", "512", "--queries", "8", "--tasks", "quote", "--questions", "8",
+    "--tokens", "704", "--length", "352", "--queries", "4", "--tasks", "quote", "--questions", "4",
 ]  # fmt: skip
 
 
@@ -44,8 +44,8 @@ def test_two_processes_report_what_one_does(launcher, induction, artifact):
     first, second = launcher.start(*words).ended()
     assert first.returncode == 0, first.stderr
     silent(second, 0)
-    report = evaluate(Evaluation(str(induction), [artifact], TEXT, queries=8, tasks=TASKS))
-    assert report["arms"]["out"]["all_tasks"]["questions"] == 8
+    report = evaluate(Evaluation(str(induction), [artifact], TEXT, queries=4, tasks=TASKS))
+    assert report["arms"]["out"]["all_tasks"]["questions"] == 4
     # Texts and prompts are read by one process each, in the same batches.
     assert json.loads(first.stdout) == json.loads(json.dumps(report))
     saved = json.loads((artifact / "evaluation.json").read_text())
