@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rotationzoo.ranks.group import Group
 
 __all__ = (
-    "all_reduce", "beat", "gather", "joined", "launched_rank", "listen", "rank", "share", "tell",
-    "use_one_gpu", "world",
+    "all_reduce", "beat", "gather", "joined", "launched_rank", "listen", "of_first", "rank",
+    "share", "tell", "use_one_gpu", "world",
 )  # fmt: skip
 
 _Item = TypeVar("_Item")
@@ -106,6 +106,18 @@ def all_reduce(sums: "torch.Tensor") -> "torch.Tensor":
     same order."""
     group = _current.get()
     return sums if group is None else group.all_reduce(sums)
+
+
+def of_first(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+    """The tensors, by name, that process 0 gives here; those of the others are ignored. All of them
+    call it in the same order."""
+    group = _current.get()
+    if group is None:
+        return dict(tensors)
+    from rotationzoo.ranks.packing import pack, unpack
+
+    first = group.gather(pack([tensors]) if group.rank == 0 and tensors else b"")[0]
+    return unpack(first)[0] if first else {}
 
 
 def gather(results: Sequence[Mapping[str, "torch.Tensor"]]) -> list[dict[str, "torch.Tensor"]]:

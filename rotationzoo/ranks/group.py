@@ -105,7 +105,8 @@ class Group:
         sizes[self.rank] = len(part)
         sizes = self.all_reduce(sizes).cpu()
         rows = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
-        rows[self.rank, : len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        if part:
+            rows[self.rank, : len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
         rows = self.all_reduce(rows).cpu()
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 

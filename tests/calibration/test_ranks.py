@@ -1,5 +1,6 @@
 """Calibration by two processes, as torchrun starts them: the test stands in for torchrun."""
 
+import json
 import os
 import signal
 import time
@@ -8,16 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import left_behind, only_error
-from support.jobs import SMALL, job
+from support.jobs import SMALL, job, rotation_bytes
+from support.models import save_tiny
 from support.ranks import Beside, Launcher, silent
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.contribution import contribute
 from rotationzoo.calibration.job import calibrate, read_source_text
 from rotationzoo.calibration.plan import plan
 from rotationzoo.calibration.record import identify_job
 from rotationzoo.errors import RotationZooError
 from rotationzoo.ranks import joined
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe import PRESETS, Data, Search, load
 
 WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out"]
 ROUNDING = 1e-12  # measured 2e-16
@@ -52,6 +55,30 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
         silent(other, 0)
     assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
     check_equal(launcher.command.folder / "out", alone)
+
+
+def test_two_processes_search_as_one_does(launcher, tmp_path):
+    """Three layers and two texts to choose on: each process has less than the other of one."""
+    model = save_tiny(tmp_path / "model", num_hidden_layers=3)
+    settings = Search(steps=2, starts=1, queries=8, prompts=0, equalize=(False,))
+    changes = {"data": Data(tokens=2304, length=256), "sink": 16, "recent": 32}
+    recipe = PRESETS["best"].model_copy(update={**changes, "search": settings})
+    path = tmp_path / "short.yaml"
+    path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_none=True)))
+    words = ["calibrate", model, "--recipe", path, "--batch", "1", "--output", "out", "--quiet"]
+    first, second = launcher.start(*words).ended()
+    assert first.returncode == 0, first.stderr
+    silent(second, 0)
+    assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
+    alone = calibrate(job(model, tmp_path, load(str(path)), batch=1))
+    shared = Artifact.open(launcher.command.folder / "out")
+    check_equal(shared.folder, alone)
+    assert list(shared.content["search"]["layers"]) == ["0", "1", "2"]
+    assert shared.content["search"] == alone.content["search"]
+    assert rotation_bytes(shared) == rotation_bytes(alone)
+    passes, expected = shared.content["run"]["passes"], alone.content["run"]["passes"]
+    assert passes["predictions"] == expected["predictions"]
+    assert passes["samples"] == 2 * expected["samples"], "each process reads the text"
 
 
 def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):
@@ -91,7 +118,7 @@ def test_a_signal_ends_all(launcher, tiny):
         (["generate", "demo"], "only calibrate and evaluate can be shared"),
         (["evaluate", "demo", "--harness", "piqa"], "--harness asks tasks"),
         (["evaluate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
-        (["calibrate", "demo", "--recipe", "best"], "the recipe best searches"),
+        (["calibrate", "demo", "--recipe", "best", "--budget", "5"], "--budget ends a search"),
         (["calibrate", "demo", "--data", "self"], "writes its own text"),
         (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
     ],

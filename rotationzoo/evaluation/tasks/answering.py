@@ -1,6 +1,6 @@
 """Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -18,7 +18,7 @@ from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
-from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 
 # A model can do a task if the statements add at least this share to the questions that it answers,
@@ -114,7 +114,7 @@ class Asking:
         parts: list[list[dict[str, torch.Tensor]]] = [[] for _ in requests]
         for (number, _), result in zip(batches, ranks.gather(results), strict=True):
             parts[number].append(result)
-        return [_join(of_request) for of_request in parts]
+        return [join_answers(of_request) for of_request in parts]
 
     def _cut(self, prompts: list[Prompt]) -> list[list[Prompt]]:
         size = self._batch(prompts)
@@ -167,12 +167,6 @@ def _request(
 
 def _tokens(prompts: Sequence[Prompt]) -> int:
     return sum(len(prompt.ids) for prompt in prompts)
-
-
-def _join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Answers:
-    """The answers of consecutive batches."""
-    correct = torch.cat([part["correct"] for part in parts])
-    return Answers(correct, torch.cat([part["log_probability"] for part in parts]))
 
 
 def _describe(answers: Answers) -> str:
