@@ -104,7 +104,7 @@ class Group:
         sizes = torch.zeros(self.world, dtype=torch.long)
         sizes[self.rank] = len(part)
         sizes = self.all_reduce(sizes).cpu()
-        rows = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
+        rows = torch.zeros(self.world, max(1, int(sizes.max())), dtype=torch.uint8)
         if part:
             rows[self.rank, : len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
         rows = self.all_reduce(rows).cpu()
