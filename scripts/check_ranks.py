@@ -78,7 +78,8 @@ class Commands:
         place.mkdir(parents=True, exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", processes]
         start = [sys.executable, *(launcher if processes > 1 else [])]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        path = os.pathsep.join([str(ROOT), *sys.path[1:]])
+        environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         if processes == 1:
             environment["CUDA_VISIBLE_DEVICES"] = "" if self.on_cpu else "0"
