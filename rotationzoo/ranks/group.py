@@ -15,13 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from rotationzoo.errors import RotationZooError, Unsound, UsageError, first_sentence
+from rotationzoo.errors import (
+    ProcessLost,
+    RotationZooError,
+    Unsound,
+    UsageError,
+    first_sentence,
+)
 from rotationzoo.ranks.launcher import read_timeout
 
 _PAUSE = 0.02  # seconds between two looks at the store
 _RARELY = 20  # looks at a collective, which is quick, between two at the store
+_BROKEN = "onnection closed", "onnection reset", "roken pipe"
 _DONE, _INTERRUPTED = "done", "interrupted"
-_ERRORS = {kind.__name__: kind for kind in (RotationZooError, UsageError, Unsound)}
+_ERRORS = {kind.__name__: kind for kind in (RotationZooError, UsageError, Unsound, ProcessLost)}
 
 
 class Group:
@@ -64,8 +71,8 @@ class Group:
             self._look()
 
     def wait_for(self, names: list[str], limited: bool = True) -> None:
-        """Wait until all names are set. Raises what ended another process, and `RotationZooError`
-        if, with a limit, no process gave a sign of life for too long."""
+        """Wait until all names are set. Raises what ended another process, and `ProcessLost` if,
+        with a limit, no process gave a sign of life for too long."""
         beats, since = [-1], time.monotonic()
         with _as_lost():
             while not self._store.check(names):
@@ -185,8 +192,8 @@ class Group:
         )
 
 
-def _lost(how: str) -> RotationZooError:
-    return RotationZooError(
+def _lost(how: str) -> ProcessLost:
+    return ProcessLost(
         f"a process of this command {how}",
         hint="run the same command again: it goes on from whatever was saved",
     )
@@ -198,4 +205,7 @@ def _as_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _lost(f"cannot be reached: {first_sentence(error)}") from error
+        reason = first_sentence(error)
+        # gloo says in many words that the process at the other end is gone.
+        is_gone = any(sign in reason for sign in _BROKEN)
+        raise _lost("is gone" if is_gone else f"cannot be reached: {reason}") from error
