@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rotationzoo.ranks.launcher import launched_rank, use_one_gpu
+from rotationzoo.ranks.launcher import launched_rank, local_world, use_one_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rotationzoo.ranks.group import Group
 
 __all__ = (
-    "all_reduce", "beat", "gather", "joined", "launched_rank", "listen", "of_first", "rank",
-    "share", "tell", "use_one_gpu", "world",
+    "all_reduce", "beat", "gather", "joined", "launched_rank", "listen", "local_world", "of_first",
+    "rank", "share", "tell", "use_one_gpu", "world",
 )  # fmt: skip
 
 _Item = TypeVar("_Item")

@@ -7,6 +7,7 @@ import torch
 from support.ranks import Beside
 
 from rotationzoo import ranks
+from rotationzoo.calibration.machine import free_memory
 from rotationzoo.errors import RotationZooError, Unsound, UsageError
 
 
@@ -90,3 +91,12 @@ def test_one_process_under_a_launcher_is_alone(monkeypatch):
     assert ranks.launched_rank() is None
     with ranks.joined(cpu):
         assert ranks.world() == 1
+
+
+def test_processes_share_the_memory_of_their_machine(monkeypatch):
+    whole = free_memory(torch.device("cpu"))
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert 0.5 < 8 * free_memory(torch.device("cpu")) / whole < 2  # other programs come and go
