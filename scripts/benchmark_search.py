@@ -259,7 +259,7 @@ def profile_learning(task: SearchTask, steps: int = 10) -> None:
         return
     lengths = TextLengths([], [2048] * 16)
     needs = LayerFootprint(task.geometry, task.settings, lengths, task.hidden)
-    count = min(needs.searched_at_once(task.geometry[0]), len(task.geometry))
+    count = min(needs.searched_at_once(task.geometry[0], 2), len(task.geometry))
     draw = torch.Generator(DEVICE).manual_seed(0)
     shape = 32768, 8, 128
     rows = [
@@ -303,6 +303,19 @@ def time_decompositions() -> None:
     """Milliseconds of what may run batched on the device, for one layer's and many heads."""
     if DEVICE != "cuda":
         return
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    magnitudes = torch.randn(98304, 128, generator=draw, device=DEVICE).abs()
+    selections: dict[str, Callable[[], object]] = {
+        "topk": lambda: magnitudes.topk(13, sorted=False),
+        "kthvalue": lambda: magnitudes.kthvalue(116),
+        "sort": lambda: magnitudes.sort(-1),
+    }
+    for name, select in selections.items():
+        select()
+        started = now()
+        for _ in range(10):
+            select()
+        print(f"{name} of 98,304 rows of 128: {1e2 * (now() - started):.3f} ms", flush=True)
     for count in (24, 288):
         draw = torch.Generator(DEVICE).manual_seed(0)
         square = torch.randn(count, 128, 128, generator=draw, device=DEVICE)

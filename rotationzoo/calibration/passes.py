@@ -56,4 +56,4 @@ class Passes:
 
     def _count(self, module: torch.nn.Module, args: Any) -> None:
         count = self.tokens.get(self._purpose, 0)
-        self.tokens[self._purpose] = count + args[0].numel()
+        self.tokens[self._purpose] = count + (args[0].numel() if args else 0)

@@ -13,7 +13,9 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.calibration.search.sampling import sample_queries
+from rotationzoo.calibration.search.draws import SamplingSettings
+from rotationzoo.calibration.search.sampling import take_samples
+from rotationzoo.calibration.search.shelf import Shelf
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
@@ -209,9 +211,10 @@ def test_sinks_that_are_elsewhere_are_part_of_the_scores(tmp_path):
         if offloaded:
             accelerate.disk_offload(model, tmp_path, execution_device="cpu")
         projections = {layer: matrix for layer, (matrix, _) in read_all(model, geometry).items()}
-        sampled = {layer: projections[layer] for layer in (0, 1)}
-        samples = sample_queries(model, geometry, rows, Cache(sink=2, recent=4), 8, sampled)
-        both_layers = [*samples[0], *samples[1]]
+        settings = SamplingSettings(rows, [], Cache(sink=2, recent=4), queries=8)
+        samples = take_samples(model, geometry, geometry[:2], settings, Shelf(0))
+        stored = [*samples[0].queries, *samples[1].queries]
+        both_layers = [sample.load(projections[sample.layer]) for sample in stored]
         samples_of.append([(sample.exact, *sample.attention(sample.key)) for sample in both_layers])
         assert model.model.layers[0].self_attn.sinks.is_meta == offloaded
     for plain, spread in zip(*samples_of, strict=True):

@@ -30,7 +30,10 @@ def fit_variants(task: SearchTask) -> tuple[list[Candidate], dict[str, str]]:
             candidates.append(Candidate(name, recipe, task.baseline))
             continue
         try:
-            rotations = fit(task.statistics, recipe, task.geometry)
+            # Candidates are judged by nearest codes, and the winner gets its factors of error
+            # feedback in the end.
+            plain = recipe.model_copy(update={"feedback": False})
+            rotations = fit(task.statistics, plain, task.geometry)
         except RotationZooError as error:
             refused[name] = str(error)
         else:

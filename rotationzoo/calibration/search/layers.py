@@ -11,6 +11,7 @@ import torch
 from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
 from rotationzoo.calibration.equalizing import stored_equalizers
+from rotationzoo.calibration.machine import free_memory
 from rotationzoo.calibration.search.choice import Choice
 from rotationzoo.calibration.search.draws import SamplingSettings
 from rotationzoo.calibration.search.frame import LayerData
@@ -96,12 +97,14 @@ def choose_layers(
     """
     left, needs = _Progress(progress, _STEPS * len(layers)), _footprint(task)
     modules = output_projections(task.model, task.geometry)
+    item = task.model.dtype.itemsize
     while layers:
-        samples = _sample(task, layers, deadline, Shelf(needs.reserve), progress)
+        samples = _sample(task, layers, deadline, Shelf(needs.reserve(item)), progress)
         left.tell(0)
         group, layers = layers[: len(samples)], layers[len(samples) :]
         while group:
-            count = needs.searched_at_once(group[0])
+            room = free_memory(samples[group[0].index].device)
+            count = needs.searched_at_once(group[0], item, room)
             part, group = _Part(task, group[:count], modules), group[count:]
             yield from _search_part(part, samples, deadline, left)
 

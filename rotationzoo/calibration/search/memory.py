@@ -4,6 +4,7 @@ Each term counts tensors that exist at the same time. The tests compare the term
 really allocated.
 """
 
+import math
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -22,6 +23,7 @@ from rotationzoo.recipe import Recipe, Search
 _LEARNED_AT_ONCE, _LEARNED_AT_ONCE_ON_CPU = 4_000_000_000, 250_000_000
 """Bytes of learning steps at a time: as many layers are searched side by side as take no more, but
 at least one. More would not keep a GPU busier."""
+_FILLED = 0.8  # of what is free
 # A CPU's allocator leaves holes between samples: 6.7 GB were measured for 3.7 GB of them.
 _HEAP = 1.75
 _STEP = 9  # simultaneous tensors as large as the rotated rows of a learning step
@@ -79,10 +81,12 @@ class LayerFootprint:
         """The masks of the sampled queries, over both copies of a text, which layers share."""
         return 2 * 4 * self.settings.queries * sum(self.lengths.held_out)
 
-    def searched_at_once(self, layer: Layer) -> int:
-        """How many layers like this one are searched side by side."""
+    def searched_at_once(self, layer: Layer, item: int, room: float = math.inf) -> int:
+        """How many layers like this one are searched side by side, where `room` bytes are free."""
         budget = _LEARNED_AT_ONCE_ON_CPU if self.on_cpu else _LEARNED_AT_ONCE
-        return max(1, budget // max(1, self._learning_step(layer)))
+        count = budget // max(1, self._learning_step(layer))
+        fitting = _FILLED * room / max(1, self.search(layer, 1, item))
+        return max(1, int(min(count, fitting)))
 
     def search(self, layer: Layer, layers: int, item: int) -> int:
         """Peak memory to search some layers like this one side by side, beside their samples. Those
@@ -126,11 +130,12 @@ class LayerFootprint:
         rows = item * layer.kv_heads * width * self._learning_tokens
         return layers * (rows + self._learning_step(layer))
 
-    @property
-    def reserve(self) -> int:
+    def reserve(self, item: int) -> int:
         """Bytes that a device needs for the search beside its samples."""
         layers = cached_layers(self.geometry)
-        searching = (self.search(layer, self.searched_at_once(layer), 4) for layer in layers)
+        counts = [self.searched_at_once(layer, item) for layer in layers]
+        pairs = zip(layers, counts, strict=True)
+        searching = [self.search(layer, count, item) for layer, count in pairs]
         return self.masks + max(searching, default=0)
 
     @property
@@ -194,9 +199,10 @@ class SearchFootprint:
         every = sum(needs.samples(layer, self.item) for layer in layers)
         # Rows that lie on the device already are not copied.
         item = 0 if self.samples_on_device == every else self.item
+        room = self.free - self.samples_on_device if self.free else math.inf
         searching = 0
         for layer in layers:
-            count = min(needs.searched_at_once(layer), len(layers))
+            count = min(needs.searched_at_once(layer, item, room), len(layers))
             searching = max(searching, needs.search(layer, count, item))
         samples = self.samples_on_device + needs.masks
         if self.on_cpu:
@@ -211,7 +217,7 @@ class SearchFootprint:
         if not self.free:
             return sum(sizes)
         share = HOST_SHARE if self.on_cpu else DEVICE_SHARE
-        reserve = 0 if self.on_cpu else self.layers.reserve
+        reserve = 0 if self.on_cpu else self.layers.reserve(self.item)
         room, held = share * (self.free - reserve), 0
         for size in sizes:
             if held + size > room:
