@@ -262,7 +262,7 @@ class Parts:
 
     def e(self) -> None:
         """`best` under torchrun."""
-        data = {"tokens": 16384, "length": 1024}
+        data = {"tokens": 4096 if self.on_cpu else 16384, "length": 512 if self.on_cpu else 1024}
         search = {"steps": 20, "starts": 1, "queries": 16, "prompts": 8, "equalize": [False]}
         recipe = {"name": "best", "data": data, "search": search}
         path = self.folder / "short.yaml"

@@ -66,10 +66,10 @@ class TwoCopyMask:
     def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
         """The two-copy mask `[B or 1, 1, q, 2T]` of some of the Q queries, as `two_copy_mask`
         defines it. Raises `UnsupportedModel` as that does."""
-        own = own_mask(self.attend, queries, self.lengths, self.device)
+        single = own_mask(self.attend, queries, self.lengths, self.device)
         first = self.lengths[1] - self.lengths[0]
         positions = torch.arange(first, self.lengths[1], device=self.device)[queries]
-        return _both_copies(own, self.cache.exact_for(positions, self.lengths[1]))
+        return _both_copies(single, self.cache.exact_for(positions, self.lengths[1]))
 
     def fits(self, attend: Attention, lengths: tuple[int, int], device: torch.device) -> bool:
         """Whether this mask was made from the same model mask, for as many queries and keys, on the
@@ -126,17 +126,17 @@ def two_copy_mask(
     """
     queries = query.shape[2]
     lengths = queries, length or queries
-    own = own_mask(attend, slice(None), lengths, query.device)
-    return _both_copies(own, cache.exact(lengths[1], query.device, queries))
+    single = own_mask(attend, slice(None), lengths, query.device)
+    return _both_copies(single, cache.exact(lengths[1], query.device, queries))
 
 
-def _both_copies(own: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """The mask over `[exact; quantized]` of queries with the model's own mask `[B or 1, 1, Q, T]`,
     which read the positions `exact` `[Q, T]` exact."""
-    if own.dtype == torch.bool:
-        return torch.cat([own & exact, own & ~exact], dim=-1)
-    hidden = torch.finfo(own.dtype).min
-    return torch.cat([own.masked_fill(~exact, hidden), own.masked_fill(exact, hidden)], dim=-1)
+    if mask.dtype == torch.bool:
+        return torch.cat([mask & exact, mask & ~exact], dim=-1)
+    hidden = torch.finfo(mask.dtype).min
+    return torch.cat([mask.masked_fill(~exact, hidden), mask.masked_fill(exact, hidden)], dim=-1)
 
 
 def own_mask(
@@ -167,8 +167,8 @@ def own_mask(
 def mask_of_queries(attend: Attention, positions: torch.Tensor, length: int) -> torch.Tensor:
     """The model's own mask `[B or 1, 1, Q, T]` of the queries at some positions `[Q]` of rows of
     `length` tokens, float32 and additive. Raises `UnsupportedModel` as `two_copy_mask` does."""
-    own = own_mask(attend, positions, (length, length), positions.device)
-    return as_additive(own, torch.float32)
+    mask = own_mask(attend, positions, (length, length), positions.device)
+    return as_additive(mask, torch.float32)
 
 
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

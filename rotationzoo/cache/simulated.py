@@ -23,7 +23,7 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 
-_SCORES = 2**26
+SCORES = 2**26
 """Attention scores that are compared at a time: 256 MB, and several times that in float64."""
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -186,7 +186,7 @@ def _attention_kl(
     * `queries`: the positions `[Q]` of the queries to compare.
     """
     batch, heads, _, _ = query.shape
-    size = max(1, _SCORES // (batch * heads * keys.shape[2]))
+    size = max(1, SCORES // (batch * heads * keys.shape[2]))
     at, parts = queries.to(query.device), []
     for positions in at.split(size):
         rows = as_additive(mask.rows(positions), torch.float32)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from rotationzoo.calibration.peaked_queries import peaked_query_bytes
 from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.model.geometry import Geometry, cached_layers
+from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.recipe import SELF, Recipe, variants
 
 # torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
@@ -93,7 +94,8 @@ class Footprint:
         scores = 0
         if self._text._attn_implementation == "eager":
             heads = max((layer.query_heads for layer in self.geometry), default=0)
-            scores = 3 * 4 * tokens * length * heads
+            whole = length * length <= LARGEST_MASK
+            scores = 3 * 4 * tokens * (length if whole else BLOCK_QUERIES) * heads
         return self._states(tokens) + float64_row + scores
 
     def peaked_queries(self, batch: int) -> int:

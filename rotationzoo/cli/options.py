@@ -49,8 +49,8 @@ MaxMemory = Annotated[
 RopeScaling = Annotated[
     str | None,
     typer.Option(
-        help="Scale RoPE to more positions than the config has: yarn:4 or linear:2, or yarn:4:32768 "
-        "with the positions that the model was trained on."
+        help="Scale RoPE to more positions: yarn:4 or linear:2, or yarn:4:32768 for a model that "
+        "was trained on other positions than its config says."
     ),
 ]
 

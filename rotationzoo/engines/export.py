@@ -123,6 +123,12 @@ def _notes_of_artifact(artifact: Artifact, payload: Payload, launch: Launch) -> 
     untried = any(layer.shift_invariant is None for layer in payload.geometry)
     if payload.key.mean and untried:
         notes.append(_UNTRIED)
+    if artifact.recipe.rope_scaling is not None:
+        notes.append(
+            f"calibrated with the rope scaling {artifact.recipe.rope_scaling}: the server must "
+            "scale too, by rope_scaling in config.json, SGLang's --json-model-override-args, "
+            "vLLM's --hf-overrides or llama.cpp's --rope-scaling"
+        )
     words = [word for line in launch.command for word in line.split()]
     if PLACEHOLDER in words:
         model = artifact.manifest.model.id

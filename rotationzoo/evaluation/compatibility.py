@@ -68,12 +68,13 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact]) -> str | N
     except ValueError as error:
         raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
     for artifact in artifacts:
-        own = artifact.recipe.rope_scaling
-        scaling = scaling or own
-        if own not in (None, scaling):
+        calibrated = artifact.recipe.rope_scaling
+        scaling = scaling or calibrated
+        if calibrated not in (None, scaling):
             raise RotationZooError(
-                f"{artifact.folder} was calibrated with the rope scaling {own}, not {scaling}",
-                hint=f"give it alone, or with artifacts of --rope-scaling {own}",
+                f"{artifact.folder} was calibrated with the rope scaling {calibrated}, "
+                f"not {scaling}",
+                hint=f"give it alone, or with artifacts of --rope-scaling {calibrated}",
             )
     return scaling
 
@@ -81,10 +82,10 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact]) -> str | N
 def check_rope(artifact: Artifact, config: PretrainedConfig) -> None:
     """Raise `RotationZooError` for a model that runs without the scaling of RoPE with which an
     artifact was calibrated."""
-    own, present = artifact.recipe.rope_scaling, scaling_of(config)
-    if own is not None and not (present and same_scaling(own, present)):
+    wanted, present = artifact.recipe.rope_scaling, scaling_of(config)
+    if wanted is not None and not (present and same_scaling(wanted, present)):
         raise RotationZooError(
-            f"{artifact.folder} was calibrated with the rope scaling {own}, and this model runs "
+            f"{artifact.folder} was calibrated with the rope scaling {wanted}, and this model runs "
             f"{f'with {present}' if present else 'without'}",
             hint="load the model with the same scaling in the rope_parameters of its config",
         )

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PretrainedConfig, PreTrainedModel
+import torch
+from transformers import PreTrainedModel
 
 from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
@@ -25,6 +26,7 @@ from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, judged_text
+from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.sharing import check_same, identify
@@ -33,7 +35,7 @@ from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
-from rotationzoo.model.placement import Placement, memory_limits, place_weights
+from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
@@ -105,9 +107,13 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     source = find(job.model, job.revision)
     scaling = settle_rope_scaling(job.rope_scaling, artifacts)
     config = loading.load_config(source, scaling)
-    geometry = geometry_on_meta(loading.on_meta(config, source.name))
+    dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
+    on_meta = loading.on_meta(config, source.name)
+    geometry = geometry_on_meta(on_meta)
     if geometry is not None:
         _check_model(job, artifacts, geometry)
+        if job.device_map is None:
+            _check_memory(job, geometry, on_meta, dtype)
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
@@ -130,7 +136,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         check_same(first, identify((job, text.fingerprint), source, artifacts))
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        model = _load_model(job, source, config, placement)
+        device = loading.torch_device(job.device)
+        model = loading.load(source, config, device, dtype, placement)
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
@@ -144,10 +151,9 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         harness = None
         if job.harness:
             harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
-    notes = notes_for_reader(text, source, artifacts, geometry)
-    notes += rope_notes(artifacts, scaling) + answers.notes
+    notes = notes_for_reader(text, source, artifacts, geometry) + rope_notes(artifacts, scaling)
     results = Results(trial, measured, answers, job.data.length)
-    report = _assemble_report(job, source, text, notes, results)
+    report = _assemble_report(job, source, text, notes + answers.notes, results)
     report["rope_scaling"] = scaling_of(config)
     if harness:
         harness.add_to(report, trial)
@@ -198,14 +204,13 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
-def _load_model(
-    job: Evaluation,
-    source: Source,
-    config: PretrainedConfig,
-    placement: Placement | None,
-) -> PreTrainedModel:
-    dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
-    return loading.load(source, config, loading.torch_device(job.device), dtype, placement)
+def _check_memory(
+    job: Evaluation, geometry: Geometry, model: PreTrainedModel, dtype: torch.dtype | str
+) -> None:
+    item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+    texts = job.data.length, item, job.batch, job.queries
+    footprint = EvaluationFootprint(geometry, model.config, *texts)
+    check_memory(footprint, model, dtype, loading.torch_device(job.device))
 
 
 def _assemble_report(

@@ -14,7 +14,8 @@ import torch
 from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.linalg.paired import weighted_mean
 
-_TOKENS = 8192  # of block outputs that are compared at a time
+COMPARED_TOKENS = 8192
+"""Tokens of block outputs that are compared at a time."""
 
 # These types are the JSON of `evaluate`. Other programs rely on their keys and on the order.
 Range = TypedDict("Range", {"from": int, "to": int})
@@ -106,8 +107,9 @@ class Metrics:
         start = self.buckets.start
         errors, norms = [], []
         # In blocks, because float32 copies of long rows take gigabytes.
-        pair = output[:, start:], exact[:, start:]
-        for part, exact_part in zip(*(rows.split(_TOKENS, dim=1) for rows in pair), strict=True):
+        parts = output[:, start:].split(COMPARED_TOKENS, dim=1)
+        exact_parts = exact[:, start:].split(COMPARED_TOKENS, dim=1)
+        for part, exact_part in zip(parts, exact_parts, strict=True):
             errors.append((part.float() - exact_part.float()).square().sum(-1).double())
             norms.append(exact_part.float().square().sum(-1).double())
         member = self._member_from_start(output.shape[1] - start)

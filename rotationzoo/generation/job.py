@@ -74,6 +74,7 @@ def generate(
     progress("fetching the weights", 0, 0)
     fetch(source)
     rotations = _rotations(artifact, source)
+    rotations["notes"] += rope_notes(artifacts, scaling)
     for text in rotations["notes"]:
         note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -100,7 +101,6 @@ def generate(
         **sizes,
         **describe_text(prompt, written),
     }
-    report["notes"] += rope_notes(artifacts, scaling)
     if exact is not None:
         report |= compare_texts(written, exact)
     return report

@@ -91,12 +91,12 @@ def _decoder_returning(model: "PreTrainedModel", output: Any) -> Iterator[None]:
     """Inside the block, the model's decoder computes nothing and returns `output`."""
     tower: Any = decoder(model)
     # accelerate puts a forward of its own on the module itself.
-    own = tower.__dict__.get("forward")
+    hooked = tower.__dict__.get("forward")
     tower.forward = lambda *args, **kwargs: output
     try:
         yield
     finally:
-        if own is None:
+        if hooked is None:
             del tower.forward
         else:
-            tower.forward = own
+            tower.forward = hooked

@@ -78,7 +78,7 @@ def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkey
 
     whole = run()
     made = short()
-    monkeypatch.setattr(simulated, "_SCORES", 1)  # one query at a time
+    monkeypatch.setattr(simulated, "SCORES", 1)  # one query at a time
     blocks = run()
     assert bool(made) == (name != "llama")
     # Measured: 2e-5, and 5e-6 of the divergence. A code that rounding moves would change more.
@@ -101,10 +101,20 @@ def test_statistics_are_the_same_with_masks_in_blocks(short):
 
 
 def test_a_model_that_computes_with_its_mask_is_refused(short):
-    short()
+    """Doge does in some versions of transformers; in others it leaves the mask to attention."""
     model = architectures.build("doge")
-    with pytest.raises(NeedsWholeMask, match="needs its attention mask whole"), torch.no_grad():
-        run_decoder(model, IDS)
+    with torch.no_grad():
+        whole = run_decoder(model, IDS).logits(slice(None))
+        short()
+        refusal = ""
+        try:
+            blocks = run_decoder(model, IDS).logits(slice(None))
+        except NeedsWholeMask as error:
+            refusal = str(error)
+    if refusal:
+        assert "needs its attention mask whole (its dtype)" in refusal
+    else:
+        torch.testing.assert_close(blocks, whole, rtol=0, atol=2e-4)
 
 
 def test_attention_over_other_keys_than_the_masks_is_refused():

@@ -84,7 +84,7 @@ def test_a_config_that_scales_otherwise_is_refused():
     with pytest.raises(RotationZooError, match="cannot be scaled by yarn:8"):
         apply_scaling(config, "yarn:8", "it")
     assert longer_rows_hint(config, 512, "add: --length 64") == "add: --length 64"
-    with pytest.raises(RotationZooError, match="of it cannot be scaled by yarn:4: .*longrope"):
+    with pytest.raises(RotationZooError, match=r"of it cannot be scaled by yarn:4: .*longrope"):
         apply_scaling(architectures.config("phi3"), "yarn:4", "it")
 
 

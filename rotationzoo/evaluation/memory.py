@@ -1,0 +1,128 @@
+"""Estimates the memory that evaluating one batch of texts takes beside the model's weights, from
+the shapes of the model and the length of the texts.
+
+Each term counts tensors that exist at the same time. All of them grow with the length, and none
+with its square.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rotationzoo.cache.masks import KEPT_BYTES
+from rotationzoo.cache.quantized_rows import TOKENS
+from rotationzoo.cache.simulated import SCORES
+from rotationzoo.calibration.machine import total_memory
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.metrics import COMPARED_TOKENS
+from rotationzoo.model.geometry import Geometry, Layer
+from rotationzoo.model.long_masks import BLOCK_QUERIES
+from rotationzoo.model.prediction import BLOCK_LOGITS
+
+_CODEC = 10  # simultaneous float32 tensors as large as the rows that are quantized
+_DIVERGENCE = 16  # bytes of float64 and float32 copies for each byte of float32 scores
+_MASK = 8  # bytes a position of a block's mask takes while it is made and read
+
+
+_CERTAIN = 0.75
+"""The share of an estimate that is certainly needed: a job is refused by no more than that."""
+
+
+@dataclass(frozen=True)
+class EvaluationFootprint:
+    """Estimated sizes of one batch, in bytes."""
+
+    geometry: Geometry
+    config: PretrainedConfig
+    length: int
+    """Tokens per text."""
+    item: int
+    """Bytes per activation element."""
+    batch: int = 1
+    queries: int = 32
+    """Queries whose attention is compared; 0 for none."""
+
+    @property
+    def peak(self) -> int:
+        """Peak memory beside the weights, with one arm."""
+        layers = max((self._layer(layer) for layer in self.geometry), default=0)
+        return KEPT_BYTES + self._states + max(layers, self._feed_forward, self._head)
+
+    @property
+    def _tokens(self) -> int:
+        return self.batch * self.length
+
+    @property
+    def _text(self) -> PretrainedConfig:
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def _states(self) -> int:
+        """The residual stream, and a normed copy of it."""
+        states: int = 3 * self._tokens * self._text.hidden_size * self.item
+        return states
+
+    @property
+    def _feed_forward(self) -> int:
+        inner = getattr(self._text, "intermediate_size", None) or 4 * self._text.hidden_size
+        if not isinstance(inner, int):  # some models have one size per layer
+            inner = max(inner)
+        gated: int = 3 * self._tokens * inner * self.item
+        return gated
+
+    @property
+    def _head(self) -> int:
+        """A block of logits, in float32 twice."""
+        return BLOCK_LOGITS * (self.item + 2 * 4)
+
+    def _layer(self, layer: Layer) -> int:
+        """One layer's attention: its own tensors with both copies of the cache, and beside them
+        whichever of the parts that follow each other takes most."""
+        widths = layer.key_dim + layer.value_dim
+        query, cache = layer.query_heads * widths, layer.kv_heads * widths
+        rows = (query + 3 * cache) * self._tokens * self.item
+        codec = _CODEC * 4 * layer.kv_heads * widths // 2 * min(self._tokens, self.batch * TOKENS)
+        parts = [codec, self._reading(layer), self._divergence(layer), self._comparison]
+        return rows + max(parts)
+
+    def _reading(self, layer: Layer) -> int:
+        """What a block of queries reads: keys and values, picked and repeated for each query head,
+        and the mask."""
+        widths = layer.key_dim + layer.value_dim
+        picked = (layer.kv_heads + layer.query_heads) * widths * self._tokens * self.item
+        return picked + _MASK * BLOCK_QUERIES * self.length
+
+    def _divergence(self, layer: Layer) -> int:
+        """The comparison of attention weights: both copies of the keys in float32, once as they are
+        and once for every query head, and the scores of some queries."""
+        if not self.queries:
+            return 0
+        heads = self.batch * layer.query_heads
+        keys = 4 * (layer.kv_heads + layer.query_heads) * layer.key_dim * 2 * self._tokens
+        scores = min(SCORES, heads * self.queries * 2 * self.length)
+        return keys + _DIVERGENCE * max(scores, heads * 2 * self.length)
+
+    @property
+    def _comparison(self) -> int:
+        """The block's output beside the exact one, and float32 copies of some tokens of both."""
+        hidden: int = self._text.hidden_size
+        compared = self.batch * min(self.length, COMPARED_TOKENS)
+        return hidden * (2 * self._tokens * self.item + 4 * 4 * compared)
+
+
+def check_memory(
+    footprint: EvaluationFootprint, model: PreTrainedModel, dtype: torch.dtype | str, device: str
+) -> None:
+    """Raise `RotationZooError` if a machine cannot hold the model and one batch, whatever else it
+    holds. `model` is on `meta`; `dtype` is the type of its weights, or `auto`."""
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+    weights = 0 if quantized else model.num_parameters() * itemsize
+    needed, total = weights + footprint.peak, total_memory(device == "cpu", spread=False)
+    if _CERTAIN * needed > total:
+        raise RotationZooError(
+            f"texts of {footprint.length} tokens need about {needed / 1e9:.1f} GB, "
+            f"{weights / 1e9:.1f} of them for the weights, and there are {total / 1e9:.1f}",
+            hint="add: --device-map auto, or give fewer or shorter texts: --batch 1 --length 2048",
+        )

@@ -1,0 +1,87 @@
+"""Artifacts of a model whose RoPE is scaled: recorded, followed by whoever runs the model, and
+never used silently without."""
+
+import pytest
+import transformers
+from support.engine_artifacts import exported
+from support.models import save_tiny
+
+from rotationzoo import RotatedCache
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.membership import Candidate, check_membership
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.recipe import Data, Recipe, with_rope_scaling
+
+LONG = Data(tokens=1024, length=512)
+OPTIONS = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model of 256 positions."""
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def scaled(model, tmp_path_factory):
+    """An artifact of it, calibrated on rows of 512 tokens."""
+    recipe = with_rope_scaling(Recipe(data=LONG), "yarn:2.0")
+    return calibrate(Job(str(model), recipe, tmp_path_factory.mktemp("scaled") / "out"))
+
+
+def test_rows_longer_than_the_positions_name_the_flag(model, tmp_path):
+    with pytest.raises(RotationZooError, match="longer than the 256 positions") as refusal:
+        calibrate(Job(str(model), Recipe(data=LONG), tmp_path / "out"))
+    assert refusal.value.hint == "add: --length 256, or --rope-scaling yarn:2"
+    with pytest.raises(RotationZooError, match="texts of 512 tokens are longer") as refusal:
+        evaluate(Evaluation(str(model), [], LONG, **OPTIONS))
+    assert refusal.value.hint == "add: --length 256, or --rope-scaling yarn:2"
+
+
+def test_the_manifest_has_the_scaling(scaled):
+    assert scaled.recipe.rope_scaling == "yarn:2"
+    assert scaled.content["recipe"]["rope_scaling"] == "yarn:2"
+    assert scaled.recipe.name == "oscar-yarn-2"
+    plain = Recipe(data=LONG)
+    assert "rope_scaling" not in plain.published()
+    assert scaled.recipe.hash != plain.hash
+
+
+def test_evaluate_scales_as_the_artifact_was_calibrated(model, scaled):
+    report = evaluate(Evaluation(str(model), [scaled.folder], LONG, **OPTIONS))
+    assert report["rope_scaling"] == "yarn:2:256"
+    with pytest.raises(RotationZooError, match="with the rope scaling yarn:2, not yarn:4"):
+        evaluate(Evaluation(str(model), [scaled.folder], LONG, rope_scaling="yarn:4", **OPTIONS))
+    with pytest.raises(UsageError, match="--rope-scaling must be written as"):
+        evaluate(Evaluation(str(model), [], LONG, rope_scaling="4", **OPTIONS))
+
+
+def test_an_artifact_without_the_scaling_is_noted(model, tmp_path):
+    short = Recipe(data=Data(tokens=1024, length=256))
+    plain = calibrate(Job(str(model), short, tmp_path / "plain")).folder
+    report = evaluate(Evaluation(str(model), [plain], LONG, rope_scaling="yarn:2", **OPTIONS))
+    assert "plain was calibrated without the rope scaling yarn:2" in " ".join(report["notes"])
+
+
+def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(RotationZooError, match="rope scaling yarn:2, and this model runs without"):
+        RotatedCache(scaled, loaded)
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.rope_parameters |= {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256
+    }  # fmt: skip
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, config=config)
+    RotatedCache(scaled, loaded)
+
+
+def test_an_export_says_that_the_server_must_scale(scaled, tmp_path):
+    notes = " ".join(exported("sglang", scaled, tmp_path).launch.notes)
+    assert "calibrated with the rope scaling yarn:2: the server must scale too" in notes
+
+
+def test_membership_runs_the_model_with_the_scaling(model, scaled):
+    assert not check_membership(scaled, Candidate(str(model), device="cpu")).foreign
