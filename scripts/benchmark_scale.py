@@ -14,8 +14,9 @@ are random and made on the device, in the geometries of `scale_models`, and so i
   rotations of all layers. It reads back what it has just written, from the page cache where that
   has room, which is to its advantage.
 * `evaluate`: for the first model, a text and the recall prompts of `--evaluate-length` tokens.
-* `best`, `offload`, `long` and `ranks` run `benchmark_search.py`, `check_offload.py`,
-  `benchmark_long.py` and `check_ranks.py`, with two GPUs for the last.
+* `accuracy`, `best`, `offload`, `long` and `ranks` run `benchmark_statistics.py`,
+  `benchmark_search.py`, `check_offload.py`, `benchmark_long.py` and `check_ranks.py`, the last of
+  them on two GPUs. `--parts all` is all of these but `ranks`.
 
 Utilization is of the FLOP/s of a bf16 matrix product of 8,192 rows and columns in the same run.
 FLOPs are counted from the shapes, attention by the pairs that its causal mask shows, experts by
@@ -29,6 +30,7 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +44,14 @@ from scale_old_way import measure_old_way, old_way_lines
 from scale_statistics import Bench, Text, measure_statistics, statistics_lines
 
 SCRIPTS = {
+    "accuracy": ["benchmark_statistics.py"],
     "best": ["benchmark_search.py", "--layers", "36"],
     "offload": ["check_offload.py"],
     "long": ["benchmark_long.py"],
     "ranks": ["check_ranks.py"],
 }
 OWN = "statistics", "old-way", "evaluate"
+WITH_FOLDER = "offload", "ranks"  # the parts whose scripts write models into `--folder`
 LINES = {"statistics": statistics_lines, "old-way": old_way_lines, "evaluate": evaluate_lines}
 
 
@@ -69,9 +73,15 @@ class Run:
             return
         print(f"\n{title}", flush=True)
         start = time.monotonic()
-        result = {"part": part, **job()}
+        result: dict[str, Any] = {"part": part}
+        try:
+            result |= job()
+            lines = LINES[part](result) if part in LINES else []
+        except Exception as error:  # the other parts are worth their time all the same
+            traceback.print_exc()
+            result["error"] = f"{type(error).__name__}: {error}"
+            lines = [f"failed: {result['error']}"]
         result["part_seconds"] = time.monotonic() - start
-        lines = LINES[part](result) if part in LINES else []
         print("\n".join(f"  {line}" for line in lines), flush=True)
         self.results.append(result)
         if self.args.output:
@@ -81,7 +91,8 @@ class Run:
 
 def main() -> int:
     args = parse()
-    parts = args.parts.split(",")
+    every = [*OWN, *SCRIPTS]
+    parts = every[:-1] if args.parts == "all" else args.parts.split(",")
     names = args.models.split(",")
     if unknown := sorted({*parts} - {*OWN, *SCRIPTS}) + sorted({*names} - {*scale_models.SHAPES}):
         sys.exit(
@@ -101,8 +112,11 @@ def main() -> int:
             free_memory()
     for part in parts:
         if part in SCRIPTS:
-            run.measure(part, "", lambda part=part: run_script(part))
-    failed = [result["part"] for result in run.results if result.get("returncode")]
+            run.measure(part, "", lambda part=part: run_script(part, args.folder))
+    failed = []
+    for result in run.results:
+        if result.get("returncode") or "error" in result:
+            failed.append(result["part"])
     print(f"\n{time.monotonic() - run.begun:.0f} s in all")
     if failed:
         print(f"failed: {', '.join(failed)}")
@@ -132,9 +146,11 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def run_script(part: str) -> dict[str, Any]:
+def run_script(part: str, folder: str | None) -> dict[str, Any]:
     """Run another script of this folder. Its lines are shown as it prints them, and kept."""
     script, *options = SCRIPTS[part]
+    if folder and part in WITH_FOLDER:
+        options += ["--folder", folder]
     path = Path(__file__).parent / script
     if not path.exists():
         print(f"  there is no {script}")

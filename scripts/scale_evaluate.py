@@ -7,6 +7,7 @@ in the tokens of the demo model, whose ids are the first of the larger vocabular
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +20,15 @@ from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
-from rotationzoo.evaluation.arms import BASELINES, build_baselines
+from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.judged_text import judged_text
-from rotationzoo.evaluation.tasks.answering import Asking
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
+from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.text.rows import read_corpus
@@ -36,30 +37,25 @@ _WARMING = 2048  # tokens of a first, untimed text
 
 
 def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
-    """Times and memory at texts of `length` tokens, for each of two arms: fitted rotations, and
-    KIVI's grouping."""
+    """Times and memory at texts of `length` tokens, for one arm with fitted rotations."""
     small = replace(bench, text=Text(tokens=_WARMING, length=_WARMING, batch=1))
     rotations = fit(small.collect(PRESETS["oscar"]), PRESETS["oscar"], bench.geometry)
-    shared = PRESETS["oscar"]
-    kivi = build_baselines(shared, bench.geometry)[-1]
-    arms: list[CacheArm] = [Arm("oscar", rotations, shared.group_size), kivi]
+    arm = Arm("oscar", rotations, PRESETS["oscar"].group_size)
     plan = _write_prompts(length)
     prompts = [series.prompts[0] for series in plan.series]
     blind = [series.blind[0] for series in plan.series]
-    for arm in arms:
-        _run_text(bench, _WARMING, [arm])
-        _ask(bench, _shorten(prompts[:1]), arm)
+    _run_text(bench, _WARMING, [arm])
+    _ask(bench, _shorten(prompts[:1]), arm)
     text: dict[str, float] = {}
     prompt: dict[str, float] = {}
     with measure_peak() as peak:
         text["exact"] = seconds_of(lambda: _run_text(bench, length, []))
         prompt["exact"] = seconds_of(lambda: _ask(bench, prompts)) / len(prompts)
         prompt["blind"] = seconds_of(lambda: _ask(bench, blind)) / len(blind)
-        for arm in arms:
-            # An arm runs beside the exact model, which is not its own time.
-            both = seconds_of(lambda arm=arm: _run_text(bench, length, [arm]))
-            text[arm.name] = both - text["exact"]
-            prompt[arm.name] = seconds_of(lambda arm=arm: _ask(bench, prompts[:1], arm))
+        # An arm runs beside the exact model, whose time is not its own.
+        both = seconds_of(lambda: _run_text(bench, length, [arm]))
+        text["arm"] = both - text["exact"]
+        prompt["arm"] = seconds_of(lambda: _ask(bench, prompts[:2], arm)) / 2
     return {
         **bench.describe(),
         "length": length,
@@ -109,14 +105,14 @@ def _shorten(prompts: list[Prompt]) -> list[Prompt]:
 
 @torch.no_grad()
 def _ask(bench: Bench, prompts: list[Prompt], arm: CacheArm | None = None) -> None:
-    """Ask the exact model, or one arm."""
-    asking = Asking(bench.model, bench.name, 1, silent)  # one prompt at a time
+    """Ask the exact model, or one arm, one prompt at a time."""
+    layers = {layer.index for layer in bench.geometry}
     for prompt in prompts:
-        running = None
+        running: AbstractContextManager[None] = nullcontext()
         if arm is not None:
-            layers = {layer.index for layer in bench.geometry}
             running = Simulation(arm, Cache(), bench.geometry, layers).running(bench.model)
-        asking.ask([prompt], running)
+        with running:
+            read_answers(bench.model, [prompt])
 
 
 def evaluate_lines(result: dict[str, Any]) -> list[str]:
@@ -127,7 +123,7 @@ def evaluate_lines(result: dict[str, Any]) -> list[str]:
         parts = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
         lines.append(f"a {what} of {result['length']:,} tokens: {parts}")
     lines.append(
-        f"one text and {result['prompts']} prompts through {result['arms']} arms as dear as oscar: "
+        f"one text and {result['prompts']} prompts through {result['arms']} arms like this: "
         f"{whole_evaluation(result):.0f} s"
     )
     lines.append(f"peak {result['device_peak_bytes'] / 1e9:.1f} GB on the device")
@@ -138,6 +134,6 @@ def whole_evaluation(result: dict[str, Any]) -> float:
     """Seconds of `evaluate` with one text, all prompts and all arms, computed from the parts."""
     text, prompt = result["seconds_per_text"], result["seconds_per_prompt"]
     arms, prompts = result["arms"], result["prompts"]
-    a_prompt = prompt["exact"] + prompt["blind"] + arms * prompt["oscar"]
-    seconds: float = text["exact"] + arms * text["oscar"] + prompts * a_prompt
+    a_prompt = prompt["exact"] + prompt["blind"] + arms * prompt["arm"]
+    seconds: float = text["exact"] + arms * text["arm"] + prompts * a_prompt
     return seconds

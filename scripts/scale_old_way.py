@@ -64,6 +64,8 @@ def measure_old_way(bench: Bench, layers: int, folder: Path | None, repeats: int
     chosen = [number * bench.shape.layers // count for number in range(count)]
     ours = {name: _measure_ours(bench, name, repeats) for name in ("oscar", "oscar-v1")}
     forward = statistics.median(seconds_of(bench.forward) for _ in range(repeats))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dump-", dir=folder) as directory:
         _check_space(bench, chosen, Path(directory))
         with measure_peak() as peak:

@@ -119,11 +119,16 @@ def test_one_command_measures_and_says_what_it_left_out(tmp_path, monkeypatch, c
     assert measured == expected
     _, old_way, evaluated, experts, _ = content["results"]
     assert old_way["ratio"].keys() == {"oscar", "oscar-v1"}
-    assert evaluated["seconds_per_prompt"].keys() == {"exact", "blind", "oscar", "kivi"}
+    assert evaluated["seconds_per_prompt"].keys() == {"exact", "blind", "arm"}
     assert experts["jobs"]["forward"]["flops"] == EXPERTS.forward_flops(4, 128)
     printed = capsys.readouterr().out
     assert "x the forward passes" in printed
     assert "there is no no_script.py" in printed
+    monkeypatch.setattr(benchmark_scale, "measure_old_way", lambda *_: 1 / 0)
+    monkeypatch.setattr(sys, "argv", [*line.split(), "--parts", "old-way", "--output", str(output)])
+    assert benchmark_scale.main() == 1
+    (failed,) = json.loads(output.read_text())["results"]
+    assert failed["error"].startswith("ZeroDivisionError"), "and the other parts would have run"
     monkeypatch.setattr(sys, "argv", [*line.split(), "--seconds", "-1"])
     assert benchmark_scale.main() == 0
     assert "statistics experts: left out" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.errors import Unsound
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
+from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.source import fetch
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF
@@ -75,8 +76,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     source_text = read_source_text(planned)
     check_room(planned)
     if planned.needs_weights:
-        progress("fetching the weights", 0, 0)
-        fetch(source)
+        fetch_weights(source, progress)
 
     identity = identify_job(job, source, source_text)
     checkpoint = Checkpoint(job.checkpoint, identity)

@@ -12,6 +12,7 @@ from rotationzoo.engines.weight_changes import equalizer_changes, rotation_chang
 from rotationzoo.engines.weight_copy import write_changed_copy
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
+from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 
@@ -69,8 +70,7 @@ def _write(artifact: Artifact, model: str, output: Path, progress: Progress, abs
         )
     changes_of = rotation_changes if absorbed == VALUE_ROTATION else equalizer_changes
     changes = changes_of(artifact, loading.on_meta(config, model), model)
-    progress("fetching the weights", 0, 0)
-    fetch(source)
+    fetch_weights(source, progress)
     # For a model from the hub, `verify` had no weights yet to compare fingerprints with.
     if made_for.weights_fingerprint not in (None, weights_fingerprint(source)):
         raise RotationZooError(

@@ -29,11 +29,12 @@ from rotationzoo.evaluation.judged_text import check_length, check_positions, ju
 from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
-from rotationzoo.evaluation.sharing import check_same, identify
+from rotationzoo.evaluation.sharing import check_same
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
+from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.rope import scaling_of
@@ -86,16 +87,14 @@ class Evaluation:
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     """Evaluate artifacts and baselines, and return the report that `evaluate --json` prints.
 
-    Processes that `ranks` joins share texts and prompts. All of them return the same report, and
-    process 0 alone saves it.
+    Processes that `ranks` joins share texts and prompts, and process 0 alone saves the report.
 
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
     _check_settings(job)
-    # Under a launcher, process 0 looks at everything and fetches it before the others begin.
-    first = ranks.listen()
+    first = ranks.listen()  # the other processes begin once process 0 has fetched everything
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
@@ -130,10 +129,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
-    progress("fetching the weights", 0, 0)
-    fetch(source)
-    if ranks.world() > 1:
-        check_same(first, identify((job, text.fingerprint), source, artifacts))
+    fetch_weights(source, progress)
+    check_same(first, (job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         device = loading.torch_device(job.device)

@@ -35,9 +35,14 @@ def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) ->
     }
 
 
-def check_same(first: Mapping[str, str] | None, present: Mapping[str, str]) -> None:
+def check_same(
+    first: Mapping[str, str] | None, settings: object, source: Source, artifacts: Sequence[Artifact]
+) -> None:
     """Tell the other processes what this one evaluates, if it is process 0; otherwise raise
     `RotationZooError` if it is not what process 0 does, which has told its own: `first`."""
+    if ranks.world() == 1:
+        return
+    present = identify(settings, source, artifacts)
     if first is None:
         ranks.tell(present)
         return

@@ -24,6 +24,7 @@ from rotationzoo.generation.report import compare_texts, describe_text
 from rotationzoo.generation.settings import MAX_NEW_TOKENS, Generation
 from rotationzoo.generation.stream import TextStream, Write
 from rotationzoo.model import loading
+from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.placement import place_weights
@@ -71,8 +72,7 @@ def generate(
     windows = _windows(job, artifact)
     prompt = _encode(job, tokenizer, windows)
     prompt.check_positions(job.model, config)
-    progress("fetching the weights", 0, 0)
-    fetch(source)
+    fetch_weights(source, progress)
     rotations = _rotations(artifact, source)
     rotations["notes"] += rope_notes(artifacts, scaling)
     for text in rotations["notes"]:

@@ -1,30 +1,28 @@
 """Telling how many bytes of a download have arrived, whoever writes the files."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rotationzoo.progress import Bytes, Progress
 
-_LOOK = 0.5  # seconds between two looks at the folder
+_LOOK = 0.5  # seconds between two looks at the files
 
 
 @contextmanager
-def tell_growth(folder: Path, stage: str, total: int, progress: Progress) -> Iterator[None]:
-    """While the block runs, tell `progress` how many of `total` bytes a folder holds.
+def tell_growth(
+    measure: Callable[[], int], stage: str, total: int, progress: Progress
+) -> Iterator[None]:
+    """While the block runs, tell `progress` how many of `total` bytes `measure` returns.
 
-    A thread of its own looks, because the hubs' clients tell nobody. It has told the last bytes
-    when the block ends.
+    A thread of its own looks, because the hubs' clients tell nobody. When the block ends without an
+    error, it has told the last bytes.
     """
     ended = threading.Event()
 
     def look() -> None:
-        size = 0
-        with suppress(OSError):  # a file was renamed or removed since it was listed
-            for path in folder.rglob("*"):
-                size += path.lstat().st_size if path.is_file() else 0
-        progress(stage, Bytes(min(size, total)), Bytes(total))
+        progress(stage, Bytes(min(measure(), total)), Bytes(total))
 
     def watch() -> None:
         while not ended.wait(_LOOK):
@@ -39,3 +37,14 @@ def tell_growth(folder: Path, stage: str, total: int, progress: Progress) -> Ite
         ended.set()
         thread.join()
     look()
+
+
+def size_of_all(paths: Iterable[Path]) -> int:
+    """The bytes of files, of which some may be renamed or removed meanwhile."""
+    size = 0
+    try:
+        for path in paths:
+            size += path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return size
+    return size

@@ -11,7 +11,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.progress import Progress
 from rotationzoo.storage.files import child, regular_file, sha256, size_of
 from rotationzoo.storage.folders import check_name, recover
-from rotationzoo.storage.growth import tell_growth
+from rotationzoo.storage.growth import size_of_all, tell_growth
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 
@@ -95,7 +95,7 @@ def download_files(
     raw, clean = work / "download", work / "files"
     paths = {copy.path_of(name): size for name, size in sizes.items()}
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
-    with tell_growth(raw, stage, needed, progress):
+    with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
         open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
     # The hubs' clients leave files of their own beside the downloads, so move ours elsewhere.
     clean.mkdir()

@@ -106,16 +106,17 @@ def test_a_terminal_shows_tokens_per_second_and_the_time_left(columns, monkeypat
         patch.setattr(sys, "stderr", terminal)
         patch.setenv("COLUMNS", str(columns))
         patch.setenv("TERM", "xterm")
-        now = iter(range(10**6))
-        patch.setattr("rotationzoo.cli.progress_bar.Pace", lambda: Pace(lambda: 0.01 * next(now)))
+        now = [0.0]
+        patch.setattr("rotationzoo.cli.progress_bar.Pace", lambda: Pace(lambda: now[0]))
         with show_progress(output.Output()) as progress:
             # What a hub's client prints is hidden, and the bar is not.
             patch.setattr(sys, "stderr", hidden)
             progress("answering with the exact cache", Tokens(0), Tokens(131072))
+            now[0] = 3.0
             progress("answering with the exact cache", Tokens(12288), Tokens(131072))
         assert hidden.getvalue() == ""
     shown = os.read(main, 10**5).decode()
     os.close(main)
-    words = r"12,288/131,072 tokens, [\d,]+ tokens/s, 0:00:0\d left"
-    assert re.search(words, re.sub(r"\x1b\[[\d;]*m", "", shown)), shown
+    words = "12,288/131,072 tokens, 4,100 tokens/s, 0:00:29 left"
+    assert words in re.sub(r"\x1b\[[\d;]*m", "", shown), shown
     assert "answering with" in shown

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import yaml
+from plan_matrix import smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
 from support.published import ms_environment
@@ -21,7 +22,8 @@ from support.zoo_models import CONFIG, change_weights
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
 
-FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FLEET = ROOT / "docs" / "fleet.yml"
+FILES = [*sorted((ROOT / ".github" / "workflows").glob("*.yml")), FLEET]
 NAMES = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 
@@ -65,7 +67,8 @@ def test_actions_are_pinned_and_nothing_is_pasted_into_a_script(path):
 
 
 def jobs(name: str) -> dict[str, dict]:
-    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())["jobs"]
+    (path,) = (path for path in FILES if path.stem == name)
+    return yaml.safe_load(path.read_text())["jobs"]
 
 
 PUBLISHERS = {"regenerate": {"contents": "read", "id-token": "write"}, "mirror": None}
@@ -242,6 +245,31 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner, mo
     assert not runner.hf.leaks
     assert plan(runner, only="someone/else") == {"matrix": '{"include": []}', "any": "false"}
     assert plan(runner)["any"] == "false", "it is published"
+
+
+def test_a_fleet_has_a_runner_for_each_model(runner):
+    """The example of the documentation differs from regenerate.yml in runners and folders alone."""
+    (step,) = (step for step in jobs("fleet")["plan"]["steps"] if step.get("id") == "plan")
+    planned = outputs(runner, "fleet", "plan", **step["env"])
+    (row,) = json.loads(planned["matrix"])["include"]
+    assert (planned["any"], row.pop("runner")) == ("true", "gpu-24gb")
+    assert row == json.loads(plan(runner)["matrix"])["include"][0]
+    (script,) = scripts("fleet", "build")
+    assert [script.replace('"$OUT/$NAME"', '"out/$NAME"')] == scripts("regenerate", "build")
+    assert jobs("fleet")["build"]["runs-on"][-1] == "${{ matrix.runner }}"
+    described = (ROOT / "docs" / "scale.md").read_text()
+    for line in (*script.splitlines(), *step["run"].splitlines(), step["env"]["RUNNERS"]):
+        assert line.strip() in described
+    assert not {"permissions", "secrets"} & jobs("fleet")["build"].keys()
+
+
+def test_a_model_goes_to_the_smallest_runner_that_holds_it():
+    room = {"small": 23_000_000_000, "large": 77_000_000_000, "two": 154_000_000_000}
+    # Qwen3-8B, Qwen3-32B, Llama 3.3 70B (see docs/scale.md), and one that no runner holds.
+    sizes = [16_380_854_272, 65_522_892_800, 141_104_775_168, 10**12]
+    chosen = [smallest_runner(size, room) for size in sizes]
+    assert chosen == ["small", "large", "two", "two"]
+    assert smallest_runner(20_000_000_000, room) == "large", "beside its weights it needs room"
 
 
 @pytest.mark.hostile("hub")
