@@ -37,6 +37,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).parents[1]
+COMMAND = ROOT / "scripts" / "timed_command.py"
 TOKENIZER = ROOT / "rotationzoo" / "data" / "demo" / "model"
 # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json; embeddings are tied to save time.
 QWEN3_8B = {
@@ -84,7 +85,7 @@ class Commands:
         if processes == 1:
             environment["CUDA_VISIBLE_DEVICES"] = "" if self.on_cpu else "0"
         device = ["--device", "cpu", "--dtype", "float32"] if self.on_cpu else []
-        program = [*start, __file__, "worker", place, *words, *device]
+        program = [*start, COMMAND, place, *words, *device]
         return subprocess.Popen(
             [str(word) for word in program],
             cwd=self.folder,
@@ -114,38 +115,6 @@ class Commands:
 
     def _place(self, marks: str) -> Path:
         return self.folder / "marks" / marks
-
-
-def run_command(marks: Path, words: list[str]) -> None:
-    """Run the command line in this process, and write down when its passes begin and end."""
-    from rotationzoo import ranks
-    from rotationzoo.calibration import model_run
-    from rotationzoo.cli.app import main
-
-    rank, collect, add = os.environ.get("RANK", "0"), model_run.collect, ranks.all_reduce
-    seconds = {"collect": 0.0, "add": 0.0}
-
-    @contextmanager
-    def timed(name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds[name] += time.perf_counter() - start
-
-    def timed_collect(*arguments: Any, **options: Any) -> Any:
-        (marks / f"begun.{rank}").touch()
-        with timed("collect"):
-            result = collect(*arguments, **options)
-        (marks / f"seconds.{rank}").write_text(json.dumps(seconds))
-        return result
-
-    def timed_add(sums: torch.Tensor) -> torch.Tensor:
-        with timed("add"):
-            return add(sums)
-
-    model_run.collect, ranks.all_reduce = timed_collect, timed_add
-    main(words)
 
 
 def save_model(folder: Path, layers: int, device: str) -> Path:
@@ -427,8 +396,6 @@ def _process_of_rank(launcher: int, rank: int) -> int:
 def main() -> None:
     from rotationzoo.cli.library_logs import hush_libraries
 
-    if sys.argv[1:2] == ["worker"]:
-        run_command(Path(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1_048_576)
