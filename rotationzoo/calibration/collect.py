@@ -9,15 +9,12 @@ from transformers import PreTrainedModel
 
 from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint
-from rotationzoo.calibration.observers import (
-    KeyEnergyObserver,
-    MomentObserver,
-    zero_statistics,
-)
+from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver
 from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
+from rotationzoo.calibration.running_sums import RunningSums
 from rotationzoo.calibration.totals import sum_over_ranks
 from rotationzoo.calibration.undo import keep_sums
-from rotationzoo.errors import RotationZooError, Unsound, UnsupportedModel
+from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
@@ -40,8 +37,8 @@ def collect(
 
     - `batches`: token ids `[B, T]`. Processes that `ranks` joins take turns in taking one; each
       returns the sums of all of them.
-    - `checkpoint`: where the sums of this process are saved between batches, and from which its
-      earlier sums of the same job are read.
+    - `checkpoint`: where the sums of whole batches of this process are saved now and then, and if
+      it is interrupted, and from which its earlier sums of the same job are read.
     - `progress`: called with "calibrating" after every batch.
 
     Queries and outputs count at every position, towards the layer that owns the cache they read.
@@ -57,39 +54,31 @@ def collect(
     feedback and the model does not show its softmax.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
-    statistics, done = zero_statistics(geometry, recipe), 0
-    saved = checkpoint.read(statistics) if checkpoint is not None else None
-    if saved is not None:
-        statistics, done = saved
+    sums = RunningSums(geometry, recipe, checkpoint)
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     limit = RowLimit()
     shared = ranks.share(batches)
-    observer = MomentObserver(geometry, statistics, skip)
-    for number in range(passes):
-        if number == 1:
-            # It needs the finished query moments of the first pass, also after a resume.
-            queries = sum_over_ranks(statistics, ["query"])
-            observer = KeyEnergyObserver(geometry, statistics, skip, queries)
-        first = number * len(shared)
-        for step in range(max(done, first), first + len(shared)):
+    observer = MomentObserver(geometry, sums.batch, skip)
+    peaked = PeakedQueryObserver(geometry, sums.batch, (recipe.sink, recipe.recent))
+    with sums.saved_if_interrupted():
+        for number in range(passes):
+            if number == 1:
+                # It needs the finished query moments of the first pass, also after a resume.
+                queries = sum_over_ranks(sums.whole, ["query"])
+                observer = KeyEnergyObserver(geometry, sums.batch, skip, queries)
             sampling = recipe.feedback and number == 0
-            peaked = PeakedQueryObserver(geometry, statistics, (recipe.sink, recipe.recent))
+            kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
             forward = partial(_observe, model, observer, peaked if sampling else None)
-            limit.run(shared[step - first], forward, partial(keep_sums, statistics))
-            try:
-                kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
-                _check_finite(statistics, kinds)
-            except RotationZooError:
-                if checkpoint is not None:
-                    # Its sums would make a run with other options refuse to start.
-                    checkpoint.remove()
-                raise
-            if checkpoint is not None:
-                checkpoint.save(statistics, step + 1)
-            progress("calibrating", step + 1, passes * len(shared))
-            ranks.beat()
-    totals = sum_over_ranks(statistics)
+            first = number * len(shared)
+            for ids in shared[max(sums.done - first, 0) :]:
+                limit.run(ids, forward, partial(keep_sums, sums.batch))
+                sums.finish_batch(kinds)
+                progress("calibrating", sums.done, passes * len(shared))
+                ranks.beat()
+            if ranks.world() > 1 or recipe.search is not None:
+                sums.save()  # other processes, or the search, may take long
+        totals = sum_over_ranks(sums.whole)
     _check_counts(totals, geometry, batches, skip)
     return totals
 
@@ -101,24 +90,9 @@ def _observe(
     ids: torch.Tensor,
 ) -> None:
     """Run the decoder on rows `[B, T]` while the observers add up what its attention reads."""
-    sampled = nullcontext() if peaked is None else intercept(model, peaked)
-    with capture(model, observer), sampled:
+    weighting = nullcontext() if peaked is None else intercept(model, peaked)
+    with capture(model, observer), weighting:
         decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
-
-
-def _check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
-    """Raise `Unsound` if a sum is not finite, before it is saved.
-
-    This reads from the device once per batch; checking every activation would do so in every layer.
-    """
-    for layer, moments in statistics.items():
-        for kind in kinds:
-            if not torch.isfinite(moments[kind].first).all():
-                raise Unsound(
-                    f"layer {layer} has {kind.replace('_', ' ')} activations that are not finite",
-                    hint="run again with --dtype float32; if that does not help, "
-                    "the weights are damaged",
-                )
 
 
 def _check_counts(

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from rotationzoo.calibration.peaked_queries import peaked_query_bytes
 from rotationzoo.calibration.search.memory import SearchFootprint
+from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import SELF, Recipe, variants
 
@@ -66,8 +67,9 @@ class Footprint:
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        # The sums exist beside the averages that are written, and with a search all its candidates
-        # exist together: the variants, and what is chosen head by head.
+        # The sums exist beside those of the batch under way, and later beside the averages that are
+        # written. With a search all its candidates exist together: the variants, and what is chosen
+        # head by head.
         candidates = len(variants(self.recipe)) + 2 if self.recipe.search else 1
         rotations = candidates * self.rotations
         kept = weights + 2 * self.statistics + rotations
@@ -82,16 +84,32 @@ class Footprint:
     def activations(self, batch: int) -> int:
         """Peak memory of the decoder for one batch.
 
-        The terms are the residual stream, one layer's projections, the float64 copy of one row and,
-        under eager attention, the scores.
+        The terms are the residual stream, one layer's projections, what adding its queries or its
+        outputs to the sums takes and, under eager attention, the scores.
         """
         length, tokens = self.recipe.data.length, self.recipe.data.length * batch
-        float64_row = 2 * 8 * length * self._widest
         scores = 0
         if self._text._attn_implementation == "eager":
             heads = max((layer.query_heads for layer in self.geometry), default=0)
             scores = 3 * 4 * tokens * length * heads
-        return self._states(tokens) + float64_row + scores
+        return self._states(tokens) + self._adding(batch) + scores
+
+    def _adding(self, batch: int) -> int:
+        """The most memory that adding one layer's rows to the sums takes: float64 copies of one
+        row of text on a CPU, and runs of a whole batch on a GPU."""
+        length = self.recipe.data.length
+        if self.on_cpu:
+            return 2 * 8 * length * self._widest
+        adding = [0]
+        for layer in self.geometry:
+            rows = length * batch
+            for dim in (layer.key_dim, layer.value_dim):
+                adding.append(run_bytes(layer.kv_heads, layer.group * rows, dim, self.item))
+            if self.recipe.value_statistic == "key_energy":
+                adding.append(
+                    run_bytes(layer.kv_heads, rows, layer.value_dim, self.item, weighted=True)
+                )
+        return max(adding)
 
     def peaked_queries(self, batch: int) -> int:
         """Peak memory of the decoder while the sampled queries of one batch are weighted; 0 without

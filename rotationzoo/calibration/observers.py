@@ -4,6 +4,7 @@ sums."""
 import torch
 
 from rotationzoo.errors import UnsupportedModel
+from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import PEAKED, Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
@@ -38,15 +39,25 @@ def add_rows(
     weights: torch.Tensor | None = None,
 ) -> None:
     """Add `[B, H, T, D]`, with optional weights `[B, H, T]`, to the sums of the owner of the cache
-    that a layer reads; H is a multiple of the KV heads."""
+    that a layer reads; H is a multiple of the KV heads.
+
+    On a GPU a whole batch is added at once, in runs of rows that depend on nothing but the batch.
+    """
     moments = statistics[layer.owner]
     # Sums stay on the device of the layer that owns them; weights may be spread over several.
     if layer.owner == layer.index:
         moments[kind] = moments[kind].to(tensor.device)
-    for number, row in enumerate(tensor):  # one at a time limits the size of the float64 copies
-        by_kv_head = torch.unflatten(row, 0, (layer.kv_heads, -1)).flatten(1, 2)
-        weight = None if weights is None else weights[number].reshape(layer.kv_heads, -1)
-        moments[kind].add(by_kv_head, weight)
+    moment = moments[kind]
+    by_kv_head = torch.unflatten(tensor, 1, (layer.kv_heads, -1))
+    weight = None if weights is None else torch.unflatten(weights, 1, (layer.kv_heads, -1))
+    if run_sums.on_tensor_cores(tensor):
+        if weight is not None:
+            weight = weight.transpose(0, 1).flatten(1).to(moment.second.device)
+        rows = by_kv_head.transpose(0, 1).flatten(1, 3).to(moment.second.device)
+        run_sums.add_runs(moment, rows, weight)
+        return
+    for number, row in enumerate(by_kv_head):  # one at a time limits the size of float64 copies
+        moment.add(row.flatten(1, 2), None if weight is None else weight[number].flatten(1))
 
 
 class MomentObserver:
@@ -113,11 +124,17 @@ class KeyEnergyObserver(MomentObserver):
     ) -> None:
         if self._layer(index).owner != index:
             return
-        moments = self.statistics[index]
-        moments["key_energy"] = moments["key_energy"].to(value.device)
         query_moment = self.query_moments[index].to(key.device)
         self.query_moments[index] = query_moment
-        past_sink = zip(key[:, :, self.skip :].double(), value[:, :, self.skip :], strict=True)
-        for keys, values in past_sink:
-            energy = ((keys @ query_moment) * keys).sum(-1)
-            moments["key_energy"].add(values, energy)
+        keys, values = key[:, :, self.skip :], value[:, :, self.skip :]
+        energies = [_key_energy(row, query_moment) for row in keys]
+        add_rows(self.statistics, self._layer(index), "key_energy", values, torch.stack(energies))
+
+
+def _key_energy(keys: torch.Tensor, query_moment: torch.Tensor) -> torch.Tensor:
+    """`k C_Q k^T` `[H, T]` of the keys `[H, T, D]` of one row of text."""
+    if run_sums.on_tensor_cores(keys):
+        return run_sums.quadratic_form(keys, query_moment)
+    keys = keys.double()
+    energy: torch.Tensor = ((keys @ query_moment) * keys).sum(-1)
+    return energy

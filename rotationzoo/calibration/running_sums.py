@@ -1,0 +1,105 @@
+"""The sums of a calibration while it runs: those of whole batches, which a checkpoint keeps, and
+those of the batch under way."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import torch
+
+from rotationzoo.calibration.checkpoint import Checkpoint
+from rotationzoo.calibration.observers import zero_statistics
+from rotationzoo.errors import Unsound
+from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.model.geometry import Geometry
+from rotationzoo.recipe import Recipe
+
+
+class RunningSums:
+    """The sums of `done` whole batches in `whole`, and of the batch under way in `batch`.
+
+    A batch that is given up, by an error or Ctrl-C in the middle of the model, leaves no trace in
+    `whole`, so that what was done before it can be saved.
+    """
+
+    def __init__(self, geometry: Geometry, recipe: Recipe, checkpoint: Checkpoint | None):
+        self.batch = zero_statistics(geometry, recipe)
+        self.whole, self.done = zero_statistics(geometry, recipe), 0
+        self._checkpoint = checkpoint
+        saved = None if checkpoint is None else checkpoint.read(self.whole)
+        if saved is not None:
+            self.whole, self.done = saved
+        self._saved = self.done
+        self._torn = False
+
+    def finish_batch(self, kinds: tuple[str, ...]) -> None:
+        """Add the sums of the batch under way, of these kinds, to the others, and save them if the
+        last save is long ago.
+
+        Raises `Unsound` if a sum is not finite. The checkpoint is then removed, because its sums
+        would make a run with other options refuse to start.
+        """
+        try:
+            check_finite(self.batch, kinds)
+        except Unsound:
+            if self._checkpoint is not None:
+                self._checkpoint.remove()
+            raise
+        self._torn = True
+        totals, parts = [], []
+        for layer, moments in self.batch.items():
+            for kind in kinds:
+                total = self.whole[layer][kind].to(moments[kind].second.device)
+                self.whole[layer][kind] = total
+                totals += _sums(total)
+                parts += _sums(moments[kind])
+        torch._foreach_add_(totals, parts)
+        torch._foreach_zero_(parts)
+        self.done += 1
+        self._torn = False
+        if self._checkpoint is not None and self._checkpoint.save(self.whole, self.done):
+            self._saved = self.done
+
+    def save(self) -> None:
+        """Save the whole batches now, if there are any that were not saved."""
+        if self._checkpoint is not None and self.done > self._saved and not self._torn:
+            self._checkpoint.save(self.whole, self.done, at_once=True)
+            self._saved = self.done
+
+    @contextmanager
+    def saved_if_interrupted(self) -> Iterator[None]:
+        """Save the whole batches if Ctrl-C, or a scheduler's SIGTERM, ends the block."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.save()
+            raise
+
+
+def check_finite(statistics: Statistics, kinds: tuple[str, ...]) -> None:
+    """Raise `Unsound`, naming the first layer, if a sum is not finite.
+
+    The sums of a device are looked at together, and read at once: every kernel takes its time, and
+    a transfer waits for all of them.
+    """
+    by_device = defaultdict(list)
+    for layer, kind in itertools.product(statistics, kinds):
+        by_device[statistics[layer][kind].second.device].append((layer, kind))
+    for of_device in by_device.values():
+        moments = [statistics[layer][kind] for layer, kind in of_device]
+        first = torch.stack(torch._foreach_norm([moment.first for moment in moments]))
+        second = torch.stack(torch._foreach_norm([moment.second for moment in moments]))
+        finite = (first + second).isfinite().tolist()
+        for (layer, kind), is_finite in zip(of_device, finite, strict=True):
+            if not is_finite:
+                raise Unsound(
+                    f"layer {layer} has {kind.replace('_', ' ')} activations that are not finite",
+                    hint="run again with --dtype float32; if that does not help, "
+                    "the weights are damaged",
+                )
+
+
+def _sums(moment: Moment) -> list[torch.Tensor]:
+    return [getattr(moment, field.name) for field in fields(Moment)]

@@ -1,0 +1,156 @@
+"""Second moments on tensor cores: float32 products over short runs of rows, added in float64.
+
+`Moment.add` is the definition, and forms every product in float64. Most GPUs compute float64 at
+1/64 of their float32 rate, and those that do not still spend more on float64 copies of the rows
+than on the products. Here a run of rows is multiplied in bfloat16 or float16, whose products are
+exact in float32, and the tensor cores add them up in float32. So are the sums of a few runs; the
+rest is added in float64.
+
+Tensor cores truncate instead of rounding, and align up to 17 terms before they add them (Fasi et
+al. 2021, Khattak and Mikaitis 2025). No order of additions loses more than 2^-23 of the sum of the
+magnitudes in each of them, so an entry is off by at most `RUN * 2^-23 * sum |x_i x_j|`, which is
+1.5e-5 of `sqrt(C_ii C_jj)`, and 5e-7 more for the sums of a group. Because this bound follows the
+scale of the channels, it also bounds the relative error of every eigenvalue, by that of the
+correlation matrix (Demmel and Veselic 1992).
+`scripts/benchmark_statistics.py` measures both.
+"""
+
+import torch
+from torch.nn.functional import pad
+
+from rotationzoo.linalg.moments import Moment
+
+RUN = 128
+"""Rows whose products are added on tensor cores. With runs of 256, a software model of Hopper's
+tensor cores left an eigenvalue of a trained model of 32 M parameters off by 4e-4."""
+GROUP = 8
+"""Runs whose sums are added in float32, which rounds to nearest. Torch copies to float64 before it
+adds, so that most of the time would go into copies of every run."""
+
+# bfloat16 keeps 8 significant bits: this many pieces hold a number of each type.
+_PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+# Products of pieces whose places add up to this or more are dropped: less than 2^-26 of a product.
+_DROPPED = 3
+_FLOAT32 = 4  # bytes
+_PIECE_BYTES = 3 * 2
+_BLOCK = 2**24  # float32 sums of runs that are held at once, unless one head has more
+
+
+def on_tensor_cores(rows: torch.Tensor) -> bool:
+    """Whether rows are added here, and not as `Moment.add` does: those on a GPU, in a type with at
+    most the 24 bits that three pieces hold."""
+    return rows.is_cuda and rows.dtype in _PIECES
+
+
+def add_runs(
+    moment: Moment, rows: torch.Tensor, weights: torch.Tensor | None = None, run: int = RUN
+) -> None:
+    """Add rows `[H, N, D]`, with optional weights `[H, N]`, in runs of `run` rows of a head.
+
+    Float32 rows, and rows that weights have scaled, are sums of bfloat16 pieces, which are
+    multiplied one by one.
+    """
+    count = rows.shape[1]
+    if not count:
+        return
+    run = min(run, count)
+    group = min(GROUP, -(-count // run))
+    # Zeros fill up the last group, and add nothing.
+    missing = -count % (run * group)
+    rows = pad(rows, (0, 0, 0, missing))
+    if weights is None:
+        left = right = _exact_factors(rows)
+        weighted = rows
+        moment.weight += count
+    else:
+        weights = pad(weights.float(), (0, missing))
+        weighted = rows.float() * weights.unsqueeze(-1)
+        left, right = bfloat16_pieces(weighted), bfloat16_pieces(rows)
+        moment.weight += weights.sum(1, dtype=torch.float64)
+    in_runs = weighted.unflatten(1, (-1, run))
+    moment.first += in_runs.sum(2, dtype=torch.float32).sum(1, dtype=torch.float64)
+    for place, left_piece in enumerate(left):
+        for right_piece in right[: _DROPPED - place]:
+            moment.second += _sum_products(left_piece, right_piece, run, group)
+
+
+def quadratic_form(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`x M x^T` `[H, N]`, float32, of rows `[H, N, D]` with symmetric matrices `[H, D, D]`.
+
+    Off by less than `D * 2^-22 * |x| |M| |x|`, with the magnitudes of the entries.
+    """
+    image = torch.zeros(rows.shape, device=rows.device)
+    pieces = bfloat16_pieces(matrix.float())
+    for place, row_piece in enumerate(bfloat16_pieces(rows)):
+        for piece in pieces[: _DROPPED - place]:
+            image += _multiply(row_piece, piece)
+    products: torch.Tensor = image * rows
+    return products.sum(-1)
+
+
+def bfloat16_pieces(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Bfloat16 tensors that add up to `rows`: one for bfloat16, two for float16 and three for
+    float32, each at most 2^-9 of the one before. Only what bfloat16 cannot hold at all, below
+    1e-40, is lost."""
+    count = _PIECES[rows.dtype]
+    if count == 1:
+        return [rows]
+    pieces, rest = [], rows.float()
+    for _ in range(count):
+        piece = rest.bfloat16()
+        pieces.append(piece)
+        rest = rest - piece  # exact
+    return pieces
+
+
+def run_bytes(heads: int, rows: int, dim: int, item: int, weighted: bool = False) -> int:
+    """The most memory that `add_runs` takes for rows of `item` bytes an entry: copies by head and
+    with whole groups, what is cut into pieces, and the sums of runs of as many heads as are held at
+    once, with those of groups in float32 and, for their sum, in float64."""
+    copies = 2 * item
+    cut = item >= _FLOAT32
+    if weighted:
+        copies += _FLOAT32
+    if weighted or cut:
+        # What is left exists twice: before and after a piece is taken from it.
+        copies += _PIECE_BYTES + 2 * _FLOAT32
+    if weighted and cut:
+        copies += _PIECE_BYTES
+    one_head = -(-rows // RUN) * dim**2
+    held = min(heads * one_head, max(_BLOCK, one_head))
+    return copies * heads * rows * dim + 4 * held + (4 + 8) * held // GROUP
+
+
+def _exact_factors(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Pieces whose products are exact in float32; float16 is multiplied as it is."""
+    return [rows] if rows.dtype == torch.float16 else bfloat16_pieces(rows)
+
+
+def _sum_products(left: torch.Tensor, right: torch.Tensor, run: int, group: int) -> torch.Tensor:
+    """The sum `[H, D, D]`, float64, of `x^T y` over rows `[H, N, D]` of both; N is a multiple of
+    `run * group`."""
+    dim = left.shape[-1]
+    runs = left.shape[1] // run
+    held = max(1, _BLOCK // (runs * dim**2))
+    sums = []
+    for lefts, rights in zip(left.split(held), right.split(held), strict=True):
+        transposed = lefts.reshape(-1, run, dim).mT
+        products = _multiply(transposed, rights.reshape(-1, run, dim))
+        of_groups = products.view(len(lefts), -1, group, dim, dim).sum(2)
+        sums.append(of_groups.sum(1, dtype=torch.float64))
+    return torch.cat(sums)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Products `[B, M, N]` in float32 of bfloat16 or float16 matrices. Tensor cores round only
+    where they add."""
+    if left.is_cuda and _has_bfloat16_cores(left.device):
+        product: torch.Tensor = torch.bmm(left, right, out_dtype=torch.float32)
+        return product
+    # Exact products too, whether or not torch is allowed to use TF32, which holds either type.
+    return left.float() @ right.float()
+
+
+def _has_bfloat16_cores(device: torch.device) -> bool:
+    """Whether a GPU multiplies bfloat16 on tensor cores: one of NVIDIA's, from Ampere on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
