@@ -26,6 +26,14 @@ RECIPE = Recipe(sink=4)
 IDS = torch.randint(3, 59, (7, 32), generator=torch.Generator().manual_seed(2))
 
 
+def assert_same(sums, expected) -> None:
+    """The same rows in the same shapes. They may be added up in another order, which changes the
+    last bits of float64."""
+    assert sums.keys() == expected.keys()
+    for key, tensor in sums.items():
+        assert (tensor - expected[key]).norm() <= 1e-12 * expected[key].norm(), key
+
+
 @pytest.fixture
 def model():
     return architectures.build("qwen3", num_hidden_layers=3)
@@ -44,9 +52,7 @@ def test_the_sums_are_those_of_smaller_batches(name, model, caplog):
     assert passes == ([*first, 2, 2, 2, 1] if name == "oscar-v1" else first)
     (line,) = caplog.messages
     assert line == "Memory ran out with 4 rows of 32 tokens in a forward pass; going on with 2"
-    assert sums.keys() == expected.keys()
-    for key, tensor in sums.items():
-        assert torch.equal(tensor, expected[key]), key
+    assert_same(sums, expected)
 
 
 def test_offloaded_weights_go_back_after_a_pass_that_failed(model, tmp_path):
@@ -56,8 +62,7 @@ def test_offloaded_weights_go_back_after_a_pass_that_failed(model, tmp_path):
     with room_for(model, 1):
         sums = to_raw(collect(model, geometry, [IDS[:4]], RECIPE))
     assert all(parameter.is_meta for parameter in model.parameters())
-    for key, tensor in sums.items():
-        assert torch.equal(tensor, expected[key]), key
+    assert_same(sums, expected)
 
 
 def test_a_row_that_does_not_fit_ends_the_run(model):
