@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
@@ -154,7 +155,7 @@ def calibrate(
     output = Path(output).expanduser()
     # A model that is spread over devices may be read from disk for every batch, so larger batches
     # are faster.
-    job: Any = {"batch": 16 if "device_map" in options else 4, **settings}
+    job: Any = {"batch": SIZED if options.get("device_map") else 4, **settings}
     return run_calibration(Job(model, chosen, output, fit_length=fit_length, **job), progress)
 
 

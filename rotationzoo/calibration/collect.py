@@ -2,6 +2,7 @@
 and outputs."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -12,11 +13,13 @@ from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver
 from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
 from rotationzoo.calibration.running_sums import RunningSums
 from rotationzoo.calibration.totals import sum_over_ranks
+from rotationzoo.calibration.undo import keep_sums
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
+from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.progress import Progress, in_tokens, silent
 from rotationzoo.recipe import Recipe
 
@@ -43,6 +46,9 @@ def collect(
     takes a second pass over the same rows, because its weights depend on the queries of all of
     them. `peaked_query` counts sampled queries of the first pass.
 
+    A batch that runs out of memory is halved, and so are those that follow. Raises
+    `RotationZooError` where a single row is too large, and in one of several processes.
+
     Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError`, naming
     the layer, if an activation is not finite. Raises `UnsupportedModel` too if the recipe has error
     feedback and the model does not show its softmax.
@@ -51,7 +57,7 @@ def collect(
     sums = RunningSums(geometry, recipe, checkpoint)
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
-    tower = decoder(model)
+    limit = RowLimit()
     shared = ranks.share(batches)
     progress = in_tokens(progress, [ids.numel() for ids in shared] * passes)
     progress("calibrating", sums.done, passes * len(shared))
@@ -65,11 +71,10 @@ def collect(
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, queries)
             sampling = recipe.feedback and number == 0
             kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
+            forward = partial(_observe, model, observer, peaked if sampling else None)
             first = number * len(shared)
             for ids in shared[max(sums.done - first, 0) :]:
-                weighting = intercept(model, peaked) if sampling else nullcontext()
-                with capture(model, observer), weighting:
-                    tower(input_ids=ids.to(input_device(model)), use_cache=False)
+                limit.run(ids, forward, partial(keep_sums, sums.batch))
                 sums.finish_batch(kinds)
                 progress("calibrating", sums.done, passes * len(shared))
                 ranks.beat()
@@ -78,6 +83,18 @@ def collect(
         totals = sum_over_ranks(sums.whole)
     _check_counts(totals, geometry, batches, skip)
     return totals
+
+
+def _observe(
+    model: PreTrainedModel,
+    observer: MomentObserver,
+    peaked: PeakedQueryObserver | None,
+    ids: torch.Tensor,
+) -> None:
+    """Run the decoder on rows `[B, T]` while the observers add up what its attention reads."""
+    weighting = nullcontext() if peaked is None else intercept(model, peaked)
+    with capture(model, observer), weighting:
+        decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
 
 
 def _check_counts(

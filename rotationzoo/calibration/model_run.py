@@ -80,7 +80,8 @@ def run_model(
     - `checkpoint`: what a stopped run left, and where this run saves.
     """
     job = planned.job
-    with place_weights(job.device_map, job.max_memory) as placement, ExitStack() as counting:
+    placing = place_weights(job.device_map, job.max_memory, planned.pass_bytes)
+    with placing as placement, ExitStack() as counting:
         progress("loading the model", 0, 0)
         model = _load_model(planned, placement)
         ids = _first_tokens(model, source_text)

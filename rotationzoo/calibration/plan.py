@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rotationzoo.calibration.batch_size import SIZED, choose_batch, earlier_batch, pass_bytes
 from rotationzoo.calibration.checkpoint import checkpoint_files, rank_files
 from rotationzoo.calibration.machine import total_memory
 from rotationzoo.calibration.memory import Footprint
@@ -25,6 +26,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, geometry_on_meta, shifted_layers
 from rotationzoo.model.placement import memory_limits, weights_bytes
+from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.source import Source, find
 from rotationzoo.recipe import Recipe
 from rotationzoo.storage import files, folders
@@ -39,6 +41,7 @@ class Job:
     output: Path
     revision: str | None = None
     batch: int = 4
+    """Rows per forward pass; `SIZED` leaves them to the plan."""
     device: str = "auto"
     dtype: str = "auto"
     device_map: str | None = None
@@ -97,6 +100,8 @@ class Plan:
     refusal: UnsupportedModel | None
     weights_bytes: int = 0
     artifact_bytes: int = 0
+    pass_bytes: int = 0
+    """Memory that a forward pass takes beside the weights where the layers run."""
     peak_memory_bytes: int = 0
     memory_bytes: int = 0
     """Memory that this machine has where the job would run."""
@@ -119,6 +124,8 @@ def plan(job: Job) -> Plan:
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
+        if job.recipe.needs_statistics:
+            check_loadable(config, source.name, job.torch_device)
         model = loading.on_meta(config, source.name)
         with as_unavailable(f"{source.name} fails when it runs"):
             geometry = geometry_on_meta(model)
@@ -162,12 +169,17 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     assert known.config is not None
     stored = weights_bytes(known.source, model)
     dtype = job.torch_dtype
-    if isinstance(dtype, torch.dtype) and not getattr(known.config, "quantization_config", None):
-        loaded = dtype.itemsize * model.num_parameters()
-    else:  # weights load in their stored dtype; activations use the config's
+    quantized = quantization_of(known.config) is not None
+    loaded = stored
+    if quantized or not isinstance(dtype, torch.dtype):
+        # Weights load in their stored dtype; activations use the config's.
         text_config = known.config.get_text_config(decoder=True)
         dtype = getattr(text_config, "dtype", None) or torch.bfloat16
-        loaded = stored
+        plain = is_dequantized(known.config)
+    else:
+        plain = True
+    if plain:
+        loaded = dtype.itemsize * model.num_parameters()
     on_cpu = job.torch_device == "cpu"
     memory = total_memory(on_cpu, spread=job.device_map is not None)
     needs = Footprint(
@@ -179,8 +191,15 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         on_cpu=on_cpu,
         memory=memory,
     )
+    if job.batch == SIZED:
+        limits = memory_limits(job.device_map, job.max_memory)
+        earlier = None if job.restart else earlier_batch(job.checkpoint, job.output)
+        job = replace(job, batch=earlier or choose_batch(needs, loaded, limits))
+        needs = replace(needs, batch=job.batch)
     return replace(
         known,
+        job=job,
+        pass_bytes=pass_bytes(needs, job.batch),
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
         peak_memory_bytes=needs.peak(loaded),

@@ -21,6 +21,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.placement import memory_limits, place_weights
+from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
@@ -117,11 +118,12 @@ def _collect_statistics(
     """The model's statistics on `TEXT`, as a calibration with this recipe would collect them."""
     source = candidate.source
     config = loading.load_config(source, recipe.rope_scaling)
+    device = loading.torch_device(candidate.device)
+    check_loadable(config, source.name, device)
     fetch(source)
     text = read_corpus(TEXT, loading.load_tokenizer(source))
     with place_weights(candidate.device_map, candidate.max_memory) as placement:
         progress("loading the model", 0, 0)
-        device = loading.torch_device(candidate.device)
         dtype = loading.torch_dtype("auto", candidate.device, candidate.device_map)
         model = loading.load(source, config, device, dtype, placement, predicts=False)
         with loading.forward_errors(candidate.model, 1, TEXT.length), torch.no_grad():

@@ -84,7 +84,8 @@ def calibrate_command(
     length: Annotated[int | None, typer.Option(help="Tokens per row (2048; best: 4096).")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Rows per forward pass (4; 16 with a device map).")
+        int | None,
+        typer.Option(min=1, help="Rows per forward pass (4; with a device map all that fit)."),
     ] = None,
     rope_scaling: RopeScaling = None,
     output: Annotated[
@@ -148,12 +149,13 @@ def calibrate_command(
         chosen = with_feedback(chosen, feedback)
     if rope_scaling is not None:
         chosen = with_rope_scaling(chosen, rope_scaling)
+    from rotationzoo.calibration.batch_size import SIZED
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.artifact_view import show_artifact
     from rotationzoo.cli.calibrate_view import show_plan
 
     # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
-    default_batch = 16 if device_map else 4
+    default_batch = SIZED if device_map else 4
     job = Job(
         model=model,
         recipe=chosen,

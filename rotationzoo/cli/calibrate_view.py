@@ -40,6 +40,7 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "value_head_dim": _common(value_dims),
         "tokens": tokens,
         "length": recipe.data.length,
+        "batch": known.job.batch,
         "weights_bytes": known.weights_bytes,
         "peak_memory_bytes": known.peak_memory_bytes,
         "memory_bytes": known.memory_bytes,

@@ -7,7 +7,7 @@ from typing import Any
 from rotationzoo.cli.output import visible
 from rotationzoo.network.tokens import redact
 
-_LOUD = ("accelerate", "huggingface_hub", "datasets", "lm_eval", "evaluate", "absl")
+_LOUD = ("accelerate", "huggingface_hub", "datasets", "lm_eval", "evaluate", "absl", "bitsandbytes")
 
 
 class _Visible(logging.Formatter):

@@ -3,8 +3,8 @@ combination of arm and cache."""
 
 import random
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -20,6 +20,7 @@ from rotationzoo.evaluation.metrics import Metrics
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
+from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
 
@@ -61,9 +62,11 @@ def run_models(
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
     of cache and arm.
 
-    Processes that `ranks` joins share these runs, and each returns the metrics of all.
+    Processes that `ranks` joins share these runs, and each returns the metrics of all. A batch that
+    runs out of memory is halved.
 
-    Raises `RotationZooError` if no row is long enough to read anything from a 2-bit cache.
+    Raises `RotationZooError` where a single row is too large, and if no row is long enough to read
+    anything from a 2-bit cache.
     """
     # A position is measured by how well it predicts the next token, so a row needs one more token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
@@ -80,22 +83,19 @@ def run_models(
     # Sorted by arm, so that processes that share the runs have as much to do of each arm.
     runs = list(product([None, *pairs], range(len(batches))))
     shared, results = ranks.share(runs), []
-    progress = in_tokens(progress, [batches[number].numel() for _, number in shared])
+    limit, progress = RowLimit(), in_tokens(progress, [batches[run[1]].numel() for run in shared])
     progress("evaluating", 0, len(shared))
     for done, (pair, number) in enumerate(shared):
         ids, metrics = batches[number].to(device), Metrics(buckets, trial.layers)
-        running: AbstractContextManager[None] = nullcontext()
+        read = partial(_read_exactly, model, trial.start, metrics)
         if pair is not None:
             cache, arm = pair
             queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
-            # One forward pass yields all three metrics: the losses of the model as it runs on this
-            # cache, and each layer's output error and attention KL.
-            running = simulation.running(model, modules, metrics.add_output, metrics.add_kl)
-        with running:
-            metrics.add_losses(token_losses(model, ids, trial.start))
+            read = partial(_read_through, simulation, model, modules, trial.start, metrics)
+        limit.run(ids, read, metrics.keep)
         results.append(metrics.tensors())
         progress("evaluating", done + 1, len(shared))
         ranks.beat()
@@ -105,6 +105,24 @@ def run_models(
         metrics = exact if pair is None else arms[pair[0], pair[1].name]
         metrics.add(sums)
     return Measurements(exact, arms)
+
+
+def _read_exactly(model: PreTrainedModel, start: int, metrics: Metrics, ids: torch.Tensor) -> None:
+    metrics.add_losses(token_losses(model, ids, start))
+
+
+def _read_through(
+    simulation: Simulation,
+    model: PreTrainedModel,
+    modules: dict[int, torch.nn.Module],
+    start: int,
+    metrics: Metrics,
+    ids: torch.Tensor,
+) -> None:
+    """One forward pass yields all three metrics: the losses of the model as it runs on this cache,
+    and each layer's output error and attention KL."""
+    with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
+        metrics.add_losses(token_losses(model, ids, start))
 
 
 def attention_modules(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, torch.nn.Module]:

@@ -37,6 +37,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import memory_limits, place_weights
+from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
@@ -88,7 +89,6 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     """Evaluate artifacts and baselines, and return the report that `evaluate --json` prints.
 
     Processes that `ranks` joins share texts and prompts, and process 0 alone saves the report.
-
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
@@ -106,6 +106,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     source = find(job.model, job.revision)
     scaling = settle_rope_scaling(job.rope_scaling, artifacts)
     config = loading.load_config(source, scaling)
+    device = loading.torch_device(job.device)
+    check_loadable(config, source.name, device)
     dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
     on_meta = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(on_meta)
@@ -120,8 +122,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # with all of them.
     start = max(cache.first_quantized for cache in caches)
     check_length(job.data, start)
-    # The text needs only the tokenizer and may be refused, so it is read before the weights are
-    # fetched.
+    # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
     check_weights(artifacts, source)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
@@ -133,7 +134,6 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     check_same(first, (job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        device = loading.torch_device(job.device)
         model = loading.load(source, config, device, dtype, placement)
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)

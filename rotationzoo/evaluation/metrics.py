@@ -13,6 +13,7 @@ import torch
 
 from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.linalg.paired import weighted_mean
+from rotationzoo.model.out_of_memory import Undo
 
 COMPARED_TOKENS = 8192
 """Tokens of block outputs that are compared at a time."""
@@ -94,6 +95,19 @@ class Metrics:
         self._norms: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         self._divergences: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         self._sampled: list[torch.Tensor] = []
+
+    def keep(self) -> Undo:
+        """Note what has been added so far, and return what drops anything added later."""
+        by_layer = (self._errors, self._norms, self._divergences)
+        parts = [self._losses, self._counts, self._sampled]
+        parts += [part for layers in by_layer for part in layers.values()]
+        lengths = [len(part) for part in parts]
+
+        def undo() -> None:
+            for part, length in zip(parts, lengths, strict=True):
+                del part[length:]
+
+        return undo
 
     def add_losses(self, losses: torch.Tensor) -> None:
         """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""

@@ -15,7 +15,8 @@ from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailabl
 from rotationzoo.generation.prompt import Prompt
 from rotationzoo.generation.settings import Generation
 from rotationzoo.generation.stream import TextStream
-from rotationzoo.model.loading import input_device, is_out_of_memory
+from rotationzoo.model.loading import input_device
+from rotationzoo.model.out_of_memory import is_out_of_memory
 from rotationzoo.progress import Progress, Tokens
 
 END, LENGTH, INTERRUPTED = "end", "length", "interrupted"

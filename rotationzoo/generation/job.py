@@ -28,6 +28,7 @@ from rotationzoo.model.fetching import fetch_weights
 from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.placement import place_weights
+from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, Tokens, silent
@@ -62,6 +63,7 @@ def generate(
     artifacts = [artifact] if artifact else []
     scaling = settle_rope_scaling(job.rope_scaling, artifacts)
     config = loading.load_config(source, scaling)
+    check_loadable(config, source.name, device)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))
     if geometry is not None:
         check_artifacts(job.model, artifacts, geometry)

@@ -1,6 +1,7 @@
 """Loading a causal language model: config, tokenizer, shapes on `meta`, and weights on one or many
 devices."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,17 +10,18 @@ import torch
 
 from rotationzoo.errors import (
     ModelUnavailable,
-    RotationZooError,
     UnsupportedModel,
     UsageError,
     as_unavailable,
 )
-from rotationzoo.model.files import read_json
+from rotationzoo.model.files import read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
+from rotationzoo.model.offload_folder import is_disk_full
+from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
 from rotationzoo.model.placement import Placement
+from rotationzoo.model.quantized import check_blocks, dequantize, quantization_of
 from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, config_hash, license_of
-from rotationzoo.words import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -116,13 +118,17 @@ def load(
     """Load the model with its weights, in eval mode. Raises `ModelUnavailable`.
 
     * `device`: where the weights go, unless a `placement` spreads them with accelerate.
-    * `dtype`: the type of the weights. Quantized weights ignore it and load in the type that their
-      makers chose.
+    * `dtype`: the type of the weights. Quantized weights ignore it: they load in the type that
+      their makers chose, or are dequantized to that of the config (see `quantized`).
     * `predicts`: False where only the decoder runs. The language-model head may then be missing, as
       it is in some checkpoints.
     """
-    if getattr(config, "quantization_config", None):
+    if quantization_of(config):
         dtype = "auto"
+        config = copy.deepcopy(config)  # it is the caller's
+        dequantize(config)
+        with as_unavailable(f"{source.name} could not be loaded", hint=_FETCH_HINT):
+            check_blocks(weight_files(source.folder), config, source.name)
     if device == "cuda":
         # transformers would take the GPU of the launcher's local rank, even where a process sees
         # only one.
@@ -152,6 +158,11 @@ def load(
         if is_out_of_memory(error.__cause__):
             raise ModelUnavailable(
                 f"{source.name} does not fit the memory of {device}", hint="add: --device-map auto"
+            ) from error
+        if placement is not None and is_disk_full(error.__cause__):
+            raise ModelUnavailable(
+                f"the disk of {placement.offload_folder} is full, and not all weights fit memory",
+                hint="make room, or name a folder on a larger disk: export TMPDIR=FOLDER",
             ) from error
         if "mismatched_sizes" in str(error):
             raise ModelUnavailable(
@@ -226,18 +237,4 @@ def forward_errors(model: str, batch: int, length: int) -> Iterator[None]:
     except ModelUnavailable as error:
         if not is_out_of_memory(error.__cause__):
             raise
-        smaller = (
-            f"--batch {batch // 2}" if batch > 1 else "--device-map auto, or a shorter --length"
-        )
-        raise RotationZooError(
-            f"a batch of {counted(batch, 'row')} of {length} tokens does not fit the device's "
-            "memory",
-            hint=f"add: {smaller}",
-        ) from error
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a device's memory is full."""
-    # On a full GPU, CUDA's libraries fail with errors of their own before torch's allocator does.
-    signs = ("CUBLAS_STATUS_ALLOC_FAILED", "cusolverDnCreate")
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+        raise does_not_fit(batch, length) from error

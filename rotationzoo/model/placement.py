@@ -1,19 +1,28 @@
 """Placing weights that do not fit one device: accelerate's device map and memory limits."""
 
-import tempfile
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from rotationzoo.errors import UsageError
 from rotationzoo.model.files import weight_files
+from rotationzoo.model.offload_folder import offload_folder
 from rotationzoo.model.source import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+USABLE = 0.9
+"""The part of free memory that is planned with: allocators waste some, and estimates err."""
+Limits = dict[int | str, int]
+"""Bytes of weights by device: the number of a GPU, or `cpu`."""
+_MEMORY = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -22,37 +31,90 @@ class Placement:
     offloaded to disk."""
 
     device_map: str
-    max_memory: dict[int | str, str] | None
+    max_memory: Limits | None
     offload_folder: str
 
 
 @contextmanager
-def place_weights(device_map: str | None, max_memory: str | None) -> Iterator[Placement | None]:
+def place_weights(
+    device_map: str | None, max_memory: str | None, reserved: int = 0
+) -> Iterator[Placement | None]:
     """Yield where the weights go, or None for a single device. The scratch folder is deleted
-    afterwards."""
+    afterwards, and so are those of processes that were killed.
+
+    `reserved` bytes stay free where the layers run, unless `max_memory` says what they may take.
+    """
     if device_map is None:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="rotationzoo-offload-") as folder:
-        yield Placement(device_map, memory_limits(device_map, max_memory), folder)
+    limits = memory_limits(device_map, max_memory)
+    if limits is None and reserved:
+        limits = _limits_beside(reserved)
+    with offload_folder() as folder:
+        yield Placement(device_map, limits, str(folder))
 
 
-def memory_limits(device_map: str | None, max_memory: str | None) -> dict[int | str, str] | None:
-    """Parse `0=20GiB,cpu=60GiB` into the form that accelerate takes. Raises `UsageError`."""
+def _limits_beside(reserved: int) -> Limits:
+    """Memory limits that leave so many bytes free on the devices that compute."""
+    computing = devices_of(on_cpu=not torch.cuda.is_available())
+    limits: Limits = {}
+    for device in [*computing, *({"cpu"} - set(computing))]:
+        usable = int(USABLE * free_memory(device))
+        limits[device] = max(0, usable - reserved * (device in computing))
+    return limits
+
+
+def devices_of(on_cpu: bool) -> list[int | str]:
+    """The devices that layers run on, as accelerate names them: GPUs by number, or `cpu`."""
+    return ["cpu"] if on_cpu else list(range(torch.cuda.device_count()))
+
+
+def free_memory(device: int | str) -> int:
+    """Bytes that are free on a GPU, or in main memory (in a container, below its limit)."""
+    if isinstance(device, int):
+        return torch.cuda.mem_get_info(device)[0]
+    free = _available_memory()
+    with suppress(OSError, ValueError):  # no such limit, or the word "max"
+        limit, used = (
+            int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+        free = min(free, limit - used)
+    return max(free, 0)
+
+
+def _available_memory() -> int:
+    """Main memory that programs could still get, with what the system's caches would give up."""
+    with suppress(OSError):  # only Linux has it
+        for line in _MEMORY.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # Elsewhere half of the machine is a guess that leaves room for other programs.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | None:
+    """Parse `0=20GiB,cpu=60GiB` into bytes by device, as accelerate takes them. A device that is
+    not named gets no weights. Raises `UsageError`."""
     if max_memory is None:
         return None
     if device_map is None:
         raise UsageError("--max-memory needs a device map", hint="add: --device-map auto")
-    limits: dict[int | str, str] = {}
+    from accelerate.utils import convert_file_size_to_int
+
+    limits: Limits = {}
     # `filter` forgives a trailing comma.
     for part in filter(None, max_memory.split(",")):
         device, _, amount = part.partition("=")
-        if not device or not amount:
+        try:
+            size = convert_file_size_to_int(amount)
+        except ValueError:
+            size = None
+        if not device or size is None:
             raise UsageError(
                 f"--max-memory has no amount in {part!r}",
                 hint="write it as: --max-memory 0=20GiB,cpu=60GiB",
             )
-        limits[int(device) if device.isdigit() else device] = amount
+        limits[int(device) if device.isdigit() else device] = size
     return limits
 
 

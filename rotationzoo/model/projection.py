@@ -1,8 +1,9 @@
 """The output projection of each layer: the linear map from its heads into the residual stream.
 
 accelerate may keep a weight on disk until its module runs, and a weight may be stored in FP8 with
-scales. Weights are therefore read where they are, one layer at a time; in float32, those of all
-layers together are as large as a small model.
+scales, or packed by a library of which this module knows nothing. Weights are therefore read where
+they are, one layer at a time; in float32, those of all layers together are as large as a small
+model.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ WEIGHT, DEQUANTIZED = "weight", "dequantized"
 # FP8 weights are multiplied by these, per block, per row or as a whole. Despite its name, the first
 # is not the inverse of the second.
 _SCALES = ("weight_scale_inv", "weight_scale")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PROBE_TOKENS = 8
+_ROWS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class OutputProjection:
     @torch.no_grad()
     def read(self) -> tuple[torch.Tensor | None, str]:
         """The matrix of each query head, `[H_q, D_v, hidden]` float32, and its origin: the module's
-        `weight`, or `dequantized` from FP8. Where it cannot be read, the result is None and
-        `identity: ` with the reason.
+        `weight`, or `dequantized` from FP8 or from a library's packed form. Where it cannot be
+        read, the result is None and `identity: ` with the reason.
 
         Raises `RotationZooError` where the matrix is not finite.
         """
@@ -61,8 +64,12 @@ class OutputProjection:
 
 def _weight(module: torch.nn.Module) -> tuple[torch.Tensor | None, str]:
     """The weight `[hidden, H_q D_v]` of a loaded module, and its origin, as in `read`."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+    weight: Any = getattr(module, "weight", None)
+    # Libraries that pack weights keep them in tensors of other names or of types of their own.
+    if type(weight) not in _PLAIN or not weight.is_floating_point():
+        packed = _weight_by_running(module)
+        if packed is not None:
+            return packed, DEQUANTIZED
         dtype = str(getattr(weight, "dtype", "another form")).removeprefix("torch.")
         return None, f"identity: its weights are kept as {dtype}"
     if weight.is_meta:
@@ -77,6 +84,26 @@ def _weight(module: torch.nn.Module) -> tuple[torch.Tensor | None, str]:
         shapes = f"scales {list(scale.shape)} do not fit its weights {list(weight.shape)}"
         return None, f"identity: {shapes}"
     return dequantized, DEQUANTIZED
+
+
+def _weight_by_running(module: torch.nn.Module) -> torch.Tensor | None:
+    """The weight `[N, K]` of a linear map of any library, without its bias, from what it makes of
+    the rows of the identity matrix; None where it cannot run.
+
+    A one and zeros are exact in every type, also where a library quantizes activations by row. What
+    is read is therefore the weight that the model multiplies with, rounded to its type.
+    """
+    reference = next((t for t in (*module.parameters(), *module.buffers()) if not t.is_meta), None)
+    if reference is None:
+        return None
+    width: Any = module.in_features
+    identity = torch.eye(width, dtype=torch.bfloat16, device=reference.device)
+    try:
+        bias = module(torch.zeros_like(identity[:1])).float()
+        parts = [module(rows).float() - bias for rows in identity.split(_ROWS_AT_A_TIME)]
+    except Exception:  # a module may need a GPU, or another type
+        return None
+    return torch.cat(parts).T
 
 
 def _scale(module: torch.nn.Module) -> torch.Tensor | None:

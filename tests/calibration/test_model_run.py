@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support import architectures
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
 from support.models import save_tiny
+from support.quantized import quantize_to_fp8
 
 from rotationzoo.artifact.layout import statistics_tensors
 from rotationzoo.artifact.spectra import summarize
@@ -88,28 +89,6 @@ def test_other_families_from_disk_to_a_sound_artifact(name, tiny, tmp_path):
         architectures.EXPECTED[name].layers
     )
     assert verify(artifact, str(tmp_path / "model")).ok
-
-
-def quantize_to_fp8(folder: Path) -> None:
-    """Store the projections in blocks of FP8 with their scales, as released FP8 checkpoints do."""
-    stored = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if "_proj" not in name:
-            stored[name] = weight.bfloat16()
-            continue
-        scale = weight.abs().max() / 448  # 128 x 128 at most: one block
-        stored[name] = (weight / scale).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = scale.view(1, 1)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    blocks = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    (folder / "config.json").write_text(
-        json.dumps({**config, "dtype": "bfloat16", "quantization_config": blocks})
-    )
 
 
 def test_fp8_weights(tmp_path):

@@ -164,7 +164,14 @@ def test_fp8_weights_are_multiplied_with_their_scales(name):
 def test_what_is_not_read_says_why(change, says):
     model = architectures.build("llama")
     module = model.model.layers[2].self_attn.o_proj
-    module.forward = lambda rows, weight=module.weight: rows @ weight.T
+    weight = module.weight
+
+    def multiply(rows):
+        if rows.dtype != weight.dtype:
+            raise RuntimeError("a kernel for another type")
+        return rows @ weight.T
+
+    module.forward = multiply
     module.weight = torch.nn.Parameter(change(module), requires_grad=False)
     matrices = read_all(model, geometry_of(model))
     assert matrices[2] == (None, says)

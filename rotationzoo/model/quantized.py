@@ -1,0 +1,102 @@
+"""Quantized checkpoints: whether this machine can load them, and which are dequantized while they
+load."""
+
+import importlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from rotationzoo.errors import UnsupportedModel, first_sentence
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# transformers multiplies these without dequantizing only with kernels that it fetches from a hub
+# and runs, or, for compressed-tensors, unpacks them in the first forward pass, when accelerate may
+# have put them elsewhere.
+_DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+_PACKAGE = re.compile(r"pip install (?:-U )?([^`'\"]*[\w.\]])")
+
+
+def quantization_of(config: "PretrainedConfig") -> dict[str, Any] | None:
+    """The `quantization_config` of a checkpoint, which a multimodal model may keep in its text
+    part; None for weights that are not quantized."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if table := getattr(part, "quantization_config", None):
+            return dict(table if isinstance(table, dict) else table.to_dict())
+    return None
+
+
+def is_dequantized(config: "PretrainedConfig") -> bool:
+    """Whether quantized weights are plain ones, of the config's dtype, once they are loaded."""
+    return (quantization_of(config) or {}).get("quant_method") in _DEQUANTIZED
+
+
+def dequantize(config: "PretrainedConfig") -> None:
+    """Make transformers dequantize the weights of this config while it loads them, if they are of a
+    kind that otherwise needs kernels from a hub."""
+    if is_dequantized(config):
+        config.quantization_config = {**(quantization_of(config) or {}), "dequantize": True}
+
+
+def check_blocks(paths: Iterable[Path], config: "PretrainedConfig", name: str) -> None:
+    """Raise `UnsupportedModel` where a weight in FP8 has blocks that are cut short at its end.
+
+    transformers takes the size of blocks from the number of scales, so it would multiply most of
+    such a weight by the wrong ones, and say nothing (`Fp8Dequantize` in 5.17 and 5.23).
+    """
+    blocks = (quantization_of(config) or {}).get("weight_block_size")
+    if not is_dequantized(config) or not blocks:
+        return
+    shapes: dict[str, list[int]] = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    for key, grid in shapes.items():
+        weight = key.removesuffix("_scale_inv")
+        shape = shapes.get(weight, [])
+        if weight == key or len(shape) != 2 or len(grid) != 2:
+            continue
+        cut = [
+            count > 1 and size // count != block
+            for size, count, block in zip(shape, grid, blocks, strict=True)
+        ]
+        if any(cut):
+            raise UnsupportedModel(
+                f"{name} cannot be loaded, because {weight} of {shape} is stored in blocks of "
+                f"{list(blocks)} that are cut short, which transformers gives wrong scales",
+                hint="give the model that it was quantized from",
+            )
+
+
+def check_loadable(config: "PretrainedConfig", name: str, device: str) -> None:
+    """Raise `UnsupportedModel` unless transformers can load the quantized weights of a model onto
+    `device` with the packages of this machine. Reads no weights."""
+    table = quantization_of(config)
+    if table is None:
+        return
+    # Not `from transformers.quantizers`, which mypy cannot see through.
+    quantizers: Any = importlib.import_module("transformers.quantizers.auto")
+    method = table.get("quant_method", "an unnamed method")
+    reason, hint = None, "give the model that it was quantized from"
+    try:
+        if not quantizers.AutoHfQuantizer.supports_quant_method(table):
+            reason = f"transformers does not know the quantization {method}"
+        else:
+            if is_dequantized(config):
+                table["dequantize"] = True
+            quantizer = quantizers.AutoHfQuantizer.from_config(table, pre_quantized=True)
+            quantizer.validate_environment(device_map={"": device})
+    except Exception as error:  # each method has checks of its own
+        reason = first_sentence(error)
+        package = _PACKAGE.search(str(error))
+        missing = package[1] if package else getattr(error, "name", None)
+        if isinstance(error, ImportError) and missing:
+            hint = f"run: pip install '{missing}'"
+    if reason is not None:
+        raise UnsupportedModel(
+            f"{name} cannot be loaded, because it is quantized with {method}: {reason}", hint=hint
+        )

@@ -1,0 +1,103 @@
+"""The scratch folder of offloaded weights: of processes that were killed, and on a full disk."""
+
+import os
+import resource
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.jobs import job, rotation_bytes
+from support.models import save_tiny
+from support.quantized import quantize_to_fp8
+
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.model import loading
+from rotationzoo.model.offload_folder import PREFIX, offload_folder
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch) -> Path:
+    """A folder for temporary files that this test has for itself."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next_run(scratch):
+    child = os.fork()
+    if child == 0:
+        with offload_folder() as folder:
+            (folder / "weights").write_bytes(bytes(1000))
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (left,) = scratch.iterdir()
+    assert (left / "weights").is_file()
+    with offload_folder() as folder:
+        assert list(scratch.iterdir()) == [folder]
+    assert not list(scratch.iterdir())
+
+
+def test_folders_in_use_and_what_is_no_folder_stay(scratch):
+    elsewhere = scratch / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    (scratch / f"{PREFIX}link").symlink_to(elsewhere)
+    (scratch / f"{PREFIX}file").touch()
+    with offload_folder() as first:
+        (first / "weights").touch()
+        with offload_folder():
+            assert (first / "weights").is_file()
+        assert first.is_dir()
+    assert (elsewhere / "file").is_file()
+    assert {path.name for path in scratch.iterdir()} == {
+        "elsewhere", f"{PREFIX}link", f"{PREFIX}file",
+    }  # fmt: skip
+
+
+def test_somebody_elses_folder_stays(scratch, monkeypatch):
+    left = scratch / f"{PREFIX}left"
+    left.mkdir()
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with offload_folder():
+        assert left.is_dir()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with offload_folder():
+        assert not left.exists()
+
+
+def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, monkeypatch):
+    """What is dequantized has to be written before it can be read from the disk. The limit on the
+    size of files stands in for a full disk: the kernel refuses the same write."""
+    model = save_tiny(tmp_path / "model", num_hidden_layers=4, hidden_size=128, head_dim=32)
+    quantize_to_fp8(model)
+    spread = job(model, tmp_path, batch=4, device_map="auto", max_memory="cpu=150KB")
+    load, limits = loading.load, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def load_on_a_full_disk(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            return load(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(loading, "load", load_on_a_full_disk)
+    words = ["--tokens", "2048", "--length", "256", "--batch", "4", "--device", "cpu"]
+    words += ["--output", str(spread.output), "--device-map", "auto", "--max-memory", "cpu=150KB"]
+    ended = inside("calibrate", str(model), *words)
+    assert ended.returncode == 1
+    error, hint = ended.stderr.strip().splitlines()[-2:]
+    assert error.startswith(f"Error: the disk of {scratch / PREFIX}")
+    assert error.endswith(" is full, and not all weights fit memory")
+    assert hint == "Hint: make room, or name a folder on a larger disk: export TMPDIR=FOLDER"
+    assert not list(scratch.glob(f"{PREFIX}*"))
+    assert not spread.output.exists()
+    monkeypatch.setattr(loading, "load", load)
+    assert inside("calibrate", str(model), *words).returncode == 0, "the same command goes on"
+    whole = calibrate(job(model, tmp_path / "whole", batch=4))
+    made = spread.output / "rotations.safetensors"
+    assert made.read_bytes() == rotation_bytes(whole)

@@ -1,0 +1,124 @@
+"""Batches that run out of memory midway, in calibration and evaluation: halved, and counted
+once."""
+
+import accelerate
+import pytest
+import torch
+from support import architectures
+from support.full_memory import room_for
+
+from rotationzoo import ranks
+from rotationzoo.cache.windows import Cache
+from rotationzoo.calibration.collect import collect
+from rotationzoo.codec import int2
+from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.arms import build_arms
+from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.linalg.moments import to_raw
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.loading import forward_errors
+from rotationzoo.model.out_of_memory import RowLimit, is_out_of_memory
+from rotationzoo.model.source import find
+from rotationzoo.progress import silent
+from rotationzoo.recipe import PRESETS, Recipe
+
+RECIPE = Recipe(sink=4)
+IDS = torch.randint(3, 59, (7, 32), generator=torch.Generator().manual_seed(2))
+
+
+def assert_same(sums, expected) -> None:
+    """The same rows in the same shapes. They may be added up in another order, which changes the
+    last bits of float64."""
+    assert sums.keys() == expected.keys()
+    for key, tensor in sums.items():
+        assert (tensor - expected[key]).norm() <= 1e-12 * expected[key].norm(), key
+
+
+@pytest.fixture
+def model():
+    return architectures.build("qwen3", num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("name", ["oscar", "oscar-v1", "feedback"])
+def test_the_sums_are_those_of_smaller_batches(name, model, caplog):
+    """oscar-v1 takes two passes, and feedback has a second observer."""
+    recipe = PRESETS[name].model_copy(update={"sink": 4, "recent": 8})
+    geometry = geometry_of(model)
+    expected = to_raw(collect(model, geometry, [*IDS[:4].split(2), *IDS[4:].split(2)], recipe))
+    with room_for(model, 2) as passes:
+        sums = to_raw(collect(model, geometry, [IDS[:4], IDS[4:]], recipe))
+    # Once memory has run out, the batches that follow are cut at once.
+    first = [4, 2, 2, 2, 1]
+    assert passes == ([*first, 2, 2, 2, 1] if name == "oscar-v1" else first)
+    (line,) = caplog.messages
+    assert line == "Memory ran out with 4 rows of 32 tokens in a forward pass; going on with 2"
+    assert_same(sums, expected)
+
+
+def test_offloaded_weights_go_back_after_a_pass_that_failed(model, tmp_path):
+    geometry = geometry_of(model)
+    expected = to_raw(collect(model, geometry, list(IDS[:4].split(1)), RECIPE))
+    accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+    with room_for(model, 1):
+        sums = to_raw(collect(model, geometry, [IDS[:4]], RECIPE))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert_same(sums, expected)
+
+
+def test_a_row_that_does_not_fit_ends_the_run(model):
+    geometry = geometry_of(model)
+    with (
+        room_for(model, 0),
+        pytest.raises(RotationZooError, match="a batch of 1 row of 32 tokens") as caught,
+        forward_errors("the model", 7, 32),
+    ):
+        collect(model, geometry, [IDS], RECIPE)
+    assert caught.value.hint == "add: --device-map auto, or a shorter --length"
+
+
+def test_one_of_several_processes_keeps_its_batches(model, monkeypatch):
+    """With other shapes than the processes beside it, its sums would be others than those of one
+    process alone."""
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    limit = RowLimit()
+    with (
+        room_for(model, 3),
+        pytest.raises(RotationZooError, match="a batch of 7 rows of 32 tokens") as caught,
+    ):
+        limit.run(IDS, lambda ids: model(input_ids=ids), lambda: lambda: None)
+    assert caught.value.hint == "add: --batch 3"
+    assert limit.rows is None
+
+
+def test_other_errors_pass():
+    def fail(ids):
+        raise ValueError("of another kind")
+
+    with pytest.raises(ValueError, match="of another kind"):
+        RowLimit().run(IDS, fail, lambda: lambda: None)
+
+
+def test_a_full_main_memory_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+
+
+def test_an_evaluation_measures_each_text_once(model):
+    geometry = geometry_of(model)
+    arms = build_arms([], geometry, find("demo"), ("key", "value"))
+    caches = [Cache(int2.SIMULATED["sglang"], 4, 8)]
+    trial = Trial(geometry, arms, caches, [0, 1, 2], ("key", "value"), 4, 12)
+    expected = run_models(model, [IDS[:2], IDS[2:4]], trial, silent)
+    with room_for(model, 2):
+        halved = run_models(model, [IDS[:4]], trial, silent)
+    assert halved.exact.measure_exact() == expected.exact.measure_exact()
+    for key, metrics in halved.arms.items():
+        mine, other = (
+            metrics.measure_arm(halved.exact),
+            expected.arms[key].measure_arm(expected.exact),
+        )
+        assert mine["text_losses"] == other["text_losses"]
+        assert mine["output_error"] == pytest.approx(other["output_error"], rel=1e-12)
+        # The queries that are compared are drawn once a batch.
+        assert mine["attention_kl"] == pytest.approx(other["attention_kl"], rel=0.2)
