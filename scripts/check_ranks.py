@@ -103,11 +103,13 @@ class Commands:
             raise RuntimeError(f"{' '.join(map(str, words))} failed:\n{stderr[-4000:]}")
         return stdout
 
-    def seconds(self, marks: str) -> list[dict[str, float]]:
-        """How long each process took for its passes (`collect`), and how long of this for adding up
-        the sums of all (`add`), the wait for the others included."""
-        paths = sorted(self._place(marks).glob("seconds.*"))
-        return [json.loads(path.read_text()) for path in paths]
+    def times(self, marks: str) -> dict[str, tuple[float, float]]:
+        """Of all processes, the first and the last time at which passes began (`start`), ended
+        (`own`), and were added up (`end`)."""
+        paths = self._place(marks).glob("times.*")
+        all_times = [json.loads(path.read_text()) for path in paths]
+        names = "start", "own", "end"
+        return {name: _ends([times[name] for times in all_times]) for name in names}
 
     def begun(self, marks: str) -> list[Path]:
         """The files that two processes write when their passes begin."""
@@ -147,6 +149,10 @@ def write_text(path: Path, tokens: int) -> Path:
         for _ in range(tokens // 5000 + 2):  # a word has two tokens or more
             file.write(json.dumps({"text": " ".join(drawn.choices(words, k=4000))}) + "\n")
     return path
+
+
+def _ends(times: list[float]) -> tuple[float, float]:
+    return min(times), max(times)
 
 
 def difference(folder: Path, other: Path) -> float:
@@ -202,14 +208,15 @@ class Parts:
         change = difference(self.folder / "alone", self.folder / "shared")
         told = f"statistics of two processes: {change:.1e} from those of one (allowed {ROUNDING})"
         self.checks.tell(change <= ROUNDING, told)
-        (alone,), shared = self.commands.seconds("alone"), self.commands.seconds("shared")
-        collect = max(each["collect"] for each in shared)
-        passes = max(each["collect"] - each["add"] for each in shared)
-        ratio = alone["collect"] / collect
+        one, two = self.commands.times("alone"), self.commands.times("shared")
+        alone, shared = (each["end"][1] - each["start"][0] for each in (one, two))
+        ratio, late = alone / shared, two["start"][1] - two["start"][0]
+        passes = two["own"][1] - two["start"][1]
         told = (
-            f"passes over {self.settings.tokens:,} tokens: {alone['collect']:.1f} s alone, "
-            f"{collect:.1f} s shared, {ratio:.2f} x as fast; without adding up "
-            f"{alone['collect'] / passes:.2f} x"
+            f"passes over {self.settings.tokens:,} tokens: {alone:.2f} s alone, {shared:.2f} s "
+            f"shared, {ratio:.2f} x as fast. One process began {late:.2f} s after the other, "
+            f"connecting and adding up took {two['end'][1] - two['own'][1]:.2f} s, and without "
+            f"both it is {alone / passes:.2f} x"
         )
         self.checks.tell(None if self.on_cpu else ratio >= FASTER, told)
 
@@ -253,7 +260,7 @@ class Parts:
         words = [*self.calibrate, "--output", "killed"]
         process = self.commands.start("dead", *words, processes=2)
         _wait_for(process, self.commands.begun("dead"))
-        time.sleep(1 if self.on_cpu else 2)
+        time.sleep(0.5 if self.on_cpu else 2)
         os.kill(_process_of_rank(process.pid, 1), signal.SIGKILL)
         killed = time.monotonic()
         _, stderr = process.communicate(timeout=120)
@@ -269,7 +276,8 @@ class Parts:
             self.commands.run("shared", *self.calibrate, "--output", "shared", processes=2)
         files = [self.folder / name / "rotations.safetensors" for name in ("killed", "shared")]
         same = files[0].read_bytes() == files[1].read_bytes()
-        passes = max(each["collect"] for each in self.commands.seconds("again"))
+        times = self.commands.times("again")
+        passes = times["end"][1] - times["start"][0]
         left = [path.name for path in self.folder.glob("killed.checkpoint*")]
         told = f"the next run ({passes:.1f} s of passes) writes the bytes of an unbroken one"
         self.checks.tell(same and not left, told)

@@ -1,18 +1,16 @@
-"""Runs the command line, alone or under torchrun, and writes down how long its passes took.
+"""Runs the command line, alone or under torchrun, and writes down when its passes began and ended.
 
     torchrun --nproc-per-node 2 scripts/timed_command.py FOLDER calibrate demo ...
 
-Each process writes `begun.RANK` when its passes begin (`collect`), and `seconds.RANK` when they
-have ended: the seconds of all, and of those the seconds in which it added up the sums of all
-processes (`add`), the wait for the others included.
+Each process writes `begun.RANK` when its passes begin, and `times.RANK` in the end: the seconds by
+the clock at which they began (`start`), at which it had its own sums (`own`), and at which it had
+those of all processes (`end`).
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +24,31 @@ def main(folder: Path, words: list[str]) -> None:
         ranks.use_one_gpu = lambda: None
     import torch
 
+    from rotationzoo.calibration import collect as module
     from rotationzoo.calibration import model_run
     from rotationzoo.cli.app import main as run
 
-    rank, collect, add = os.environ.get("RANK", "0"), model_run.collect, ranks.all_reduce
-    seconds = {"collect": 0.0, "add": 0.0}
+    rank, collect, add = os.environ.get("RANK", "0"), model_run.collect, module.sum_over_ranks
+    times: dict[str, float] = {}
 
-    @contextmanager
-    def timed(name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
+    def note(name: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds[name] += time.perf_counter() - start
+        times[name] = time.time()
 
     def timed_collect(*arguments: Any, **options: Any) -> Any:
         (folder / f"begun.{rank}").touch()
-        with timed("collect"):
-            result = collect(*arguments, **options)
-        (folder / f"seconds.{rank}").write_text(json.dumps(seconds))
+        note("start")
+        result = collect(*arguments, **options)
+        note("end")
+        (folder / f"times.{rank}").write_text(json.dumps(times))
         return result
 
-    def timed_add(sums: Any) -> Any:
-        with timed("add"):
-            return add(sums)
+    def timed_add(*arguments: Any) -> Any:
+        note("own")
+        return add(*arguments)
 
-    model_run.collect, ranks.all_reduce = timed_collect, timed_add
+    model_run.collect, module.sum_over_ranks = timed_collect, timed_add
     run(words)
 
 

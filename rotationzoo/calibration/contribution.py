@@ -24,14 +24,14 @@ def contribute(job: Job) -> None:
     Waits until process 0 has checked the job and fetched the model. Does nothing if the artifact is
     finished, or if the recipe needs no statistics. Raises as `calibrate` does.
     """
-    first = ranks.listen()
-    if first is None:
-        return
+    ranks.listen("begin")  # the model's config and tokenizer are there
     planned = plan(job)
     if planned.refusal is not None:
         raise planned.refusal
     text = read_source_text(planned)
-    assert text is not None
+    first = ranks.listen("job")  # the weights are there, and no older checkpoint is
+    if first is None or text is None:
+        return
     fetch(planned.source)
     identity = identify_job(planned.job, planned.source, text)
     if changed := differences(first, identity, _PARTS):

@@ -94,7 +94,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     before any weights are fetched.
     """
     _check_settings(job)
-    first = ranks.listen()  # the other processes begin once process 0 has fetched everything
+    ranks.listen("begin")
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
@@ -118,12 +118,12 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
-    # Every pair of windows is measured on the same tokens: those that read quantized positions
-    # with all of them.
+    # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
     check_length(job.data, start)
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
+    ranks.tell("begin")  # other processes find config and tokenizer here, and read the text, too
     check_weights(artifacts, source)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
@@ -131,7 +131,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
-    check_same(first, (job, text.fingerprint), source, artifacts)
+    check_same((job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = loading.load(source, config, device, dtype, placement)

@@ -1,7 +1,7 @@
 """An evaluation under torchrun or accelerate launch: what its processes cannot share, and that all
 of them do the same one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
@@ -35,17 +35,14 @@ def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) ->
     }
 
 
-def check_same(
-    first: Mapping[str, str] | None, settings: object, source: Source, artifacts: Sequence[Artifact]
-) -> None:
-    """Tell the other processes what this one evaluates, if it is process 0; otherwise raise
-    `RotationZooError` if it is not what process 0 does, which has told its own: `first`."""
+def check_same(settings: object, source: Source, artifacts: Sequence[Artifact]) -> None:
+    """Tell the other processes what this one evaluates, if it is process 0; otherwise wait for
+    that, and raise `RotationZooError` if this process evaluates something else."""
     if ranks.world() == 1:
         return
     present = identify(settings, source, artifacts)
-    if first is None:
-        ranks.tell(present)
-        return
+    ranks.tell("job", present)
+    first = ranks.listen("job") or present
     changed = [name for name in present if present[name] != first.get(name)]
     if changed:
         raise RotationZooError(

@@ -80,19 +80,21 @@ def joined(device: Callable[[], str]) -> Iterator[None]:
         _current.reset(token)
 
 
-def tell(message: Any) -> None:
-    """Tell the other processes something that JSON can express. Only process 0 does, and once."""
-    if (group := _current.get()) is not None:
-        group.set("told", message)
+def tell(name: str, message: Any = True) -> None:
+    """Tell the other processes something that JSON can express. Does nothing in them. Each name is
+    told once."""
+    group = _current.get()
+    if group is not None and group.rank == 0:
+        group.set(name, message)
 
 
-def listen() -> Any:
-    """Wait, for as long as process 0 takes, for what it tells. None in process 0 itself."""
+def listen(name: str) -> Any:
+    """Wait, for as long as process 0 takes, for what it tells by this name. None in process 0."""
     group = _current.get()
     if group is None or group.rank == 0:
         return None
-    group.wait_for(["told"], limited=False)
-    return group.get("told")
+    group.wait_for([name], limited=False)
+    return group.get(name)
 
 
 def beat() -> None:

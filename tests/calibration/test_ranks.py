@@ -135,7 +135,8 @@ def test_a_process_does_not_add_sums_of_another_job(beside, tiny, tmp_path):
     wanted = job(tiny, tmp_path, batch=2)
     planned = plan(wanted)
     identity = identify_job(wanted, planned.source, read_source_text(planned))
-    beside.tell("told", identity | {"text": "of a different file"})
+    beside.tell("begin", True)
+    beside.tell("job", identity | {"text": "of a different file"})
     with (
         pytest.raises(RotationZooError, match="process 1 would add sums of another job: text diff"),
         joined(lambda: "cpu"),

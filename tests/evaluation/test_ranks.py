@@ -78,7 +78,8 @@ def test_a_process_does_not_add_results_of_another_evaluation(monkeypatch, setti
     source = find(settings.model)
     text = read_corpus(judged_text(settings.data), load_tokenizer(source))
     identity = identify((settings, text.fingerprint), source, [])
-    beside.tell("told", identity | {"weights": "of another model"})
+    beside.tell("begin", True)
+    beside.tell("job", identity | {"weights": "of another model"})
     with (
         pytest.raises(RotationZooError, match="of another evaluation: weights differ"),
         joined(lambda: "cpu"),
