@@ -54,7 +54,7 @@ def collect(
     feedback and the model does not show its softmax.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
-    sums = RunningSums(geometry, recipe, checkpoint)
+    sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
     limit = RowLimit()

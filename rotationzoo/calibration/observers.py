@@ -10,7 +10,9 @@ from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
 
 
-def zero_statistics(geometry: Geometry, recipe: Recipe) -> Statistics:
+def zero_statistics(
+    geometry: Geometry, recipe: Recipe, device: torch.device | str = "cpu"
+) -> Statistics:
     """The initial sums: four moments per cached layer, one more with key energy and one more with
     error feedback."""
     statistics: Statistics = {}
@@ -26,7 +28,7 @@ def zero_statistics(geometry: Geometry, recipe: Recipe) -> Statistics:
         if recipe.value_statistic == "key_energy":
             dims["key_energy"] = layer.value_dim
         statistics[layer.index] = {
-            kind: Moment.zeros(layer.kv_heads, dim) for kind, dim in dims.items()
+            kind: Moment.zeros(layer.kv_heads, dim, device) for kind, dim in dims.items()
         }
     return statistics
 
@@ -53,7 +55,7 @@ def add_rows(
     if run_sums.on_tensor_cores(tensor):
         if weight is not None:
             weight = weight.transpose(0, 1).flatten(1).to(moment.second.device)
-        rows = by_kv_head.transpose(0, 1).flatten(1, 3).to(moment.second.device)
+        rows = run_sums.rows_of_heads(tensor, layer.kv_heads).to(moment.second.device)
         run_sums.add_runs(moment, rows, weight)
         return
     for number, row in enumerate(by_kv_head):  # one at a time limits the size of float64 copies

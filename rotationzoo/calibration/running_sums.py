@@ -24,9 +24,16 @@ class RunningSums:
     `whole`, so that what was done before it can be saved.
     """
 
-    def __init__(self, geometry: Geometry, recipe: Recipe, checkpoint: Checkpoint | None):
-        self.batch = zero_statistics(geometry, recipe)
-        self.whole, self.done = zero_statistics(geometry, recipe), 0
+    def __init__(
+        self,
+        geometry: Geometry,
+        recipe: Recipe,
+        checkpoint: Checkpoint | None,
+        device: torch.device,
+    ):
+        # Made where most layers are: to move zeros from the CPU can take longer than a batch.
+        self.batch = zero_statistics(geometry, recipe, device)
+        self.whole, self.done = zero_statistics(geometry, recipe, device), 0
         self._checkpoint = checkpoint
         saved = None if checkpoint is None else checkpoint.read(self.whole)
         if saved is not None:

@@ -43,6 +43,24 @@ def on_tensor_cores(rows: torch.Tensor) -> bool:
     return rows.is_cuda and rows.dtype in _PIECES
 
 
+def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """A copy `[kv_heads, N, D]` of `[B, H, T, D]`, where each of the KV heads has the rows of an
+    equal share of the H heads, by batch, head and position."""
+    wide = tensor
+    # Torch copies what is not in order entry by entry, and 16 bytes take no longer than two.
+    if _is_aligned(tensor):
+        wide = tensor.view(torch.complex128)
+    by_kv_head = wide.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
+    return by_kv_head.view(tensor.dtype)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row consists of whole pieces of 16 bytes, at multiples of 16 bytes."""
+    places = *tensor.stride()[:-1], tensor.shape[-1], tensor.storage_offset()
+    pieces = all(place * tensor.itemsize % 16 == 0 for place in places)
+    return pieces and tensor.stride(-1) == 1
+
+
 def add_runs(
     moment: Moment, rows: torch.Tensor, weights: torch.Tensor | None = None, run: int = RUN
 ) -> None:
@@ -58,7 +76,8 @@ def add_runs(
     group = min(GROUP, -(-count // run))
     # Zeros fill up the last group, and add nothing.
     missing = -count % (run * group)
-    rows = pad(rows, (0, 0, 0, missing))
+    if missing:  # `pad` copies even where it adds nothing
+        rows = pad(rows, (0, 0, 0, missing))
     if weights is None:
         left = right = _exact_factors(rows)
         weighted = rows

@@ -6,7 +6,14 @@ from check_statistics import truncated_product
 
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment
-from rotationzoo.linalg.run_sums import RUN, add_runs, bfloat16_pieces, quadratic_form, run_bytes
+from rotationzoo.linalg.run_sums import (
+    RUN,
+    add_runs,
+    bfloat16_pieces,
+    quadratic_form,
+    rows_of_heads,
+    run_bytes,
+)
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -45,6 +52,18 @@ def test_moments_are_those_of_the_definition(dtype, weighted):
     eigenvalues = (torch.linalg.eigvalsh(moment.second_moment) for moment in (exact, fast))
     wanted, measured = eigenvalues
     assert (measured / wanted - 1).abs().max() < 1e-5  # measured 3e-7
+
+
+@pytest.mark.parametrize("dim", [16, 20])  # 20 entries of two bytes are no whole pieces of 16 bytes
+@pytest.mark.parametrize("first", [0, 3])
+def test_rows_of_heads_are_those_of_their_queries(dim, first):
+    for tokens_first in (False, True):  # in memory
+        tensor = torch.randn(2, 6, 7, dim).bfloat16()
+        if tokens_first:
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        tensor = tensor[:, :, first:]
+        expected = [tensor[:, pair : pair + 2].reshape(-1, dim) for pair in (0, 2, 4)]
+        assert torch.equal(rows_of_heads(tensor, 3), torch.stack(expected))
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1024, 1025])
