@@ -98,16 +98,15 @@ def check_weights(artifacts: list[Artifact], source: Source) -> None:
 
 
 def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
-    """Notes for artifacts that were calibrated without the scaling of RoPE that the model runs
-    with."""
+    """Notes on the scaling of RoPE that the model runs with, and on artifacts that were calibrated
+    without."""
     if scaling is None:
         return []
-    unscaled = [artifact for artifact in artifacts if artifact.recipe.rope_scaling is None]
-    return [
-        f"{artifact.folder.resolve().name} was calibrated without the rope scaling {scaling} that "
-        "the model runs with"
-        for artifact in unscaled
-    ]
+    notes = [f"the model's RoPE is scaled by {scaling}"]
+    for artifact in artifacts:
+        if artifact.recipe.rope_scaling is None:
+            notes.append(f"{artifact.folder.resolve().name} was calibrated without that scaling")
+    return notes
 
 
 def notes_for_reader(

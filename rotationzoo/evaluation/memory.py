@@ -22,6 +22,7 @@ from rotationzoo.model.prediction import BLOCK_LOGITS
 
 _CODEC = 10  # simultaneous float32 tensors as large as the rows that are quantized
 _DIVERGENCE = 16  # bytes of float64 and float32 copies for each byte of float32 scores
+_EAGER = 6  # simultaneous float32 tensors as large as the scores of a block of queries
 _MASK = 8  # bytes a position of a block's mask takes while it is made and read
 
 
@@ -88,10 +89,14 @@ class EvaluationFootprint:
 
     def _reading(self, layer: Layer) -> int:
         """What a block of queries reads: keys and values, picked and repeated for each query head,
-        and the mask."""
+        and the mask; with eager attention also the scores."""
         widths = layer.key_dim + layer.value_dim
         picked = (layer.kv_heads + layer.query_heads) * widths * self._tokens * self.item
-        return picked + _MASK * BLOCK_QUERIES * self.length
+        mask = _MASK * BLOCK_QUERIES * self.length
+        if self._text._attn_implementation != "eager":
+            return picked + mask
+        scores = 4 * layer.query_heads * BLOCK_QUERIES * self._tokens
+        return picked + mask + _EAGER * scores
 
     def _divergence(self, layer: Layer) -> int:
         """The comparison of attention weights: both copies of the keys in float32, once as they are
