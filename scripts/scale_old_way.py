@@ -206,7 +206,7 @@ def _difference(bench: Bench, dumped: Dumped) -> float:
     for layer, sides in dumped.eigenvalues.items():
         fitted = rotations[layer]
         for side, eigenvalues in sides.items():
-            ours = getattr(fitted, side).eigenvalues[0].double()
+            ours = getattr(fitted, side).eigenvalues[0].double().cpu()
             worst = max(worst, ((ours - eigenvalues).abs() / eigenvalues).max().item())
     return worst
 

@@ -253,7 +253,7 @@ def test_a_fleet_has_a_runner_for_each_model(runner):
     planned = outputs(runner, "fleet", "plan", **step["env"])
     (row,) = json.loads(planned["matrix"])["include"]
     assert (planned["any"], row.pop("runner")) == ("true", "gpu-24gb")
-    assert row == json.loads(plan(runner)["matrix"])["include"][0]
+    assert row.keys() == {"model", "revision", "name"}, "as in regenerate.yml"
     (script,) = scripts("fleet", "build")
     assert [script.replace('"$OUT/$NAME"', '"out/$NAME"')] == scripts("regenerate", "build")
     assert jobs("fleet")["build"]["runs-on"][-1] == "${{ matrix.runner }}"
