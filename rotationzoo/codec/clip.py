@@ -64,8 +64,7 @@ def clip_threshold(
     positions = position.flatten()
     if rows.numel() and not interpolated and (positions == positions[0]).all():
         # One position for all rows, which is the rule: nothing to send to the device, and no order.
-        count = dim - int(positions[0])
-        return magnitudes.topk(count, sorted=False).values.min(-1).values
+        return magnitudes.kthvalue(int(positions[0]) + 1).values
     entry, weight = _expand(position, rows), _expand(between, rows)
     if rows.numel():  # `entry.min()` would fail on no rows
         # Only the entries from the threshold up are needed: a few of D at the usual ratios.

@@ -119,8 +119,8 @@ def test_trying_takes_what_is_planned(medium):
     search, layer = medium.search, medium.geometry[0]
 
     def search_layer() -> None:
-        key = search.rank("key").chosen
-        search.rank("value", key)
+        key = search.rank("key", search.make_forms("key")).chosen
+        search.rank("value", search.make_forms("value"), key)
 
     most, _, _ = allocated(search_layer)
     lengths = TextLengths(held_out=[LENGTH] * 3, fitted=[LENGTH] * 6)

@@ -12,10 +12,11 @@ from rotationzoo.calibration.search.clip_ratios import Clips
 from rotationzoo.calibration.search.criterion import Criterion, Score, find_best, is_better
 from rotationzoo.calibration.search.probes import Trial
 from rotationzoo.calibration.search.task import SearchTask
+from rotationzoo.calibration.search.threads import start_in_threads
 from rotationzoo.errors import RotationZooError
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import variants
-from rotationzoo.rotations import Rotation
+from rotationzoo.recipe import Recipe, variants
+from rotationzoo.rotations import Rotation, Rotations
 
 _SIMPLE_FINALISTS = 2  # candidates without a choice by head whose clip ratios are searched
 
@@ -23,17 +24,19 @@ _SIMPLE_FINALISTS = 2  # candidates without a choice by head whose clip ratios a
 def fit_variants(task: SearchTask) -> tuple[list[Candidate], dict[str, str]]:
     """A candidate for every variant of the recipe, the recipe itself first; also return, by name,
     why other variants cannot be made for this model."""
-    candidates: list[Candidate] = []
-    refused = {}
-    for name, recipe in variants(task.recipe).items():
-        if not candidates:
-            candidates.append(Candidate(name, recipe, task.baseline))
-            continue
+    (first, *others), refused = variants(task.recipe).items(), {}
+    candidates = [Candidate(*first, task.baseline)]
+
+    def fit_variant(recipe: Recipe) -> Rotations:
+        # Candidates are judged by nearest codes, and the winner gets its factors of error feedback
+        # in the end.
+        plain = recipe.model_copy(update={"feedback": False})
+        return fit(task.statistics, plain, task.geometry)
+
+    fitting = start_in_threads(fit_variant, [recipe for _, recipe in others])
+    for (name, recipe), future in zip(others, fitting, strict=True):
         try:
-            # Candidates are judged by nearest codes, and the winner gets its factors of error
-            # feedback in the end.
-            plain = recipe.model_copy(update={"feedback": False})
-            rotations = fit(task.statistics, plain, task.geometry)
+            rotations = future.result()
         except RotationZooError as error:
             refused[name] = str(error)
         else:

@@ -23,6 +23,10 @@ _LEARNED = ", learned"  # appended to the name of the candidate that learning st
 _CURVE_POINTS = 20  # about how many points of a loss curve the manifest records
 
 
+Forms = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The metric `[H, D, D]`, float64, in which errors of rows count, and closed forms by name."""
+
+
 @dataclass(frozen=True)
 class Ranking:
     """The closed forms of one side of a layer, with their scores."""
@@ -53,18 +57,22 @@ class LayerSearch:
         self.settings, self._centered = recipe.search, recipe.center_keys
         self.codec = LayerCodec.from_recipe(recipe, data.moments, data.device)
 
-    def rank(self, side: str, keys: Choice | None = None) -> Ranking:
-        """Score the closed forms of a side; those of values with the `keys` that were chosen."""
-        samples = self._load_samples()
-        scorer = Scorer(side, samples, self.codec, None if keys is None else keys.matrix)
-        metric = self._metric(side, samples)
+    def make_forms(self, side: str) -> Forms:
+        """The closed forms of a side, and the metric that they are made with."""
+        metric = self._metric(side)
         mean = self.codec.means[side].cpu().double()
         second_moment = self.data.moments[side].second_moment.cpu()
         covariance = second_moment - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return metric, closed_forms(covariance, metric.cpu())
+
+    def rank(self, side: str, forms: Forms, keys: Choice | None = None) -> Ranking:
+        """Score the closed forms of a side; those of values with the `keys` that were chosen."""
+        metric, candidates = forms
+        samples = self._load_samples()
+        scorer = Scorer(side, samples, self.codec, None if keys is None else keys.matrix)
         baseline = self._baseline(side)
         norms = scorer.find_norms(baseline.matrix)
         baseline.scores = scorer.score(baseline.matrix[None], norms)[:, 0]
-        candidates = closed_forms(covariance, metric.cpu())
         matrices = torch.stack(list(candidates.values())).float().to(self.data.device)
         choices = self._choices(list(candidates), matrices, scorer.score(matrices, norms))
         order = torch.stack([choice.scores.mean(0) for choice in choices]).argsort(0)
@@ -120,12 +128,13 @@ class LayerSearch:
             samples = [self.codec.center_keys(sample) for sample in samples]
         return samples
 
-    def _metric(self, side: str, samples: Sequence[QuerySample]) -> torch.Tensor:
+    def _metric(self, side: str) -> torch.Tensor:
         """The metric `[H, D, D]`, float64, in which errors of a side's rows count: how queries read
         keys, and how the output projection reads values."""
         if side == "key":
             return self.data.moments["query"].second_moment
-        projection, heads = samples[0].projection, self.layer.kv_heads
+        reader, heads = self.data.stored.queries[0].layer, self.layer.kv_heads
+        projection = self.data.projections.get(reader)
         if projection is None:
             return compositions.identity(self.layer.value_dim).expand(heads, -1, -1)
         # One KV head at a time, because float64 copies of whole weights are large.

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rotationzoo.calibration.search.sampling import take_samples
 from rotationzoo.calibration.search.shelf import Shelf
 from rotationzoo.calibration.search.stored import Samples
 from rotationzoo.calibration.search.task import SearchTask
+from rotationzoo.calibration.search.threads import start_in_threads
 from rotationzoo.model.geometry import Layer, cached_layers
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.projection import OutputProjection, output_projections
@@ -164,9 +166,10 @@ def _search_part(
     chosen: list[dict[str, Choice]] = [{} for _ in searches]
     for side in SIDES:
         until = left.deadline(deadline, len(searches))
+        making = start_in_threads(partial(LayerSearch.make_forms, side=side), searches)
         rankings = []
-        for search, sides in zip(searches, chosen, strict=True):
-            rankings.append(search.rank(side, sides.get("key")))
+        for search, sides, forms in zip(searches, chosen, making, strict=True):
+            rankings.append(search.rank(side, forms.result(), sides.get("key")))
             left.tell()
         learned = learn_side(
             side,

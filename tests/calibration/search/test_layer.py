@@ -22,6 +22,7 @@ def test_layers_that_share_a_cache_are_no_more_texts():
     for layer in cached_layers(geometry):
         data = LayerData(statistics[layer.index], samples[layer.index], projections)
         search = LayerSearch(layer, data, recipe, baseline[layer.index])
-        key = search.rank("key").chosen
-        assert len(key.scores) == len(search.rank("value", key).chosen.scores) == len(ROWS)
+        key = search.rank("key", search.make_forms("key")).chosen
+        value = search.rank("value", search.make_forms("value"), key).chosen
+        assert len(key.scores) == len(value.scores) == len(ROWS)
         assert len(samples[layer.index].queries) > len(ROWS)
