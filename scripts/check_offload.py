@@ -10,6 +10,7 @@ written instead of 36. `--small` is a model that a CPU can take.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -160,6 +161,8 @@ class Run:
     """Bytes allocated on the GPU at most."""
     resident: int
     """Bytes of weights that stay on the GPU."""
+    fetched: int
+    """Bytes of the largest weight that is elsewhere, and is on the GPU while its module runs."""
     places: set
 
 
@@ -177,6 +180,7 @@ def run(model: Path, output: Path, **options) -> Run:
         return models[-1]
 
     loading.load = load_and_keep
+    gc.collect()  # accelerate's hooks and a model refer to each other, so it outlives its run
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -188,10 +192,12 @@ def run(model: Path, output: Path, **options) -> Run:
     seconds = time.monotonic() - start
     model = models.pop()
     on_gpu = [weight.nbytes for weight in model.parameters() if weight.is_cuda]
+    elsewhere = [weight.nbytes for weight in model.parameters() if weight.is_meta]
     places = set(getattr(model, "hf_device_map", {}).values())
     text = stages["composing rotations"] - stages["checking the capture"]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return Run(artifact, seconds, text, peak, sum(on_gpu), places)
+    fetched = max(elsewhere, default=0)
+    return Run(artifact, seconds, text, peak, sum(on_gpu), fetched, places)
 
 
 def largest_difference(run: Run, expected: Run) -> float:
@@ -253,6 +259,8 @@ def check(folder: Path, config: dict, length: int, tokens: int) -> bool:
         f"{fp8.bytes / 1e9:.2f} GB in FP8, written in {time.monotonic() - start:.1f} s"
     )
     text = dict(tokens=tokens, length=length, dtype="bfloat16")
+    # The first run of a process starts CUDA and its libraries, which took longer than the text.
+    run(plain.folder, folder / "first", batch=tokens // length, **text)
     whole = run(plain.folder, folder / "whole", batch=tokens // length, **text)
     show("uncapped", whole, whole)
     total = plain.bytes
@@ -270,7 +278,7 @@ def check(folder: Path, config: dict, length: int, tokens: int) -> bool:
             plain.folder, folder / str(number), device_map="auto", max_memory=limits, **text
         )
         difference = largest_difference(spread, whole)
-        fits = spread.resident <= CAP * GIB and len(spread.places) > 1
+        fits = spread.resident + spread.fetched <= CAP * GIB and len(spread.places) > 1
         good = good and difference <= TOLERANCE and fits
         show(f"{cap} on the device, {name}", spread, whole, difference)
         moved = total - spread.resident
@@ -291,13 +299,13 @@ def check(folder: Path, config: dict, length: int, tokens: int) -> bool:
 def show(name: str, run: Run, whole: Run, difference: float | None = None) -> None:
     """Print one line."""
     content = run.artifact.content["run"]
-    peak, resident = run.peak / GIB, run.resident / GIB
+    peak, resident, fetched = run.peak / GIB, run.resident / GIB, run.fetched / GIB
     apart = "" if difference is None else f", statistics {difference:.1e} apart"
     print(
         f"{name}: {run.seconds:.1f} s ({run.seconds / whole.seconds:.2f} x uncapped), of which "
         f"check and text {run.text_seconds:.2f} s ({run.text_seconds / whole.text_seconds:.2f} x), "
         f"batch {content['batch']}, peak {peak:.2f} GiB with {resident:.2f} GiB of weights "
-        f"resident{apart}",
+        f"resident and at most {fetched:.2f} fetched{apart}",
         flush=True,
     )
 
