@@ -26,7 +26,8 @@ HEADER = """\
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extra = [line.split(";")[0] for line in project["optional-dependencies"]["cuda"]]
+    extras = project["optional-dependencies"]
+    extra = [line.split(";")[0] for line in (*extras["cuda"], *extras["sign"])]
     wanted = [*project["dependencies"], *extra, "setuptools>=77"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"

@@ -11,6 +11,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.zoo import index
 from rotationzoo.zoo.download import Pulled
+from rotationzoo.zoo.lookup import LoadedIndex
 
 SLOW = ("torch", "transformers", "datasets", "modelscope", "huggingface_hub", "safetensors")
 
@@ -120,8 +121,9 @@ def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_pat
         e for e in index.read(index.WHEEL_COPY).entries if e.format == "oscar" and e.pullable
     )
     pulled = Pulled(tmp_path, entry, entry.copies[0], None, {})
-    monkeypatch.setattr(api, "pull_first", lambda *_: pulled)
-    monkeypatch.setattr(api, "find_index", lambda *_: None)
+    monkeypatch.setattr(api, "pull_first", lambda *_, **__: pulled)
+    loaded = LoadedIndex(index.Index(), "an index")
+    monkeypatch.setattr(api, "find_index", lambda *_: loaded)
     monkeypatch.setattr(api, "choose_entry", lambda *_: (entry, entry.copies, ""))
     with pytest.raises(RotationZooError, match="are no artifact") as refusal:
         pull(entry.model)

@@ -30,8 +30,10 @@ from rotationzoo.storage.folders import temporary_sibling
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
 ADDED = (EVALUATION, *_KERNELS, "spectra.png", "error_by_layer.png")
+SIGNATURE = "model.sig"
+"""A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
-PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, *ADDED}
+PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
 
 
 @dataclass(frozen=True, repr=False)

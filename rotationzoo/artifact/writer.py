@@ -1,5 +1,7 @@
 """Writes an artifact: whole or not at all, with a checksum of each file."""
 
+import logging
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from rotationzoo import __version__
 from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
-from rotationzoo.artifact.store import CARD, MANIFEST, Artifact, check_permission
+from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact, check_permission
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.rotations import Rotations
@@ -54,7 +56,8 @@ def write_artifact(
 def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:
     """Add files named in `ADDED`, or replace earlier ones, and add `metrics` to the manifest's own.
 
-    Files that others have added since the artifact was opened are kept. The folder is replaced as a
+    Files that others have added since the artifact was opened are kept. A signature is not, because
+    it was for the files as they were. The folder is replaced as a
     whole, so a reader sees either the old artifact or the new one. Raises `RotationZooError` if the
     disk refuses, and if other rotations have meanwhile taken the artifact's place.
     """
@@ -68,7 +71,7 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
                 f"{artifact.folder} holds other rotations by now, and nothing was added",
                 hint="run the command again",
             )
-        folders.carry_over(folder, work, {*added, CARD, MANIFEST})
+        folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
         for name, data in added.items():
             files.write_new(work / name, data)
         written = {
@@ -79,7 +82,13 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
             "files": current.content["files"] | written,
         }
         _write_manifest_and_card(work, content)
+        was_signed = os.path.lexists(folder / SIGNATURE)
         install(work, folder)
+    if was_signed:
+        logging.getLogger("rotationzoo").warning(
+            "Note: %s is no longer signed: its signature was for the files as they were",
+            artifact.folder,
+        )
     return Artifact(artifact.folder, content)
 
 

@@ -7,7 +7,17 @@ from typing import Any
 from rotationzoo.cli.output import visible
 from rotationzoo.network.tokens import redact
 
-_LOUD = ("accelerate", "huggingface_hub", "datasets", "lm_eval", "evaluate", "absl", "bitsandbytes")
+_LOUD = (
+    "accelerate",
+    "huggingface_hub",
+    "datasets",
+    "lm_eval",
+    "evaluate",
+    "absl",
+    "bitsandbytes",
+    "sigstore",
+    "tuf",
+)
 
 
 class _Visible(logging.Formatter):

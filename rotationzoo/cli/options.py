@@ -80,6 +80,40 @@ Lengths = Annotated[
 ]
 Questions = Annotated[int, typer.Option(min=1, help="Questions per task and length.")]
 
+Signers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--signer",
+        help="Accept only what this identity, or this public key (a .pem file), has signed. "
+        "May be repeated.",
+    ),
+]
+Issuer = Annotated[
+    str | None,
+    typer.Option(help="Who vouches for the identity; not needed for workflows of GitHub."),
+]
+RequireSignature = Annotated[
+    bool, typer.Option("--require-signature", help="Refuse what is not signed.")
+]
+TrustConfig = Annotated[
+    Path | None,
+    typer.Option(help="Keys of another Sigstore than the public one, as a JSON file."),
+]
+SignWith = Annotated[
+    str | None,
+    typer.Option(
+        "--sign",
+        help="keyless, the file of a private key (.pem), or none. Unless given, jobs of GitHub "
+        "Actions with an identity sign keyless.",
+    ),
+]
+AdoptIndex = Annotated[
+    bool,
+    typer.Option(
+        "--adopt-index", help="Sign the index although others signed what it lists, or nobody."
+    ),
+]
+
 IndexPlace = Annotated[str | None, typer.Option("--index", help="Path or URL of a zoo_index.json.")]
 ZooRepo = Annotated[
     str | None, typer.Option("--repo", help="The zoo repository whose index to read.")

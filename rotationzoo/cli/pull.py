@@ -8,7 +8,17 @@ import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link
-from rotationzoo.cli.options import HubOrAny, IndexPlace, Json, Quiet, ZooRepo
+from rotationzoo.cli.options import (
+    HubOrAny,
+    IndexPlace,
+    Issuer,
+    Json,
+    Quiet,
+    RequireSignature,
+    Signers,
+    TrustConfig,
+    ZooRepo,
+)
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import PullEngineName
@@ -35,6 +45,10 @@ def pull_command(
     ] = None,
     index: IndexPlace = None,
     repo: ZooRepo = None,
+    signer: Signers = None,
+    issuer: Issuer = None,
+    require_signature: RequireSignature = False,
+    trust_config: TrustConfig = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -46,15 +60,27 @@ def pull_command(
     hush_libraries(models=to is not None)
     from rotationzoo.zoo.lookup import choose_entry, find_index
     from rotationzoo.zoo.pull import pull_first
+    from rotationzoo.zoo.signed_index import check_index
+    from rotationzoo.zoo.signing.demand import make_demand
 
+    demand = make_demand(
+        signers=signer or (),
+        issuer=issuer,
+        require_signature=require_signature,
+        trust_config=trust_config,
+    )
     hubs = chosen_hubs(from_)
     # The index is that of the first hub, even if the files may come from any.
     zoo_index = find_index(index, repo, hubs[0])
     out.note(f"Read {zoo_index.origin}")
+    if finding := check_index(zoo_index, demand):
+        out.notes([finding.note])
     entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs)
     with show_progress(out) as progress:
-        pulled = pull_first(zoo_index, entry, copies, follow_link(local_dir), progress)
+        pulled = pull_first(zoo_index, entry, copies, follow_link(local_dir), progress, demand)
     out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")
+    if pulled.signature is not None:
+        out.notes([pulled.signature.note])
     if to is None:
         show_pull(out, pulled)
         return
@@ -92,6 +118,7 @@ def show_pull(out: Output, pulled: "Pulled") -> None:
         "format": entry.format,
         "files": pulled.files,
         "notes": pulled.notes,
+        "signature": pulled.signature and pulled.signature.summary(),
     }
     out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
     if entry.format == "oscar":

@@ -8,9 +8,18 @@ import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import chosen_hubs
-from rotationzoo.cli.options import ArtifactFolder, HubOrBoth, Json, Quiet
+from rotationzoo.cli.options import (
+    AdoptIndex,
+    ArtifactFolder,
+    HubOrBoth,
+    Json,
+    Quiet,
+    SignWith,
+    TrustConfig,
+)
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
+from rotationzoo.cli.signing import choose_tool, index_signer, sign_upload
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
@@ -31,6 +40,9 @@ def push_command(
         Path | None,
         typer.Option(help="Also list it in this zoo_index.json, with pinned revisions."),
     ] = None,
+    sign: SignWith = None,
+    adopt_index: AdoptIndex = False,
+    trust_config: TrustConfig = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go; reach no hub.")
     ] = False,
@@ -45,9 +57,11 @@ def push_command(
     hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.ownership import check_model
-    from rotationzoo.zoo.push import extend_index_file, pinned_entry, push
+    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, push
     from rotationzoo.zoo.upload import prepare_upload
 
+    tool = choose_tool(sign, trust_config)
+    signer = index_signer(tool, adopt_index)
     opened = Artifact.open(artifact)
     upload = prepare_upload(opened, repo, not no_statistics)
     if dry_run:
@@ -55,8 +69,10 @@ def push_command(
         return
     # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
+    upload = sign_upload(out, upload, tool, anew=sign is not None)
+    destination = Destination(repo, chosen_hubs(to), create_pr)
     with show_progress(out) as progress:
-        published = push(upload, repo, chosen_hubs(to), create_pr, str(artifact), progress)
+        published = push(upload, destination, str(artifact), progress, signer)
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, published))
     show_push(out, repo, upload.path, published)

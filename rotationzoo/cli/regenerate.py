@@ -9,6 +9,7 @@ import typer
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link, parse_tasks
 from rotationzoo.cli.options import (
+    AdoptIndex,
     Device,
     DeviceMap,
     HubOrBoth,
@@ -18,17 +19,19 @@ from rotationzoo.cli.options import (
     MaxMemory,
     Questions,
     Quiet,
+    SignWith,
     Tasks,
+    TrustConfig,
     ZooRepo,
 )
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
+from rotationzoo.cli.signing import choose_tool, index_signer, sign_upload
 from rotationzoo.errors import HubError, PartlyDone, UsageError
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
-    from rotationzoo.progress import Progress
     from rotationzoo.zoo.due import DueModel
     from rotationzoo.zoo.hubs.protocol import Published
 
@@ -51,6 +54,9 @@ def regenerate_command(
     questions: Questions = 64,
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
     to: Annotated[HubOrBoth | None, typer.Option(help="Publish to this hub.")] = None,
+    sign: SignWith = None,
+    adopt_index: AdoptIndex = False,
+    trust_config: TrustConfig = None,
     device: Device = "auto",
     device_map: DeviceMap = None,
     max_memory: MaxMemory = None,
@@ -67,6 +73,9 @@ def regenerate_command(
     """
     out = Output(json, quiet)
     hush_libraries(models=not plan)
+    # Hours before it is needed, so that a wrong key stops the command at once.
+    tool = None if to is None else choose_tool(sign, trust_config)
+    signer = index_signer(tool, adopt_index)
     from rotationzoo.zoo.due import find_due, find_recipe_file
     from rotationzoo.zoo.lookup import ZOO, load_published_index
 
@@ -106,25 +115,22 @@ def regenerate_command(
     evaluation = Evaluation(model=model, artifacts=[], data=text.data, tasks=asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
-        places: dict[str, Published] = {}
-        if to is not None:
-            places = _publish(job.output, zoo, chosen_hubs(to), progress)
+    places: dict[str, Published] = {}
+    if to is not None:
+        from rotationzoo.artifact.store import Artifact
+        from rotationzoo.zoo.ownership import check_model
+        from rotationzoo.zoo.push import Destination, push
+        from rotationzoo.zoo.upload import prepare_upload
+
+        artifact = Artifact.open(job.output)
+        upload = prepare_upload(artifact, zoo)
+        check_model(artifact)
+        upload = sign_upload(out, upload, tool, anew=sign is not None)
+        # As a pull request, so that a person decides whether to merge it.
+        destination = Destination(zoo, chosen_hubs(to), create_pr=True)
+        with show_progress(out) as progress:
+            places = push(upload, destination, str(job.output), progress, signer)
     show_regenerated(out, job.output, verdict, places)
-
-
-def _publish(
-    folder: Path, repo: str, hubs: list[str], progress: "Progress"
-) -> dict[str, "Published"]:
-    """Publish as a pull request, so that a person decides whether to merge it."""
-    from rotationzoo.artifact.store import Artifact
-    from rotationzoo.zoo.ownership import check_model
-    from rotationzoo.zoo.push import push
-    from rotationzoo.zoo.upload import prepare_upload
-
-    artifact = Artifact.open(folder)
-    upload = prepare_upload(artifact, repo)
-    check_model(artifact)
-    return push(upload, repo, hubs, create_pr=True, name=str(folder), progress=progress)
 
 
 def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:

@@ -1,7 +1,7 @@
 """`rotationzoo verify`: check that an artifact is whole, orthogonal and made for its model."""
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,10 +11,14 @@ from rotationzoo.cli.options import (
     ArtifactFolder,
     Device,
     DeviceMap,
+    Issuer,
     Json,
     MaxMemory,
     Quiet,
+    RequireSignature,
     Revision,
+    Signers,
+    TrustConfig,
 )
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.soundness import Verification
     from rotationzoo.checks.membership import Agreement
+    from rotationzoo.zoo.signing.check import Finding
 
 
 def verify_command(
@@ -39,6 +44,10 @@ def verify_command(
         ),
     ] = False,
     revision: Revision = None,
+    signer: Signers = None,
+    issuer: Issuer = None,
+    require_signature: RequireSignature = False,
+    trust_config: TrustConfig = None,
     device: Device = "auto",
     device_map: DeviceMap = None,
     max_memory: MaxMemory = None,
@@ -51,10 +60,25 @@ def verify_command(
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.verify import verify
+    from rotationzoo.zoo.signing.artifact import check_artifact
+    from rotationzoo.zoo.signing.demand import make_demand
 
+    demand = make_demand(
+        signers=signer or (),
+        issuer=issuer,
+        require_signature=require_signature,
+        trust_config=trust_config,
+    )
     opened = Artifact.open(artifact)
     hush_libraries(models=run)
     verification = verify(opened, model, revision)
+    finding, refusal = None, None
+    if verification.ok or verification.only_misfits:  # damage says enough of a signature
+        try:
+            finding = check_artifact(opened, demand)
+        except RotationZooError as error:
+            refusal = error
+            verification = replace(verification, problems=[str(error), *verification.problems])
     agreement = None
     if run and model is not None and verification.orthogonality_error is not None:
         from rotationzoo.checks.membership import Candidate, check_membership
@@ -66,7 +90,11 @@ def verify_command(
             verification = verification.with_misfits(
                 [f"not made of what {model} computes (agreement {agreement.lowest:.2f} of 1)"]
             )
-    show_verification(out, opened, verification, agreement)
+    show_verification(out, opened, verification, agreement, finding)
+    if quiet and finding is not None:
+        out.notes([finding.note])
+    if refusal is not None:
+        raise refusal
     if verification.only_misfits:
         run_alone = agreement is not None and agreement.foreign and len(verification.misfits) == 1
         wrongly = opened.manifest.imported is not None and (run_alone or not opened.bound)
@@ -113,17 +141,20 @@ def show_verification(
     artifact: "Artifact",
     verification: "Verification",
     agreement: "Agreement | None",
+    finding: "Finding | None",
 ) -> None:
     """Print the problems that were found, and everything that was checked.
 
     `agreement`: how well the rotations agree with what the model computes. None if the model was
-    not run.
+    not run. `finding`: what is known of the signature. None if the artifact is damaged or its
+    signature wrong.
     """
     data: dict[str, Any] = {
         "ok": verification.ok,
         "problems": verification.problems,
         "orthogonality_error": verification.orthogonality_error,
         "checked": verification.checked,
+        "signature": finding and finding.summary(),
     }
     if agreement:
         data["agreement"] = asdict(agreement)
@@ -137,6 +168,8 @@ def show_verification(
         if agreement:
             shares = f"keys {agreement.key:.2f}, values {agreement.value:.2f} of 1"
             say(f"Agreement with what the model computes: {shares} ({agreement.verdict})")
+        if finding:
+            say(f"Signature: {finding.note}")
         say(f"Checked: {', '.join(verification.checked)}")
 
     out.result(data, artifact.identity if verification.ok else "", human)

@@ -50,8 +50,8 @@ def rows_of_heads(tensor: torch.Tensor, kv_heads: int) -> torch.Tensor:
     # Torch copies what is not in order entry by entry, and 16 bytes take no longer than two.
     if _is_aligned(tensor):
         wide = tensor.view(torch.complex128)
-    by_kv_head = wide.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
-    return by_kv_head.view(tensor.dtype)
+    rows: torch.Tensor = wide.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
+    return rows.view(tensor.dtype)
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:

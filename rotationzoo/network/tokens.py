@@ -11,7 +11,7 @@ from rotationzoo.errors import RotationZooError
 # never contacted. The token of any other hub is redacted once `check_token` has seen it.
 HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"
-_VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE)
+_VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
 _MIN_TOKEN = 4  # characters; anything shorter is part of many ordinary words
 _MIN_LINE = 12  # characters; a shorter line of a token may be an ordinary word
 # Shared by the whole process: a library may quote a token in an error that surfaces anywhere.

@@ -67,12 +67,13 @@ def carry_over(folder: Path, work: Path, without: set[str]) -> None:
         if path.name in without:
             continue
         if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, work / path.name, symlinks=True, copy_function=_link)
+            shutil.copytree(path, work / path.name, symlinks=True, copy_function=link)
         else:
-            _link(path, work / path.name)
+            link(path, work / path.name)
 
 
-def _link(source: str | Path, target: str | Path) -> None:
+def link(source: str | Path, target: str | Path) -> None:
+    """Hard-link a file, or copy it where the disk has no hard links. Raises `OSError`."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # a disk without hard links, or another user's file

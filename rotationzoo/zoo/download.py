@@ -14,6 +14,7 @@ from rotationzoo.storage.folders import check_name, recover
 from rotationzoo.storage.growth import size_of_all, tell_growth
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
+from rotationzoo.zoo.signing.check import Finding
 
 LOCK = "zoo.lock.json"
 """For files without published hashes: records their hashes at the first download."""
@@ -32,6 +33,8 @@ class Pulled:
     notes: list[str] = field(default_factory=list)
     artifact: Artifact | None = None
     """The opened artifact, with whatever the checks have read of it. None for OSCAR's own files."""
+    signature: Finding | None = None
+    """What is known of its signature. None for OSCAR's own files, which have none."""
 
 
 def cache_folder(copy: Copy, revision: str | None) -> Path:

@@ -12,6 +12,7 @@ from rotationzoo.artifact.results import EvaluationSummary
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, strict_json
 from rotationzoo.zoo.hubs.registry import HubName
+from rotationzoo.zoo.signing.signer import Signer
 
 SCHEMA = 1
 NAME = "zoo_index.json"
@@ -80,6 +81,9 @@ class Entry(_Frozen):
     validation: dict[str, Any] | None = None
     created: Annotated[str, Field(pattern=r"^[0-9T:Z.+-]{1,40}$")] | None = None
     """The day of publication, in ISO 8601."""
+    signer: Signer | None = None
+    """Who signed it. Binding in an index that the user named; in the index of the repository that
+    holds the files, whoever can change the files can change this too."""
 
     @model_validator(mode="after")
     def _can_be_checked(self) -> "Entry":

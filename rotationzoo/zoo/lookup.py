@@ -30,6 +30,8 @@ class LoadedIndex:
     hub: str | None = None
     repo: str | None = None
     revision: str | None = None
+    data: bytes | None = None
+    """The file, if it was read from a zoo repository: a signature is for its bytes."""
 
     def revision_of(self, copy: Copy) -> str | None:
         """The revision that holds a copy.
@@ -81,7 +83,7 @@ def read_index(repo: str, hub_name: str) -> LoadedIndex:
         title = HUBS[hub_name].title
         raise HubError(f"{repo} on {title} has no {index.NAME}", hint=SPELLING_HINT, missing=True)
     origin = f"the index of {repo} on {hub_name} at {revision}"
-    return LoadedIndex(index.parse(text, origin), origin, hub_name, repo, revision)
+    return LoadedIndex(index.parse(text, origin), origin, hub_name, repo, revision, text)
 
 
 def load_published_index(place: str | None, repo: str, hub_name: str) -> LoadedIndex:

@@ -21,6 +21,11 @@ from rotationzoo.zoo.index import Copy, Entry
 from rotationzoo.zoo.lookup import LoadedIndex
 from rotationzoo.zoo.oscar_zoo import pull_oscar
 from rotationzoo.zoo.ownership import check_entry
+from rotationzoo.zoo.signing.artifact import check_files
+from rotationzoo.zoo.signing.check import Finding, Signed, expected_signers
+from rotationzoo.zoo.signing.demand import Demand
+
+_NO_DEMAND = Demand()
 
 
 def pull_first(
@@ -29,6 +34,7 @@ def pull_first(
     copies: list[Copy],
     local_dir: Path | None = None,
     progress: Progress = silent,
+    demand: Demand = _NO_DEMAND,
 ) -> Pulled:
     """Pull the first of an entry's copies that exists.
 
@@ -37,11 +43,11 @@ def pull_first(
     """
     for copy in copies[:-1]:
         try:
-            return pull(loaded, entry, copy, local_dir, progress)
+            return pull(loaded, entry, copy, local_dir, progress, demand)
         except HubError as error:
             if not error.missing:
                 raise
-    return pull(loaded, entry, copies[-1], local_dir, progress)
+    return pull(loaded, entry, copies[-1], local_dir, progress, demand)
 
 
 def pull(
@@ -50,25 +56,35 @@ def pull(
     copy: Copy,
     local_dir: Path | None = None,
     progress: Progress = silent,
+    demand: Demand = _NO_DEMAND,
 ) -> Pulled:
     """Download one copy of an entry unless it is here already, check it, and move it into place.
 
     `local_dir` is the target folder, by default one in the cache. Raises `RotationZooError` and
-    leaves nothing behind if a hash differs, if the artifact is not sound, or if it belongs to
-    another model than the entry's.
+    leaves nothing behind if a hash differs, if the artifact is not sound, if it belongs to another
+    model than the entry's, or if its signature is wrong or not the one that `demand` asks for.
     """
     hub = open_hub(copy.hub)
     revision = loaded.revision_of(copy)
+    what = f"{copy.path} of {copy.repo}"
+    # Before anything is downloaded.
+    expected = expected_signers(demand, entry.signer, loaded.hub is None, what)
     if entry.format == "oscar":
+        if expected:
+            raise RotationZooError(
+                f"{what} has no signature, as its makers publish none",
+                hint="make rotations of your own with: rotationzoo calibrate " + entry.model,
+            )
         # An update replaces the earlier files, so the cache folder does not depend on the revision.
         return pull_oscar(entry, copy, local_dir or cache_folder(copy, None), progress)
     target = local_dir or cache_folder(copy, revision)
-    what = f"{copy.path} of {copy.repo}"
     hashes = hash_files(target, entry.files)
     if hashes is not None:
         artifact = Artifact.open(target, hashes)
         check_entry(entry, artifact, what)
-        return Pulled(target, entry, copy, revision, hashes, ["it was here already"], artifact)
+        finding = _check_signature(loaded, entry, artifact, what, demand)
+        notes = ["it was here already"]
+        return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
     check_target(target, entry)
     revision = revision or hub.resolve(copy.repo)
     with disk_errors(target), temporary_sibling(target) as work:
@@ -89,5 +105,16 @@ def pull(
         if not checked.ok:
             raise RotationZooError(f"{what} is not sound: {checked.problems[0]}")
         check_entry(entry, artifact, what)
+        finding = _check_signature(loaded, entry, artifact, what, demand)
         install(downloaded, target)
-    return Pulled(target, entry, copy, revision, hashes, artifact=artifact.moved_to(target))
+    moved = artifact.moved_to(target)
+    return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
+
+
+def _check_signature(
+    loaded: LoadedIndex, entry: Entry, artifact: Artifact, what: str, demand: Demand
+) -> Finding:
+    """Check the signature of an artifact whose files were just hashed."""
+    hashes = {name: artifact.hashes[name] for name in entry.files}
+    signed = Signed(what, hashes, None, entry.signer, loaded.hub is None)
+    return check_files(signed, artifact.folder, demand)

@@ -1,48 +1,61 @@
 """Publishing an artifact to a zoo repository, together with its index, in one commit per hub."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rotationzoo.errors import HubError, PartlyDone, StaleParent
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage.files import replace
 from rotationzoo.storage.locks import locked
-from rotationzoo.zoo import index
+from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.hubs.protocol import Hub, Publication, Published
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, Index
 from rotationzoo.zoo.ownership import check_unclaimed
 from rotationzoo.zoo.repository_files import render_root_files
+from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.upload import Upload
 
 _ATTEMPTS = 4  # another attempt follows when somebody else has committed in between
 
 
+@dataclass(frozen=True)
+class Destination:
+    """The repository to publish to."""
+
+    repo: str
+    hubs: list[str]
+    """The names of the hubs, in this order."""
+    create_pr: bool = False
+    """Whether a person decides there, as a pull request."""
+
+
 def push(
     upload: Upload,
-    repo: str,
-    hubs: list[str],
-    create_pr: bool = False,
+    to: Destination,
     name: str = "ARTIFACT",
     progress: Progress = silent,
+    signer: IndexSigner | None = None,
 ) -> dict[str, Published]:
     """Publish to each hub in the given order, and return hub -> where the artifact is.
 
     Files that a hub already holds make no new commit. `name` is the name of the artifact in the
-    hint. Raises `HubError` if the first hub refuses, and `PartlyDone` if a later one does.
+    hint; `signer` signs the index. Raises `HubError` if the first hub refuses, and `PartlyDone` if
+    a later one does.
     """
     published: dict[str, Published] = {}
     megabytes = sum(file["size"] for file in upload.listing()) / 1e6
-    for hub_name in hubs:
-        progress(f"sending {megabytes:,.0f} MB to {repo} on {HUBS[hub_name].title}", 0, 0)
+    for hub_name in to.hubs:
+        progress(f"sending {megabytes:,.0f} MB to {to.repo} on {HUBS[hub_name].title}", 0, 0)
         try:
-            published[hub_name] = _push_to_hub(upload, repo, hub_name, create_pr)
+            published[hub_name] = _push_to_hub(upload, to, hub_name, signer)
         except HubError as error:
             if not published:
                 raise
             raise PartlyDone(
                 f"{', '.join(published)} took it and {hub_name} did not: {error}",
-                hint=f"finish with: rotationzoo push {name} {repo} --to {hub_name}",
+                hint=f"finish with: rotationzoo push {name} {to.repo} --to {hub_name}",
             ) from error
     return published
 
@@ -64,8 +77,10 @@ def pinned_entry(upload: Upload, repo: str, published: Mapping[str, Published]) 
     return upload.entry.model_copy(update={"copies": copies})
 
 
-def _push_to_hub(upload: Upload, repo: str, hub_name: str, create_pr: bool) -> Published:
-    hub = open_hub(hub_name)
+def _push_to_hub(
+    upload: Upload, to: Destination, hub_name: str, signer: IndexSigner | None
+) -> Published:
+    hub, repo = open_hub(hub_name), to.repo
     # The index is part of the commit, so it cannot contain the commit's own hash. It leaves the
     # revision out, and readers use the commit at which they read the index.
     revision = upload.tag if hub.pins_by_tag else None
@@ -73,11 +88,16 @@ def _push_to_hub(upload: Upload, repo: str, hub_name: str, create_pr: bool) -> P
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):
         parent = _find_head(hub, repo)
-        before = _read_own_index(hub, repo, parent)
-        check_unclaimed(before, entry, repo)
+        before = read_own_index(hub, repo, parent)
+        check_unclaimed(before.content, entry, repo)
         files = {f"{upload.path}/{name}": content for name, content in upload.files.items()}
-        files |= render_root_files(repo, before.extended(entry))
-        publication = Publication(repo, files, upload.message, parent, upload.tag, create_pr)
+        root_files = render_root_files(repo, before.content.extended(entry))
+        files |= root_files
+        if signer is None:
+            check_unsigned_push(before, repo)
+        else:
+            files[signed_index.NAME] = signer.sign(before, root_files[index.NAME], repo)
+        publication = Publication(repo, files, upload.message, parent, upload.tag, to.create_pr)
         try:
             return hub.publish(publication)
         except StaleParent:
@@ -95,8 +115,3 @@ def _find_head(hub: Hub, repo: str) -> str | None:
         if not error.missing:
             raise
         return None
-
-
-def _read_own_index(hub: Hub, repo: str, revision: str | None) -> Index:
-    text = hub.read(repo, revision, index.NAME) if revision else None
-    return index.parse(text, f"{index.NAME} of {repo}") if text else Index()

@@ -1,8 +1,6 @@
 """The files at the root of a zoo repository: the index, the card, and the file that makes Hugging
 Face count downloads."""
 
-from pathlib import Path
-
 from rotationzoo.zoo import index
 from rotationzoo.zoo.index import Index
 
@@ -26,7 +24,7 @@ Orthogonal matrices for 2-bit key/value caches, one folder each. \
 {rows}"""
 
 
-def render_root_files(repo: str, content: Index) -> dict[str, Path | bytes]:
+def render_root_files(repo: str, content: Index) -> dict[str, bytes]:
     """Path -> content of the root files of a repository with this index."""
     return {
         index.NAME: content.text().encode(),

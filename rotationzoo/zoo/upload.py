@@ -2,13 +2,13 @@
 
 import datetime
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
-from rotationzoo.artifact.store import CARD, MANIFEST, Artifact
+from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage import strict_json
@@ -16,6 +16,12 @@ from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 from rotationzoo.zoo.index import REPOSITORY, Copy, Entry, File
 from rotationzoo.zoo.ownership import listed_name
+from rotationzoo.zoo.signing import extra
+from rotationzoo.zoo.signing.artifact import read_signature, signed_part
+from rotationzoo.zoo.signing.bundle import parse_bundle
+from rotationzoo.zoo.signing.make import SigningTool
+from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signing.verifier import claimed_signer
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,43 @@ class Upload:
     def message(self) -> str:
         """The title of the commit or pull request."""
         return f"Add {self.entry.model}, {self.path.split('/')[1]}"
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether it has a signature, such as that of an artifact that was pulled."""
+        return SIGNATURE in self.files
+
+    def signed_by(self, tool: SigningTool) -> "Upload":
+        """The same upload with a new signature. Raises `RotationZooError`."""
+        names = signed_part({name: file.sha256 or "" for name, file in self.entry.files.items()})
+        signature, signer = tool.sign(
+            {name: self.files[name] for name in names}, self.path.split("/")[1]
+        )
+        return self._with_signature(signature, signer)
+
+    def _with_signature(self, signature: bytes, signer: Signer | None) -> "Upload":
+        files = {**self.entry.files, SIGNATURE: _describe_file(signature)}
+        entry = self.entry.model_copy(
+            update={"files": dict(sorted(files.items())), "signer": signer}
+        )
+        return replace(self, files={**self.files, SIGNATURE: signature}, entry=entry)
+
+    def with_earlier_signature(self, folder: Path) -> "Upload":
+        """The same upload with the signature in the artifact's folder, if it is for these files.
+
+        It is for others if something was added to the artifact, or is left out.
+        """
+        signature = read_signature(folder)
+        if signature is None:
+            return self
+        bundle = parse_bundle(signature, f"the signature of {folder}")
+        named = {name: file.sha256 or "" for name, file in self.entry.files.items()}
+        if bundle.files != signed_part(named):
+            return self
+        signer = None
+        if bundle.certificate is not None and extra.is_installed():
+            signer = claimed_signer(bundle.certificate, str(folder))
+        return self._with_signature(signature, signer)
 
     def listing(self) -> list[dict[str, Any]]:
         """Path, size and sha256 of each file, for `--dry-run`."""
@@ -69,7 +112,8 @@ def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Up
     slug = f"{artifact.recipe.name}-{artifact.identity[:12]}"
     path = f"{folder}/{slug}"
     entry = _make_entry(artifact, model, files, Copy(hub=DEFAULT_HUB, repo=repo, path=path))
-    return Upload(files, path, f"{folder}-{slug}", entry)
+    upload = Upload(files, path, f"{folder}-{slug}", entry)
+    return upload.with_earlier_signature(artifact.folder)
 
 
 def _collect_files(artifact: Artifact, statistics: bool) -> dict[str, Path | bytes]:

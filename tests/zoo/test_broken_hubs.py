@@ -100,6 +100,9 @@ def a_hub(made: Path, tmp_path: Path, zoo, says: dict) -> "dict":
             return answer(b'{"id": "someone/zoo", "sha": "' + COMMIT + b'"}')
         path = target.split("/resolve/")[1].split("/", 1)[1]
         name = path.rpartition("/")[2]
+        if path not in files:
+            code = "X-Error-Code: EntryNotFound\r\n"
+            return answer(b"", code, status="404 Not Found")
         return says[name](files[path]) if name in says else answer(files[path])
 
     return {"respond": respond, "index": listed}

@@ -71,7 +71,8 @@ def jobs(name: str) -> dict[str, dict]:
     return yaml.safe_load(path.read_text())["jobs"]
 
 
-PUBLISHERS = {"regenerate": {"contents": "read", "id-token": "write"}, "mirror": None}
+SIGNS = {"contents": "read", "id-token": "write"}
+PUBLISHERS = {"regenerate": {**SIGNS, "attestations": "write"}, "mirror": SIGNS}
 
 
 @pytest.mark.parametrize("name", PUBLISHERS)
@@ -83,11 +84,29 @@ def test_only_the_publisher_holds_credentials(name):
         assert not {"permissions", "environment"} & content.keys(), job
     publisher = jobs(name)["publish"]
     assert publisher["environment"].endswith("-release")
-    assert publisher.get("permissions") == PUBLISHERS[name]
+    assert publisher["permissions"] == PUBLISHERS[name]
     assert "self-hosted" not in json.dumps(publisher)
     assert "MODELSCOPE" not in json.dumps(jobs("regenerate")), (
         "what nobody has merged does not go there"
     )
+
+
+def test_the_publisher_attests_what_was_checked():
+    """After the hashes were compared, and before anything that was downloaded runs."""
+    kinds = [
+        step.get("uses", step.get("run", "")).partition("@")[0]
+        for step in jobs("regenerate")["publish"]["steps"]
+    ]
+    attest = kinds.index("actions/attest-build-provenance")
+    assert "sha256sum --check" in kinds[attest - 1]
+    assert "pip install" in kinds[attest + 1]
+    step = jobs("regenerate")["publish"]["steps"][attest]
+    assert step["with"] == {"subject-checksums": "SHA256SUMS"}
+
+
+def test_the_mirror_takes_what_the_other_workflow_has_signed():
+    content = yaml.safe_load((ROOT / ".github" / "workflows" / "mirror.yml").read_text())
+    assert "/.github/workflows/regenerate.yml@" in content["env"]["SIGNER"]
 
 
 @NAMES
@@ -131,7 +150,8 @@ def test_the_lock_holds_what_the_package_needs():
     assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for _, digest in rows)
     locked = dict(pinned.split("==") for pinned, _ in rows)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for line in [*project["dependencies"], *project["optional-dependencies"]["cuda"]]:
+    extras = project["optional-dependencies"]
+    for line in [*project["dependencies"], *extras["cuda"], *extras["sign"]]:
         wanted = Requirement(line)
         name = wanted.name.lower().replace("_", "-")
         assert wanted.specifier.contains(locked[name]), f"{name} {locked[name]}"
@@ -153,7 +173,9 @@ def runner(command, program, tmp_path):
         wheel = "mkdir -p wheel && echo wheel > wheel/rotationzoo.whl"
         python = f"exec {sys.executable}"
         commands = {
-            "rotationzoo": f'exec {shlex.join(program)} "$@"',
+            # Whoever publishes or fetches trusts a local Sigstore, where the test has one.
+            "rotationzoo": f'case "$1" in push|pull) set -- "$@" $TRUST;; esac\n'
+            f'exec {shlex.join(program)} "$@"',
             "python": f'{python} "$@"',
             "pip": wheel,
         }
@@ -166,6 +188,7 @@ def runner(command, program, tmp_path):
             "HF_TOKEN": hf.token,
             "HF_HUB_DISABLE_XET": "1",
             "ZOO": "someone/zoo",
+            "TRUST": "",
         }
         environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
 
@@ -217,7 +240,17 @@ def build(runner, row: dict) -> None:
     runner.run(script, MODEL=row["model"], REVISION=row["revision"], NAME=row["name"])
 
 
-def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner, monkeypatch):
+def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
+    runner, sigstore, monkeypatch
+):
+    """What is published was attested, and is signed by one workflow; the other one copies it."""
+    own = sigstore.WORKFLOW
+    signing = {
+        "TRUST": f"--trust-config {sigstore.trust}",
+        "GITHUB_ACTIONS": "true",
+        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "a_token_of_this_job",
+        "ACTIONS_ID_TOKEN_REQUEST_URL": f"{sigstore.server.endpoint}/token?v=1",
+    }
     change_weights(runner, "someone/model")
     runner.hf.create("someone/zoo")  # by hand: a trusted publisher cannot make one
     first = plan(runner)
@@ -227,7 +260,7 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner, mo
     sums = outputs(runner, "regenerate", "check")["sums"]
     compare, publish = scripts("regenerate", "publish")
     runner.run(compare, SUMS=sums)
-    runner.run(publish, HF_OIDC_RESOURCE="")
+    runner.run(publish, HF_OIDC_RESOURCE="", **signing)
     assert "zoo_index.json" not in runner.hf.files("someone/zoo"), "a pull request, and no commit"
     assert not runner.ms.repositories, "nobody has merged it yet"
 
@@ -235,13 +268,16 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(runner, mo
     api = huggingface_hub.HfApi(endpoint=runner.hf.endpoint, token=runner.hf.token)
     api.merge_pull_request("someone/zoo", 1)
     shutil.rmtree(runner.folder / "out")
-    sums = outputs(runner, "mirror", "fetch")["sums"]
+    sums = outputs(runner, "mirror", "fetch", TRUST=signing["TRUST"], SIGNER=own)["sums"]
     compare, mirror = scripts("mirror", "publish")
     runner.run(compare, SUMS=sums)
-    runner.run(mirror, MODELSCOPE_API_TOKEN="ms_test")
+    sigstore.server.identity = own.replace("regenerate", "mirror")
+    runner.run(mirror, MODELSCOPE_API_TOKEN="ms_test", **signing)
     for files in (runner.hf.files("someone/zoo"), runner.ms.files("someone/zoo")):
         (entry,) = index.parse(files["zoo_index.json"], "the index").entries
         assert (entry.model, entry.model_revision) == ("someone/model", row["revision"])
+        assert entry.signer.identity == own
+        assert "zoo_index.json.sig" in files
     assert not runner.hf.leaks
     assert plan(runner, only="someone/else") == {"matrix": '{"include": []}', "any": "false"}
     assert plan(runner)["any"] == "false", "it is published"

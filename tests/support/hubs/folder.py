@@ -42,8 +42,11 @@ class FolderHub(Hub):
         self, repo: str, revision: str | None, sizes: Mapping[str, int], folder: Path
     ) -> None:
         for path in sizes:
+            source = self.folder(repo, revision) / path
+            if not source.is_file():
+                raise HubError(f"there is no {path} in {repo}", missing=True)
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.folder(repo, revision) / path, folder / path)
+            shutil.copyfile(source, folder / path)
 
     def publish(self, publication: Publication) -> Published:
         for revision in ("newest", publication.tag):

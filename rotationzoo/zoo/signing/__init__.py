@@ -1,0 +1,1 @@
+"""Signatures of artifacts and indexes, in the format of OpenSSF Model Signing."""

@@ -1,0 +1,140 @@
+"""Making a signature: with a key, or with the identity of this CI job or person (keyless)."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rotationzoo.artifact.store import CARD, SIGNATURE
+from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.network.tokens import check_token
+from rotationzoo.storage.folders import link
+from rotationzoo.zoo.signing.bundle import parse_bundle
+from rotationzoo.zoo.signing.extra import check_installed
+from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signing.verifier import claimed_signer
+
+if TYPE_CHECKING:
+    from model_signing.signing import Config
+
+# GitHub sets the second for jobs with `id-token: write` alone.
+_CI_VARIABLES = ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
+
+
+def can_sign_in_ci() -> bool:
+    """Whether this is a job of GitHub Actions that may ask for a token of its identity."""
+    return all(os.environ.get(name) for name in _CI_VARIABLES)
+
+
+class SigningTool:
+    """Signs files, any number of times, always as the same signer."""
+
+    def __init__(self, key: Path | None, trust_config: Path | None = None):
+        """`key` is the file of a private key in PEM, or None for keyless signing. `trust_config`
+        names another instance of Sigstore than the public one. Raises `RotationZooError` if the
+        extra `sign` is missing, or there is no such key."""
+        check_installed("signing", "; or publish unsigned, with: --sign none")
+        if key is not None:
+            _check_key(key)
+        self.key, self.trust_config = key, trust_config
+
+    def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
+        """The signature of these files (name -> file or content), and who it shows as its signer.
+
+        `name` is what the statement calls the whole. Raises `RotationZooError`.
+        """
+        config = self._config
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, target = Path(scratch) / name, Path(scratch) / SIGNATURE
+            folder.mkdir()
+            for path, content in files.items():
+                if isinstance(content, bytes):
+                    (folder / path).write_bytes(content)
+                else:
+                    link(content, folder / path)
+            try:
+                config.sign(folder, target)
+            except Exception as error:  # the libraries have no common type of error
+                raise _refusal(error) from error
+            data = target.read_bytes()
+        bundle = parse_bundle(data, "the new signature")
+        if bundle.certificate is not None:
+            return data, claimed_signer(bundle.certificate, name)
+        return data, Signer(public_key=self._public_key())
+
+    @cached_property
+    def _config(self) -> "Config":
+        from model_signing import hashing, signing
+
+        # Both lie in the folder of an artifact, so a reader's tool must not ask for them.
+        ignored = hashing.Config().set_ignored_paths(
+            paths=[CARD, SIGNATURE], ignore_git_paths=False
+        )
+        config = signing.Config().set_hashing_config(ignored)
+        if self.key is not None:
+            return config.use_elliptic_key_signer(private_key=self.key)
+        token = _find_token()
+        try:
+            return config.use_sigstore_signer(identity_token=token, trust_config=self.trust_config)
+        except Exception as error:  # as above
+            raise _refusal(error) from error
+
+    def _public_key(self) -> str:
+        from cryptography.hazmat.primitives import serialization
+
+        assert self.key is not None
+        private = serialization.load_pem_private_key(self.key.read_bytes(), None)
+        public = private.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        return public.decode()
+
+
+def _check_key(path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    hint = f"make one with: openssl ecparam -genkey -name prime256v1 -noout -out {path}"
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise RotationZooError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+    except TypeError as error:
+        raise RotationZooError(
+            f"{path} is encrypted, and such keys are not read",
+            hint=f"decrypt it into a file of your own: openssl ec -in {path} -out plain.pem",
+        ) from error
+    except ValueError as error:
+        raise RotationZooError(f"{path} holds no private key in PEM", hint=hint) from error
+    curves = ("secp256r1", "secp384r1", "secp521r1")
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in curves:
+        raise RotationZooError(f"{path} is no key of P-256, P-384 or P-521", hint=hint)
+
+
+def _find_token() -> str | None:
+    """The token of this CI job's identity. None at a terminal, where a person can log in instead.
+
+    Raises `RotationZooError` if there is neither.
+    """
+    from sigstore.oidc import detect_credential
+
+    try:
+        token = detect_credential()
+    except Exception as error:  # as above
+        raise _refusal(error) from error
+    if token is None and not sys.stdin.isatty():
+        raise RotationZooError(
+            "there is no identity to sign with: this is no CI job that has one",
+            hint="give the job `permissions: id-token: write`, or sign with: --sign key.pem",
+        )
+    return check_token(token, "the identity of this job")  # so that it is redacted
+
+
+def _refusal(error: Exception) -> RotationZooError:
+    return RotationZooError(
+        f"it cannot be signed: {first_sentence(error)}",
+        hint="check the network and the identity, or sign with: --sign key.pem",
+    )

@@ -1,0 +1,100 @@
+"""Who signs: an identity that an OpenID Connect issuer vouches for, or a key."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.storage import files
+
+GITHUB_ACTIONS = "https://token.actions.githubusercontent.com"
+_WORKFLOW = "https://github.com/"  # the identity of a workflow begins with its repository
+_KEY_SUFFIXES = (".pem", ".pub")
+_KEY_BYTES = 10_000  # the largest that is allowed, P-521, has 300 in PEM
+_Text = Annotated[str, Field(min_length=1, max_length=500)]
+
+
+class Signer(BaseModel):
+    """A signer: `identity` and `issuer` as in a certificate of Sigstore, or else a public key.
+
+    The identity of a workflow names its repository, its file and the branch or tag that it ran on.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    identity: _Text | None = None
+    issuer: _Text | None = None
+    public_key: Annotated[str, Field(pattern="^-----BEGIN PUBLIC KEY-----\n", max_length=1000)] | (
+        None
+    ) = None
+    """An elliptic-curve key in PEM."""
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> "Signer":
+        is_named = self.identity is not None and self.issuer is not None
+        has_either = self.identity is not None or self.issuer is not None
+        if is_named != has_either or is_named == (self.public_key is not None):
+            raise ValueError("a signer is an identity and its issuer, or a public key")
+        return self
+
+    @property
+    def key_sha256(self) -> str | None:
+        """The sha256 of the public key in PEM, which a signature names its key by."""
+        if self.public_key is None:
+            return None
+        return files.digest(self.public_key.encode())
+
+    def __str__(self) -> str:
+        if self.key_sha256 is not None:
+            return describe_key(self.key_sha256)
+        if self.issuer == GITHUB_ACTIONS:  # the identity says that it is a workflow of GitHub
+            return str(self.identity)
+        return f"{self.identity} (of {self.issuer})"
+
+
+def describe_key(sha256: str) -> str:
+    """A key in words. `sha256` is that of the public key in PEM."""
+    return f"the key {sha256[:16]}"
+
+
+def parse_signer(text: str, issuer: str | None) -> Signer:
+    """The signer that `--signer` names: the file of a public key, or an identity.
+
+    Workflows of GitHub need no `issuer`. Raises `UsageError` for any other identity without one,
+    and `RotationZooError` for a file that holds no key.
+    """
+    if text.endswith(_KEY_SUFFIXES):
+        return read_key(Path(text).expanduser())
+    if issuer is None and text.startswith(_WORKFLOW):
+        issuer = GITHUB_ACTIONS
+    if issuer is None:
+        raise UsageError(
+            f"who says that somebody is {text}?",
+            hint="add the issuer of that identity, such as: --issuer https://accounts.google.com",
+        )
+    return Signer(identity=text, issuer=issuer)
+
+
+def read_key(path: Path) -> Signer:
+    """The signer with the public key in a PEM file. Raises `RotationZooError`."""
+    data = files.read(path.resolve(), _KEY_BYTES)
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        key = serialization.load_pem_public_key(data)
+    except ValueError as error:
+        raise RotationZooError(
+            f"{path} holds no public key in PEM",
+            hint=f"make one of a private key with: openssl ec -in key.pem -pubout -out {path}",
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise RotationZooError(
+            f"{path} is no elliptic-curve key, which signatures here are made with",
+            hint="ask whoever signed for the key that belongs to the signature",
+        )
+    pem = key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return Signer(public_key=pem.decode())

@@ -1,0 +1,144 @@
+"""Signature files that are none, and signatures that were tampered with."""
+
+import base64
+import copy
+import json
+
+import pytest
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.storage.files import digest
+from rotationzoo.zoo.signing.bundle import LIMIT, parse_bundle
+from rotationzoo.zoo.signing.check import Signed, check_signature
+from rotationzoo.zoo.signing.demand import make_demand
+
+FILES = {"manifest.json": b"{}", "rotations.safetensors": b"rotations"}
+HASHES = {name: digest(data) for name, data in FILES.items()}
+
+
+@pytest.fixture
+def signed(keys) -> dict:
+    """A signature of `FILES`, as JSON."""
+    from rotationzoo.zoo.signing.make import SigningTool
+
+    data, signer = SigningTool(keys.ours).sign(FILES, "oscar-0123")
+    assert signer == make_demand(signers=[str(keys.public)]).signers[0]
+    assert parse_bundle(data, "it").files == HASHES
+    return json.loads(data)
+
+
+def check(content: dict, keys) -> None:
+    demand = make_demand(signers=[str(keys.public)])
+    check_signature(Signed("it", HASHES, json.dumps(content).encode()), demand)
+
+
+def test_it_holds_as_it_is(signed, keys):
+    check(signed, keys)
+
+
+def statement(content: dict) -> dict:
+    return json.loads(base64.b64decode(content["dsseEnvelope"]["payload"]))
+
+
+def with_statement(content: dict, changed: dict) -> dict:
+    content = copy.deepcopy(content)
+    payload = base64.b64encode(json.dumps(changed).encode()).decode()
+    content["dsseEnvelope"]["payload"] = payload
+    return content
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts.pop("verificationMaterial"),
+        lambda parts: parts.pop("dsseEnvelope"),
+        lambda parts: parts["verificationMaterial"].pop("publicKey"),
+        lambda parts: parts["verificationMaterial"].update(publicKey={}),
+        lambda parts: parts["verificationMaterial"].update(publicKey={"hint": "x"}),
+        lambda parts: parts["verificationMaterial"].update(certificate={"rawBytes": "AAAA"}),
+        lambda parts: parts["verificationMaterial"].update(publicKey=None, certificate=[]),
+        lambda parts: parts["dsseEnvelope"].update(payload="no base64"),
+        lambda parts: parts["dsseEnvelope"].update(payload="AAAA"),
+        lambda parts: parts["dsseEnvelope"].update(payloadType="text/plain"),
+        lambda parts: parts["dsseEnvelope"].update(signatures=[]),
+        lambda parts: parts["dsseEnvelope"].update(signatures=[{"sig": "AAAA"}] * 2),
+    ],
+)
+def test_a_signature_that_lacks_a_part_is_damaged(signed, keys, change):
+    change(signed)
+    with pytest.raises(RotationZooError, match="the signature of it is damaged"):
+        check(signed, keys)
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: said.update(_type="other"),
+        lambda said: said.update(predicateType="https://slsa.dev/provenance/v1"),
+        lambda said: said["predicate"]["resources"][0].update(algorithm="md5"),
+        lambda said: said["predicate"]["resources"][0].update(digest="x"),
+        lambda said: said["predicate"]["resources"].append(said["predicate"]["resources"][0]),
+    ],
+)
+def test_a_statement_of_another_kind_is_damaged(signed, keys, change):
+    said = statement(signed)
+    change(said)
+    with pytest.raises(RotationZooError, match="the signature of it is damaged"):
+        check(with_statement(signed, said), keys)
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("what", ["statement", "signature", "file", "no file", "one file more"])
+def test_a_signature_that_was_tampered_with_does_not_hold(signed, keys, what):
+    said = statement(signed)
+    resources = said["predicate"]["resources"]
+    if what == "statement":
+        said["subject"][0]["name"] = "another model"
+    if what == "file":
+        resources[0]["digest"] = "0" * 64
+    if what == "no file":
+        del resources[0]
+    if what == "one file more":
+        resources.append({**resources[0], "name": "more.bin"})
+    tampered = with_statement(signed, said)
+    if what == "signature":
+        tampered = copy.deepcopy(signed)
+        tampered["dsseEnvelope"]["signatures"][0]["sig"] = base64.b64encode(b"0" * 70).decode()
+    with pytest.raises(RotationZooError, match=r"does not hold|is for other files") as refusal:
+        check(tampered, keys)
+    assert refusal.value.hint
+
+
+@pytest.mark.hostile("hub")
+def test_a_signature_with_the_hint_of_a_key_that_did_not_make_it(signed, keys):
+    from rotationzoo.zoo.signing.make import SigningTool
+
+    other = json.loads(SigningTool(keys.other).sign(FILES, "oscar-0123")[0])
+    other["verificationMaterial"] = signed["verificationMaterial"]
+    with pytest.raises(RotationZooError, match="does not hold: it was not made with that key"):
+        check(other, keys)
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("certificate", [b"", b"no certificate"])
+def test_a_certificate_that_is_none(signed, keys, certificate):
+    raw = base64.b64encode(certificate).decode()
+    signed["verificationMaterial"] = {"certificate": {"rawBytes": raw}}
+    with pytest.raises(RotationZooError, match="no certificate that names its signer"):
+        check(signed, keys)
+
+
+@pytest.mark.hostile("size")
+def test_a_signature_that_is_too_large(keys):
+    with pytest.raises(RotationZooError, match="no signature has more than"):
+        check_signature(Signed("it", HASHES, b" " * (LIMIT + 1)), make_demand())
+
+
+@pytest.mark.hostile("malformed")
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b'{"a": 1, "a": 2}', b"[" * 10_000])
+def test_a_signature_that_is_no_json(data):
+    """Also where the extra is not installed."""
+    with pytest.raises(RotationZooError, match="the signature of it is damaged"):
+        check_signature(Signed("it", HASHES, data), make_demand())

@@ -1,0 +1,223 @@
+"""Signed with a key, and what push and pull say and refuse around it."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from support.published import ZOO, ok, refused
+
+from rotationzoo import pull
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import add_files
+from rotationzoo.errors import RotationZooError
+from rotationzoo.zoo import index
+from rotationzoo.zoo.signing import extra
+
+SIGNATURE = "zoo_index.json.sig"
+
+
+def test_signed_pulled_and_verified(zoo, made, keys):
+    signed = zoo.run("push", made, ZOO, "--to", "both", "--sign", keys.ours, "--json")
+    assert "it is signed by the key " in signed.stderr
+    ok(signed)
+    words = ["--signer", keys.public, "--require-signature", "--json"]
+    for hub in ("huggingface", "modelscope"):
+        pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", hub, *words))
+        assert pulled["signature"]["signer"] == {"public_key": keys.public.read_text()}
+        assert (Path(pulled["path"]) / "model.sig").is_file()
+        assert ok(zoo.run("verify", pulled["path"], *words))["signature"]["state"] == "signed"
+    artifact = pull("demo", repo=ZOO, hub="huggingface", signers=[str(keys.public)])
+    assert artifact.identity == Artifact.open(made).identity
+
+
+@pytest.mark.hostile("hub")
+def test_another_key_is_refused(zoo, made, keys):
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    text = refused(zoo.run("pull", "demo", "--repo", ZOO, "--signer", keys.other_public))
+    assert "not by the key" in text
+    with pytest.raises(RotationZooError, match="not by the key"):
+        pull("demo", repo=ZOO, hub="huggingface", signers=[str(keys.other_public)])
+
+
+def test_a_key_that_nobody_named_is_said(zoo, made, keys, tmp_path):
+    """The index of the repository vouches for the signature, and `verify` has no index."""
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    shown = zoo.run("pull", "demo", "--repo", ZOO, "--json")
+    assert "to accept no other, add --signer" in shown.stderr
+    path = ok(shown)["path"]
+    alone = ok(zoo.run("verify", path, "--json"))["signature"]
+    assert alone == {"state": "unchecked", "signer": None}
+    assert "which was not checked: add --signer KEY.pem" in zoo.run("verify", path).stdout
+    required = refused(zoo.run("verify", path, "--require-signature"))
+    assert "nobody has said who should have signed" in required
+    assert "--signer" in required
+
+
+@pytest.mark.hostile("hub")
+def test_an_index_that_the_user_named_says_who_must_have_signed(zoo, made, keys, tmp_path):
+    listed = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--index", listed, "--json"))
+    pulled = ok(zoo.run("pull", "demo", "--index", listed, "--require-signature", "--json"))
+    assert pulled["signature"]["state"] == "signed"
+    content = json.loads(listed.read_text())
+    content["entries"][0]["signer"] = {"public_key": keys.other_public.read_text()}
+    listed.write_text(json.dumps(content))
+    assert "not by the key" in refused(zoo.run("pull", "demo", "--index", listed))
+    content["entries"][0]["signer"]["public_key"] = "-----BEGIN PUBLIC KEY-----\nx\n"
+    listed.write_text(json.dumps(content))
+    refused(zoo.run("pull", "demo", "--index", listed))
+    content["entries"][0]["signer"] = {"identity": "me"}
+    listed.write_text(json.dumps(content))
+    text = refused(zoo.run("pull", "demo", "--index", listed))
+    assert "a signer is an identity and its issuer, or a public key" in text
+
+
+def test_without_the_extra_a_signature_is_not_checked_and_that_is_said(
+    zoo, made, keys, monkeypatch
+):
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    pulled = zoo.run("pull", "demo", "--repo", ZOO, "--json")
+    assert "is signed, but the signature was not checked" in pulled.stderr
+    assert extra.INSTALL in pulled.stderr
+    assert ok(pulled)["signature"]["state"] == "unchecked"
+    for words in (["--require-signature"], ["--signer", keys.public]):
+        text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
+        assert "checking a signature needs the extra `sign`" in text
+        assert extra.INSTALL in text
+    text = refused(zoo.run("push", made, ZOO, "--sign", keys.ours))
+    assert f"{extra.INSTALL}; or publish unsigned, with: --sign none" in text
+
+
+def test_what_is_added_to_an_artifact_ends_its_signature(zoo, made, keys, caplog, monkeypatch):
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    folder = Path(ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"])
+    monkeypatch.setattr(logging.getLogger("rotationzoo"), "propagate", True)
+    changed = add_files(Artifact.open(folder), {"spectra.png": b"a picture"}, {})
+    assert "is no longer signed" in caplog.text
+    assert not (folder / "model.sig").exists()
+    assert changed.foreign_files() == []
+    assert ok(zoo.run("verify", folder, "--json"))["signature"]["state"] == "unsigned"
+
+
+def test_the_signature_is_of_what_is_published(zoo, made, keys):
+    """Also if not all of the artifact is, and again if the artifact came with another one."""
+    words = ["--sign", keys.ours, "--json"]
+    ok(zoo.run("push", made, ZOO, "--no-statistics", *words))
+    asked = ["--repo", ZOO, "--signer", keys.public, "--require-signature", "--json"]
+    folder = ok(zoo.run("pull", "demo", *asked))["path"]
+    assert not (Path(folder) / "statistics.safetensors").exists()
+    kept = zoo.run("push", folder, "someone/copy", "--json")
+    assert "it keeps the signature that it came with" in kept.stderr
+    ok(kept)
+    ok(zoo.run("push", folder, "someone/other", "--sign", keys.other, "--json"))
+    asked = ["--repo", "someone/other", "--signer", keys.other_public, "--json"]
+    ok(zoo.run("pull", "demo", *asked))
+
+
+def test_an_unsigned_push_does_not_break_a_signed_index(zoo, made, keys):
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    commits = zoo.hf.commits(ZOO)
+    text = refused(zoo.run("push", made, ZOO))
+    assert f"the index of {ZOO} is signed" in text
+    assert zoo.hf.commits(ZOO) == commits
+
+
+@pytest.mark.hostile("hub")
+def test_a_push_does_not_sign_what_somebody_else_has_listed(zoo, made, keys):
+    """Whoever controls the repository cannot have an entry signed by adding it before a push."""
+    words = ["push", made, ZOO, "--json", "--sign"]
+    ok(zoo.run(*words, keys.ours))
+    files = zoo.hf.files(ZOO)
+    theirs = files[index.NAME].replace(b'"demo"', b'"other"')
+    zoo.hf.commit(ZOO, {index.NAME: theirs})
+    text = refused(zoo.run(*words, keys.ours))
+    assert "is for other files: zoo_index.json differs" in text
+    assert "look at what it lists (1), and to sign that too, add: --adopt-index" in text
+    zoo.hf.commit(ZOO, {}, delete=[SIGNATURE])
+    assert "has no signature" in refused(zoo.run(*words, keys.ours))
+    ok(zoo.run(*words, keys.ours, "--adopt-index"))
+    assert "not by the key" in refused(zoo.run(*words, keys.other))
+
+
+def test_an_index_that_does_not_change_keeps_its_signature(zoo, made, keys, tmp_path):
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    before = zoo.hf.files(ZOO)[SIGNATURE]
+    folder = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"]
+    # An artifact that came with a signature, in a job that signs unless told otherwise.
+    from rotationzoo.zoo.push import Destination, push
+    from rotationzoo.zoo.signed_index import IndexSigner
+    from rotationzoo.zoo.signing.make import SigningTool
+    from rotationzoo.zoo.upload import prepare_upload
+
+    upload = prepare_upload(Artifact.open(folder), ZOO)
+    listed = index.parse(zoo.hf.files(ZOO)[index.NAME], "zoo").entries[0]
+    upload = type(upload)(
+        upload.files,
+        upload.path,
+        upload.tag,
+        upload.entry.model_copy(update={"signer": listed.signer}),
+    )
+    sent = push(
+        upload, Destination(ZOO, ["huggingface"]), signer=IndexSigner(SigningTool(keys.ours))
+    )
+    assert not sent["huggingface"].changed
+    assert zoo.hf.files(ZOO)[SIGNATURE] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("none.pem", None, "is no file of a key"),
+        ("words.pem", "no key", "holds no private key"),
+        ("public", "", "holds no private key"),
+        ("encrypted", "", "is encrypted"),
+        ("ed25519", "", "is no key of P-256"),
+    ],
+)
+def test_a_key_that_cannot_sign_is_refused_before_anything_is_read(
+    zoo, keys, tmp_path, name, text, said
+):
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+    path = tmp_path / name
+    if text:
+        path.write_text(text)
+    if name == "public":
+        shutil.copy(keys.public, path)
+    if name in ("encrypted", "ed25519"):
+        key = ed25519.Ed25519PrivateKey.generate()
+        protection = serialization.NoEncryption()
+        if name == "encrypted":
+            key = ec.generate_private_key(ec.SECP256R1())
+            protection = serialization.BestAvailableEncryption(b"a password")
+        form = serialization.PrivateFormat.PKCS8
+        path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, protection))
+    result = zoo.run("push", "no-artifact", ZOO, "--sign", path)
+    assert said in refused(result, code=2 if text is None else 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (["--signer", "somebody@example.org"], "who says that somebody is", 2),
+        (["--issuer", "https://example.org"], "who vouches for nobody", 2),
+        (["--signer", "missing.pem"], "missing.pem cannot be read", 1),
+        (["--require-signature"], "nobody has said who should have signed", 1),
+    ],
+)
+def test_a_demand_that_cannot_be_met_is_refused_before_a_download(
+    zoo, made, keys, words, said, code
+):
+    ok(zoo.run("push", made, ZOO, "--json"))
+    before = len(zoo.hf.requests)
+    assert said in refused(zoo.run("pull", "demo", "--repo", ZOO, *words), code=code)
+    assert not [request for request in zoo.hf.requests[before:] if "safetensors" in request]
+
+
+def test_adopting_an_index_is_a_matter_of_signing(zoo, made):
+    text = refused(zoo.run("push", made, ZOO, "--adopt-index"), code=2)
+    assert "--adopt-index" in text
