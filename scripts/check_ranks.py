@@ -223,7 +223,8 @@ class Parts:
     def b(self) -> None:
         """`evaluate` under torchrun, of a model that answers."""
         made = self._demo("evaluated", {})
-        words = ["evaluate", "demo", made, "--tokens", 8192, "--length", 1024, "--json"]
+        words = ["evaluate", "demo", made, "--tokens", 4096, "--length", 1024, "--json"]
+        words += ["--tasks", "needles", "--questions", 8]
         alone = json.loads(self.commands.run("one", *words))
         shared = json.loads(self.commands.run("two", *words, processes=2))
         questions = next(iter(alone["arms"].values()))["all_tasks"]["questions"]

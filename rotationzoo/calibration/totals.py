@@ -9,7 +9,7 @@ from rotationzoo import ranks
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.text.rows import Corpus
 
-_TOGETHER = 16  # layers whose sums are sent at once: few waits for others, and few copies of sums
+_TOGETHER = 16  # layers whose sums are sent at once: few waits for others, and small copies
 
 
 def sum_over_ranks(statistics: Statistics, kinds: Sequence[str] | None = None) -> Statistics:
