@@ -13,6 +13,7 @@ from support import process_server
 from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
 from support.published import made, zoo  # noqa: F401
+from support.ranks import Launcher
 
 # Nothing in this process may look for a hub; subprocesses get one of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -78,6 +79,20 @@ def command(tmp_path, program):
 
     run.folder, run.environment, run.program = work, environment, program
     return run
+
+
+@pytest.fixture
+def launcher(command) -> Launcher:
+    """Starts several processes of the command line, as torchrun does."""
+    return Launcher(command)
+
+
+@pytest.fixture
+def ended_process() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
 
 
 def _stream(errors: str) -> io.TextIOWrapper:

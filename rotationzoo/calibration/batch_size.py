@@ -22,10 +22,11 @@ SIZED = 0
 
 
 def pass_bytes(needs: Footprint, batch: int) -> int:
-    """What a pass over `batch` rows takes beside the weights, with the sums and their copy."""
+    """What a pass over `batch` rows takes beside the weights, with the sums: those of whole
+    batches, of the batch under way, and of this batch before its last rows."""
     sized = replace(needs, batch=batch)
     working = max(sized.activations(batch), sized.peaked_queries(batch), sized.generation_cache)
-    return working + 2 * needs.statistics
+    return working + 3 * needs.statistics
 
 
 def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:

@@ -1,16 +1,16 @@
-"""The part of a calibration under torchrun that every process but process 0 does: it adds the sums
-of its share of the text."""
+"""The part of a calibration under torchrun that every process but process 0 does."""
 
 from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint, rank_file
 from rotationzoo.calibration.identity import differences
 from rotationzoo.calibration.job import read_source_text
-from rotationzoo.calibration.model_run import collect_share
+from rotationzoo.calibration.model_run import collect_share, run_model
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.calibration.record import identify_job
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import loading
 from rotationzoo.model.source import fetch
+from rotationzoo.progress import silent
 from rotationzoo.recipe import SELF
 
 # What must agree between processes. Their GPUs may differ.
@@ -18,19 +18,20 @@ _PARTS = ("recipe", "config", "weights", "text", "batch", "dtype", "versions")
 
 
 def contribute(job: Job) -> None:
-    """Do the share of this process in a job that process 0 runs with `calibrate`.
+    """Do the share of this process in a job that process 0 runs with `calibrate`: sums of its text
+    and, in a search, layers of its own and measurements on its texts and prompts.
 
     Waits until process 0 has checked the job and fetched the model. Does nothing if the artifact is
     finished, or if the recipe needs no statistics. Raises as `calibrate` does.
     """
-    first = ranks.listen()
-    if first is None:
-        return
+    ranks.listen("begin")  # the model's config and tokenizer are there
     planned = plan(job)
     if planned.refusal is not None:
         raise planned.refusal
     text = read_source_text(planned)
-    assert text is not None
+    first = ranks.listen("job")  # the weights are there, and no older checkpoint is
+    if first is None or text is None:
+        return
     fetch(planned.source)
     identity = identify_job(planned.job, planned.source, text)
     if changed := differences(first, identity, _PARTS):
@@ -40,14 +41,18 @@ def contribute(job: Job) -> None:
         )
     checkpoint = Checkpoint(rank_file(planned.job.checkpoint, ranks.rank()), identity)
     with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
-        collect_share(planned, text, checkpoint)
+        if job.recipe.search is None:
+            collect_share(planned, text, checkpoint)
+        else:
+            # Every process runs the whole search, and each measures only a part of it.
+            run_model(planned, text, checkpoint, silent)
 
 
 def check_shareable(job: Job) -> None:
     """Raise `UsageError` for a job that one process has to do alone."""
     alone = None
-    if job.recipe.search is not None:
-        alone = f"the recipe {job.recipe.name} searches, which"
+    if job.budget is not None:
+        alone = "--budget ends a search by the clock of one process, which"
     elif job.recipe.data.source == SELF:
         alone = "the model writes its own text with --data self, which"
     elif job.device_map is not None:

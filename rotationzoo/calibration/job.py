@@ -87,7 +87,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     finished = finished_artifact(job, identity)
     # Other processes wait for this: only now the weights are there, and no older checkpoint is.
     shares = finished is None and job.recipe.needs_statistics
-    ranks.tell(identity if shares else None)
+    ranks.tell("job", identity if shares else None)
     if finished is not None:
         return finished
 
@@ -109,9 +109,12 @@ def read_source_text(planned: Plan) -> Corpus | None:
     search could not choose on are refused here.
     """
     recipe, data = planned.job.recipe, planned.job.recipe.data
+    if recipe.needs_statistics:
+        fetch(planned.source, weights=False)
+    # Other processes find config and tokenizer here, and read the text at the same time.
+    ranks.tell("begin")
     if not recipe.needs_statistics:
         return None
-    fetch(planned.source, weights=False)
     tokenizer = loading.load_tokenizer(planned.source)
     if data.source == SELF:
         prompts = read_prompts(data, tokenizer)

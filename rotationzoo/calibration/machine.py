@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from rotationzoo import ranks
+
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 _MEMORY = Path("/proc/meminfo")
@@ -34,7 +36,7 @@ def total_memory(on_cpu: bool, spread: bool) -> int:
 
 def free_memory(device: "torch.device") -> int:
     """Bytes that can still be allocated on a device; for a CPU, in main memory, within the limit of
-    a container."""
+    a container, and divided among the processes of a launcher."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # torch keeps what it has freed for itself.
@@ -48,7 +50,7 @@ def free_memory(device: "torch.device") -> int:
     with suppress(OSError, ValueError):
         limit, used = int(_CONTAINER_LIMIT.read_text()), int(_CONTAINER_USE.read_text())
         main = min(main, max(0, limit - used))
-    return main
+    return main // ranks.local_world()
 
 
 def peak_memory() -> int:

@@ -34,6 +34,7 @@ from rotationzoo.calibration.recipe_checks import (
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.soundness import check_before_search
+from rotationzoo.calibration.totals import notes_of_idle
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
@@ -110,11 +111,12 @@ def run_model(
             add_projections(statistics, model, geometry)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
+        notes += notes_of_idle(fitted, job.batch)
         result = CalibrationResult(
-            recipe, geometry, rotations, statistics, text, dtype, passes.tokens, notes=notes
+            recipe, geometry, rotations, statistics, text, dtype, notes=notes
         )
         if recipe.search is None:
-            return result
+            return replace(result, passes=passes.of_all())
 
         # A search takes most of a job's time, so what would be refused after it is refused now.
         check_before_search(rotations, average(statistics), recipe, geometry)
@@ -134,7 +136,8 @@ def run_model(
         chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
         # The metric of errors depends on the rotation, and the search has judged nearest codes.
         rotations = add_factors(chosen.rotations, statistics, chosen.recipe)
-        return replace(result, recipe=chosen.recipe, rotations=rotations, search=chosen.record)
+        result = replace(result, recipe=chosen.recipe, rotations=rotations, search=chosen.record)
+        return replace(result, passes=passes.of_all())
 
 
 def collect_share(planned: Plan, text: Corpus, checkpoint: Checkpoint) -> None:
@@ -146,7 +149,10 @@ def collect_share(planned: Plan, text: Corpus, checkpoint: Checkpoint) -> None:
         ids = _first_tokens(model, text)
         geometry = planned.geometry or _look_at_model(model, ids, job.recipe)
         recipe, _ = _check_capture(model, ids, job.recipe, geometry)
-        collect(model, geometry, text.batches(job.batch), recipe, checkpoint)
+        passes = Passes()
+        with passes.counting(model), passes.of("statistics"):
+            collect(model, geometry, text.batches(job.batch), recipe, checkpoint)
+        passes.of_all()
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:

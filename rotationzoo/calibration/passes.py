@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
+
 OTHER = "checks"
 """The purpose of passes that nothing else claims: a few tokens that show how a model works."""
 
@@ -42,6 +44,15 @@ class Passes:
             yield
         finally:
             self._purpose = outer
+
+    def of_all(self) -> dict[str, int]:
+        """The tokens by purpose of all processes that `ranks` joins, which all call this."""
+        totals: dict[str, int] = {}
+        counts = {purpose: torch.tensor(count) for purpose, count in self.tokens.items()}
+        for part in ranks.gather([{OTHER: torch.tensor(0), **counts}]):
+            for purpose, count in part.items():
+                totals[purpose] = totals.get(purpose, 0) + int(count)
+        return {purpose: count for purpose, count in totals.items() if count}
 
     def _count(self, module: torch.nn.Module, args: Any) -> None:
         count = self.tokens.get(self._purpose, 0)

@@ -11,7 +11,7 @@ import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import zero_statistics
-from rotationzoo.errors import Unsound
+from rotationzoo.errors import ProcessLost, Unsound
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.recipe import Recipe
@@ -77,10 +77,11 @@ class RunningSums:
 
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Save the whole batches if Ctrl-C, or a scheduler's SIGTERM, ends the block."""
+        """Save the whole batches if Ctrl-C, a scheduler's SIGTERM or the loss of another process
+        ends the block."""
         try:
             yield
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ProcessLost):
             self.save()
             raise
 

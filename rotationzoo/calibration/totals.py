@@ -1,12 +1,15 @@
 """The sums of all processes, of which each has added up those of its share of the text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
 
 from rotationzoo import ranks
 from rotationzoo.linalg.moments import Moment, Statistics
+from rotationzoo.text.rows import Corpus
+
+_TOGETHER = 16  # layers whose sums are sent at once: few waits for others, and small copies
 
 
 def sum_over_ranks(statistics: Statistics, kinds: Sequence[str] | None = None) -> Statistics:
@@ -20,25 +23,43 @@ def sum_over_ranks(statistics: Statistics, kinds: Sequence[str] | None = None) -
         return statistics
     totals: Statistics = {}
     # Sorted, because sums that were read from a checkpoint come in another order.
-    for layer in sorted(statistics):
-        moments = statistics[layer]
-        wanted = {kind: moments[kind] for kind in sorted(kinds or moments)}
-        totals[layer] = _sum_layer(wanted)
+    layers = sorted(statistics)
+    for start in range(0, len(layers), _TOGETHER):
+        group = layers[start : start + _TOGETHER]
+        totals |= _sum_layers({layer: statistics[layer] for layer in group}, kinds)
     return totals
 
 
-def _sum_layer(moments: Mapping[str, Moment]) -> dict[str, Moment]:
-    """The totals of one layer, sent as one tensor."""
-    tensors = [
-        getattr(moment, field.name) for moment in moments.values() for field in fields(Moment)
-    ]
+def _sum_layers(statistics: Statistics, kinds: Sequence[str] | None) -> Statistics:
+    """The totals of some layers, sent as one tensor."""
+    wanted = [(layer, kind) for layer in statistics for kind in sorted(kinds or statistics[layer])]
+    tensors = []
+    for layer, kind in wanted:
+        moment = statistics[layer][kind]
+        tensors += [getattr(moment, field.name) for field in fields(Moment)]
     # A process without text still has its zeros where they were made.
     device = tensors[0].device
     total = ranks.all_reduce(torch.cat([tensor.to(device).flatten() for tensor in tensors]))
     pieces = total.split([tensor.numel() for tensor in tensors])
     sums = [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
-    count = len(fields(Moment))
-    return {
-        kind: Moment(*sums[number * count : (number + 1) * count])
-        for number, kind in enumerate(moments)
-    }
+    totals: Statistics = {layer: {} for layer in statistics}
+    for number, (layer, kind) in enumerate(wanted):
+        first = number * len(fields(Moment))
+        totals[layer][kind] = Moment(*sums[first : first + len(fields(Moment))])
+    return totals
+
+
+def notes_of_idle(text: Corpus, batch: int) -> list[str]:
+    """A note if some processes get none of the text's batches of so many rows, with what would give
+    each of them one."""
+    processes, batches = ranks.world(), len(text.batches(batch))
+    if batches >= processes:
+        return []
+    smaller = (size for size in range(batch - 1, 0, -1) if len(text.batches(size)) >= processes)
+    size = next(smaller, None)
+    advice = "more --tokens" if size is None else f"--batch {size}"
+    idle = processes - batches
+    return [
+        f"{idle} of {processes} processes had nothing to do: {advice} would give each of them a "
+        "batch"
+    ]

@@ -117,10 +117,11 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 def _check_launcher(command: Callable[..., None]) -> None:
     """Raise `UsageError` for a command that several processes would each do alone."""
-    if ranks.launched_rank() is None or command is calibrate_command:
+    if ranks.launched_rank() is None or command in (calibrate_command, evaluate_command):
         return
     raise UsageError(
-        "only calibrate can be shared among the processes of torchrun or accelerate launch",
+        "only calibrate and evaluate can be shared among the processes of torchrun or accelerate "
+        "launch",
         hint=f"start it alone: {shlex.join(['rotationzoo', *sys.argv[1:]])}",
     )
 

@@ -1,11 +1,13 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
 import shlex
+import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rotationzoo import ranks
 from rotationzoo.cli.harness_options import (
     HarnessAnswers,
     HarnessChat,
@@ -123,6 +125,8 @@ def evaluate_command(
     _check_order(model, artifacts or [])
     from rotationzoo.cli.evaluate_view import next_command, show_evaluation
     from rotationzoo.evaluation.job import Evaluation, evaluate
+    from rotationzoo.evaluation.sharing import check_shareable
+    from rotationzoo.model.loading import torch_device
     from rotationzoo.recipe import load, override
 
     hush_libraries()
@@ -161,7 +165,11 @@ def evaluate_command(
         max_memory=max_memory,
         save_to=folders if save else [],
     )
-    with show_progress(out) as progress:
+    if ranks.launched_rank() is not None:
+        check_shareable(job.harness, job.device_map)
+        # torchrun sends it to all other processes after one was killed, and they say why they end.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with show_progress(out) as progress, ranks.joined(lambda: torch_device(device)):
         report = evaluate(job, progress)
     model_words = [model, "--revision", revision] if revision else [model]
     show_evaluation(out, report)

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
 from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
@@ -61,8 +62,11 @@ def run_models(
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
     of cache and arm.
 
-    A batch that runs out of memory is halved. Raises `RotationZooError` where a single row is too
-    large, and if no row is long enough to read anything from a 2-bit cache.
+    Processes that `ranks` joins share these runs, and each returns the metrics of all. A batch that
+    runs out of memory is halved.
+
+    Raises `RotationZooError` where a single row is too large, and if no row is long enough to read
+    anything from a 2-bit cache.
     """
     # A position is measured by how well it predicts the next token, so a row needs one more token.
     batches = [ids for ids in batches if ids.shape[1] > trial.start + 1]
@@ -73,31 +77,33 @@ def run_models(
         )
     longest = max(ids.shape[1] for ids in batches)
     buckets = Buckets.between(trial.start, longest)
-    exact = Metrics(buckets, trial.layers)
-    arms = {
-        (cache, arm.name): Metrics(buckets, trial.layers)
-        for cache, arm in product(trial.caches, trial.arms)
-    }
     device = input_device(model)
     modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))
-    limit = RowLimit()
-    done, total = 0, len(batches) * (1 + len(arms))
-    progress = in_tokens(progress, [ids.numel() for ids in batches for _ in range(1 + len(arms))])
-    progress("evaluating", done, total)
-    for number, batch in enumerate(batches):
-        ids = batch.to(device)
-        read = partial(_read_exactly, model, trial.start, exact)
-        limit.run(ids, read, exact.keep)
-        progress("evaluating", done := done + 1, total)
-        queries = _draw_queries(trial, ids.shape[1], seed=number)
-        for cache, arm in product(trial.caches, trial.arms):
-            metrics = arms[cache, arm.name]
+    pairs = list(product(trial.caches, trial.arms))
+    # Sorted by arm, so that processes that share the runs have as much to do of each arm.
+    runs = list(product([None, *pairs], range(len(batches))))
+    shared, results = ranks.share(runs), []
+    limit, progress = RowLimit(), in_tokens(progress, [batches[run[1]].numel() for run in shared])
+    progress("evaluating", 0, len(shared))
+    for done, (pair, number) in enumerate(shared):
+        ids, metrics = batches[number].to(device), Metrics(buckets, trial.layers)
+        read = partial(_read_exactly, model, trial.start, metrics)
+        if pair is not None:
+            cache, arm = pair
+            queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
             read = partial(_read_through, simulation, model, modules, trial.start, metrics)
-            limit.run(ids, read, metrics.keep)
-            progress("evaluating", done := done + 1, total)
+        limit.run(ids, read, metrics.keep)
+        results.append(metrics.tensors())
+        progress("evaluating", done + 1, len(shared))
+        ranks.beat()
+    exact = Metrics(buckets, trial.layers)
+    arms = {(cache, arm.name): Metrics(buckets, trial.layers) for cache, arm in pairs}
+    for (pair, _), sums in zip(runs, ranks.gather(results), strict=True):
+        metrics = exact if pair is None else arms[pair[0], pair[1].name]
+        metrics.add(sums)
     return Measurements(exact, arms)
 
 

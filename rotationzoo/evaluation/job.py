@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
@@ -28,6 +29,7 @@ from rotationzoo.evaluation.judged_text import check_length, check_positions, ju
 from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
+from rotationzoo.evaluation.sharing import check_same
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
@@ -86,15 +88,17 @@ class Evaluation:
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     """Evaluate artifacts and baselines, and return the report that `evaluate --json` prints.
 
+    Processes that `ranks` joins share texts and prompts, and process 0 alone saves the report.
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
     _check_settings(job)
+    ranks.listen("begin")
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
-        if artifact.folder in job.save_to:
+        if artifact.folder in job.save_to and ranks.rank() == 0:
             artifact.check_writable()
     lengths = job.tasks.lengths or (job.data.length,)
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
@@ -102,7 +106,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     source = find(job.model, job.revision)
     scaling = settle_rope_scaling(job.rope_scaling, artifacts)
     config = loading.load_config(source, scaling)
-    check_loadable(config, source.name, loading.torch_device(job.device))
+    device = loading.torch_device(job.device)
+    check_loadable(config, source.name, device)
     dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
     on_meta = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(on_meta)
@@ -113,13 +118,12 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
-    # Every pair of windows is measured on the same tokens: those that read quantized positions
-    # with all of them.
+    # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
     check_length(job.data, start)
-    # The text needs only the tokenizer and may be refused, so it is read before the weights are
-    # fetched.
+    # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
+    ranks.tell("begin")  # other processes find config and tokenizer here, and read the text, too
     check_weights(artifacts, source)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
@@ -127,9 +131,9 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
+    check_same((job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        device = loading.torch_device(job.device)
         model = loading.load(source, config, device, dtype, placement)
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
@@ -153,7 +157,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
     # with each of them.
     for artifact, arm in zip(artifacts, arms, strict=False):
-        if artifact.folder in job.save_to:
+        if artifact.folder in job.save_to and ranks.rank() == 0:
             save_evaluation(report, artifact, arm.name, BASELINES)
     return report
 

@@ -97,14 +97,11 @@ class Metrics:
 
     def keep(self) -> Undo:
         """Note what has been added so far, and return what drops anything added later."""
-        by_layer = (self._errors, self._norms, self._divergences)
-        parts = [self._losses, self._counts, self._sampled]
-        parts += [part for layers in by_layer for part in layers.values()]
-        lengths = [len(part) for part in parts]
+        lengths = {name: len(parts) for name, parts in self._sums().items()}
 
         def undo() -> None:
-            for part, length in zip(parts, lengths, strict=True):
-                del part[length:]
+            for name, parts in self._sums().items():
+                del parts[lengths[name] :]
 
         return undo
 
@@ -117,8 +114,7 @@ class Metrics:
 
     def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
         """Add one attention block's outputs `[B, T, hidden]`: the arm's and the exact ones."""
-        start = self.buckets.start
-        errors, norms = [], []
+        start, errors, norms = self.buckets.start, [], []
         # In blocks, because float32 copies of long rows take gigabytes.
         parts = output[:, start:].split(COMPARED_TOKENS, dim=1)
         exact_parts = exact[:, start:].split(COMPARED_TOKENS, dim=1)
@@ -136,6 +132,15 @@ class Metrics:
         # All layers sample the same queries, so counting them in the first layer is enough.
         if layer == self.layers[0]:
             self._sampled.append(member.sum(0).expand(len(divergence), -1))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All sums by name, for `add`: `[texts, buckets]`."""
+        return {name: torch.cat(parts) for name, parts in self._sums().items() if parts}
+
+    def add(self, sums: dict[str, torch.Tensor]) -> None:
+        """Add the sums of further texts, which other `Metrics` of the same layers had."""
+        for name, tensor in sums.items():
+            self._sums()[name].append(tensor)
 
     @property
     def tokens(self) -> int:
@@ -173,8 +178,7 @@ class Metrics:
         """The measures over all texts, restricted to some of the buckets."""
         loss, exact_loss = _sum(self._losses, buckets), _sum(exact._losses, buckets)
         count = _sum(self._counts, buckets)
-        # A text that ends before these buckets yields 0 / 0 here. Its weight is 0, so
-        # `weighted_mean` leaves it out.
+        # 0 / 0 for a text that ends before these buckets. Its weight is 0, so it is left out.
         extra, extra_error = weighted_mean((loss - exact_loss) / count, count)
         increase = math.expm1(extra)
         # To first order, the standard error of exp(x) - 1 is exp(x) times that of x.
@@ -222,6 +226,14 @@ class Metrics:
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""
         return (torch.cat(self._losses).sum(1) / torch.cat(self._counts).sum(1)).tolist()
+
+    def _sums(self) -> dict[str, list[torch.Tensor]]:
+        """The lists of all sums by name, of which each has one part `[B, buckets]` per batch."""
+        sums = {"losses": self._losses, "counts": self._counts, "sampled": self._sampled}
+        by_layer = {"error": self._errors, "norm": self._norms, "divergence": self._divergences}
+        for name, layers in by_layer.items():
+            sums |= {f"{name} {layer}": parts for layer, parts in layers.items()}
+        return sums
 
     def _member_from_start(self, count: int) -> torch.Tensor:
         """Membership `[count, buckets]` of the first `count` positions from the start on."""

@@ -124,8 +124,7 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
     """Find the layers that call attention and their heads, and check that the cache stores what was
     captured.
 
-    `ids` `[B, T]` defaults to a few zeros on the model's device. Raises `UnsupportedModel` with the
-    reason.
+    `ids` `[B, T]` defaults to a few zeros. Raises `UnsupportedModel` with the reason.
     """
     name = type(model).__name__
     # Older versions of transformers cache MLA's expanded keys and values, so the shapes would pass;
@@ -133,7 +132,10 @@ def geometry_of(model: "PreTrainedModel", ids: torch.Tensor | None = None) -> Ge
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModel(_latent(name), hint=_LATENT_HINT)
     if ids is None:
-        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device)
+        # On `meta`, where the model is not, accelerate keeps weights that are elsewhere.
+        offloaded = hasattr(model, "hf_device_map") and model.device.type == "meta"
+        device = "cpu" if offloaded else model.device
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=device)
     calls, stored = _run(model, ids)
     if not calls:
         raise UnsupportedModel(
@@ -230,10 +232,8 @@ def _is_encoder(model: "PreTrainedModel") -> bool:
 
 
 def _latent(name: str) -> str:
-    return (
-        f"{name} caches a compressed latent (MLA or alike), "
-        "not the keys and values that its attention reads"
-    )
+    stored = "a compressed latent (MLA or alike)"
+    return f"{name} caches {stored}, not the keys and values that its attention reads"
 
 
 def _shape(tensor: torch.Tensor) -> _Shape:

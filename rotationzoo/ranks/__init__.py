@@ -5,12 +5,12 @@ Nothing outside this package knows `torch.distributed`. In a process that has no
 `rank` is 0 and `world` is 1, so that other code needs no second path.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rotationzoo.ranks.launcher import launched_rank, use_one_gpu
+from rotationzoo.ranks.launcher import launched_rank, local_world, use_one_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rotationzoo.ranks.group import Group
 
 __all__ = (
-    "all_reduce", "beat", "joined", "launched_rank", "listen", "rank", "share", "tell",
-    "use_one_gpu", "world",
+    "all_reduce", "beat", "gather", "joined", "launched_rank", "listen", "local_world", "of_first",
+    "rank", "share", "tell", "use_one_gpu", "world",
 )  # fmt: skip
 
 _Item = TypeVar("_Item")
@@ -80,19 +80,21 @@ def joined(device: Callable[[], str]) -> Iterator[None]:
         _current.reset(token)
 
 
-def tell(message: Any) -> None:
-    """Tell the other processes something that JSON can express. Only process 0 does, and once."""
-    if (group := _current.get()) is not None:
-        group.set("told", message)
-
-
-def listen() -> Any:
-    """Wait, for as long as process 0 takes, for what it tells."""
+def tell(name: str, message: Any = True) -> None:
+    """Tell the other processes something that JSON can express. Does nothing in them. Each name is
+    told once."""
     group = _current.get()
-    if group is None:
+    if group is not None and group.rank == 0:
+        group.set(name, message)
+
+
+def listen(name: str) -> Any:
+    """Wait, for as long as process 0 takes, for what it tells by this name. None in process 0."""
+    group = _current.get()
+    if group is None or group.rank == 0:
         return None
-    group.wait_for(["told"], limited=False)
-    return group.get("told")
+    group.wait_for([name], limited=False)
+    return group.get(name)
 
 
 def beat() -> None:
@@ -106,3 +108,32 @@ def all_reduce(sums: "torch.Tensor") -> "torch.Tensor":
     same order."""
     group = _current.get()
     return sums if group is None else group.all_reduce(sums)
+
+
+def of_first(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
+    """The tensors, by name, that process 0 gives here; those of the others are ignored. All of them
+    call it in the same order."""
+    group = _current.get()
+    if group is None:
+        return dict(tensors)
+    from rotationzoo.ranks.packing import pack, unpack
+
+    first = group.gather(pack([tensors]) if group.rank == 0 and tensors else b"")[0]
+    return unpack(first)[0] if first else {}
+
+
+def gather(results: Sequence[Mapping[str, "torch.Tensor"]]) -> list[dict[str, "torch.Tensor"]]:
+    """What all processes computed from their parts of a list: the inverse of `share`.
+
+    Each gives one result for every item that it got from `share`, as tensors by name, at least one.
+    All of them get all results on the CPU, in the order of the list that was shared. They call this
+    in the same order.
+    """
+    group = _current.get()
+    if group is None:
+        return [dict(result) for result in results]
+    from rotationzoo.ranks.packing import pack, unpack
+
+    parts = [unpack(part) for part in group.gather(pack(results))]
+    count = sum(map(len, parts))
+    return [parts[number % group.world][number // group.world] for number in range(count)]

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,13 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from rotationzoo.errors import RotationZooError, Unsound, UsageError, first_sentence
+from rotationzoo.errors import (
+    ProcessLost,
+    RotationZooError,
+    Unsound,
+    UsageError,
+    first_sentence,
+)
 from rotationzoo.ranks.launcher import read_timeout
 
 _PAUSE = 0.02  # seconds between two looks at the store
 _RARELY = 20  # looks at a collective, which is quick, between two at the store
+_BROKEN = "onnection closed", "onnection reset", "roken pipe"
 _DONE, _INTERRUPTED = "done", "interrupted"
-_ERRORS = {kind.__name__: kind for kind in (RotationZooError, UsageError, Unsound)}
+_ERRORS = {kind.__name__: kind for kind in (RotationZooError, UsageError, Unsound, ProcessLost)}
 
 
 class Group:
@@ -35,6 +43,8 @@ class Group:
             self._store, self.rank, self.world = next(rendezvous("env://", timeout=limit))
         self._device = "cpu"
         self._sums = 0  # collectives so far
+        self._connecting: threading.Thread | None = None
+        self._failure: RuntimeError | None = None
 
     def meet(self, device: str) -> None:
         """Wait for all processes; this one computes on `device`. Raises `UsageError` if some have a
@@ -49,6 +59,9 @@ class Group:
                 f"{on_cpu} of {self.world} processes have no GPU of their own",
                 hint="start as many processes as there are GPUs, or add: --device cpu",
             )
+        if device == "cuda":
+            # NCCL takes seconds to connect, in which the model can load.
+            self._begin_to_connect()
 
     def set(self, name: str, content: Any) -> None:
         with _as_lost():
@@ -64,8 +77,8 @@ class Group:
             self._look()
 
     def wait_for(self, names: list[str], limited: bool = True) -> None:
-        """Wait until all names are set. Raises what ended another process, and `RotationZooError`
-        if, with a limit, no process gave a sign of life for too long."""
+        """Wait until all names are set. Raises what ended another process, and `ProcessLost` if,
+        with a limit, no process gave a sign of life for too long."""
         beats, since = [-1], time.monotonic()
         with _as_lost():
             while not self._store.check(names):
@@ -85,8 +98,7 @@ class Group:
         self.set(f"sum {self._sums}/{self.rank}", True)
         self.wait_for(self._of_all(f"sum {self._sums}"))
         with _as_lost():
-            if not dist.is_initialized():
-                self._connect()
+            self._wait_for_connection()
             work = dist.all_reduce(total, async_op=True)
             # NCCL would wait for a process that is lost now until its timeout.
             for look in itertools.count(1):
@@ -97,6 +109,18 @@ class Group:
                 time.sleep(_PAUSE / _RARELY)
             work.wait()
         return total
+
+    def gather(self, part: bytes) -> list[bytes]:
+        """The bytes that every process gives, in the order of their numbers."""
+        # Sums of zeros and one other number are exact, and `all_reduce` notices a lost process.
+        sizes = torch.zeros(self.world, dtype=torch.long)
+        sizes[self.rank] = len(part)
+        sizes = self.all_reduce(sizes).cpu()
+        rows = torch.zeros(self.world, max(1, int(sizes.max())), dtype=torch.uint8)
+        if part:
+            rows[self.rank, : len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        rows = self.all_reduce(rows).cpu()
+        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others how this process ends."""
@@ -111,8 +135,10 @@ class Group:
         with suppress(RotationZooError):  # the store may have gone with its process
             self.set(f"ended/{self.rank}", ending)
         # After an error, the end of the connections could wait for a process that is lost.
-        if error is None and dist.is_initialized():
-            dist.destroy_process_group()
+        if error is None and self._connecting is not None:
+            with suppress(RuntimeError, RotationZooError, KeyboardInterrupt):
+                self._wait_for_connection()
+                dist.destroy_process_group()
 
     def ending(self) -> BaseException | None:
         """What ended another process, if one has ended too early: its error, first of all; that it
@@ -163,20 +189,47 @@ class Group:
     def _of_all(self, name: str) -> list[str]:
         return [f"{name}/{number}" for number in range(self.world)]
 
+    def _begin_to_connect(self) -> None:
+        self._connecting = threading.Thread(target=self._connect, name="connect", daemon=True)
+        self._connecting.start()
+
+    def _wait_for_connection(self) -> None:
+        """Wait until this process is connected with the others."""
+        if self._connecting is None:
+            self._begin_to_connect()
+        assert self._connecting is not None
+        while self._connecting.is_alive():
+            self._connecting.join(_PAUSE)
+            self._look()
+        if self._failure is not None:
+            raise self._failure
+
     def _connect(self) -> None:
+        try:
+            self._join_process_group()
+        except RuntimeError as failure:
+            self._failure = failure
+
+    def _join_process_group(self) -> None:
+        # A store serves one thread at a time; older versions of torch cannot copy it.
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
         dist.init_process_group(
             "nccl" if self._device == "cuda" else "gloo",
-            store=self._store,
+            store=store,
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=self._timeout),
         )
+        # The first collective makes the connections.
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        if self._device == "cuda":
+            torch.cuda.synchronize()
 
 
-def _lost(how: str) -> RotationZooError:
-    return RotationZooError(
+def _lost(how: str) -> ProcessLost:
+    return ProcessLost(
         f"a process of this command {how}",
-        hint="run the same command again: it goes on from what every process has saved",
+        hint="run the same command again: it goes on from whatever was saved",
     )
 
 
@@ -186,4 +239,7 @@ def _as_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _lost(f"cannot be reached: {first_sentence(error)}") from error
+        reason = first_sentence(error)
+        # gloo says in many words that the process at the other end is gone.
+        is_gone = any(sign in reason for sign in _BROKEN)
+        raise _lost("is gone" if is_gone else f"cannot be reached: {reason}") from error

@@ -16,6 +16,11 @@ def launched_rank() -> int | None:
     return int(os.environ["RANK"])
 
 
+def local_world() -> int:
+    """How many processes of a launcher run on this machine and share its memory."""
+    return 1 if launched_rank() is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def use_one_gpu() -> None:
     """Show this process only the GPU of its local rank, or none if there are too few.
 

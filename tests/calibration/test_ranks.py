@@ -1,90 +1,34 @@
 """Calibration by two processes, as torchrun starts them: the test stands in for torchrun."""
 
+import json
 import os
 import signal
-import subprocess
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from support.command_line import left_behind, only_error
-from support.jobs import SMALL, job
-from support.ranks import Beside
+from support.jobs import SMALL, job, rotation_bytes
+from support.models import save_tiny
+from support.ranks import Beside, Launcher, silent
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.contribution import contribute
 from rotationzoo.calibration.job import calibrate, read_source_text
 from rotationzoo.calibration.plan import plan
 from rotationzoo.calibration.record import identify_job
 from rotationzoo.errors import RotationZooError
 from rotationzoo.ranks import joined
-from rotationzoo.recipe import PRESETS
+from rotationzoo.recipe import PRESETS, Data, Search, load
 
 WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out"]
 ROUNDING = 1e-12  # measured 2e-16
 
 
-class Launcher:
-    """Starts processes of the command line as torchrun does, and holds the store through which they
-    find each other."""
-
-    def __init__(self, command):
-        self.command = command
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes = []
-
-    def start(self, *words, ranks=(0, 1), world=2, **environment):
-        for rank in ranks:
-            told = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
-                "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1, **environment,
-            }  # fmt: skip
-            process = subprocess.Popen(
-                [*self.command.program, *map(str, words)],
-                cwd=self.command.folder,
-                env=self.command.environment | {name: str(value) for name, value in told.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            self.processes.append(process)
-        return self
-
-    def ended(self) -> list[subprocess.CompletedProcess]:
-        """How all processes ended, once they have."""
-        results = []
-        for process in self.processes:
-            stdout, stderr = process.communicate(timeout=60)
-            results.append(
-                subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-            )
-        return results
-
-    def process_id(self, rank: int) -> int:
-        """The id that a process has told the others."""
-        # Some versions of torch set the keys of every attempt apart.
-        names = [f"hello/{rank}", f"/worker/attempt_0/hello/{rank}"]
-        until = time.monotonic() + 30
-        while not (told := [name for name in names if self.store.check([name])]):
-            assert time.monotonic() < until, "the process never said hello"
-            time.sleep(0.01)
-        return int(self.store.get(told[0]).split(b",")[1])
-
-
-@pytest.fixture
-def launcher(command):
-    return Launcher(command)
-
-
 @pytest.fixture
 def beside(monkeypatch) -> Beside:
     return Beside(monkeypatch, rank=1)
-
-
-def silent(result, code: int) -> None:
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
 
 def check_equal(folder, artifact) -> None:
@@ -106,10 +50,35 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
     words = ["calibrate", tiny, *WORDS, "--recipe", "oscar-v1", "--batch", "4", "--quiet"]
     first, *others = launcher.start(*words, ranks=range(3), world=3).ended()
     assert (first.returncode, first.stdout.strip()) == (0, "out"), first.stderr
+    assert "1 of 3 processes had nothing to do: --batch 3 would give each" in first.stderr
     for other in others:
         silent(other, 0)
     assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
     check_equal(launcher.command.folder / "out", alone)
+
+
+def test_two_processes_search_as_one_does(launcher, tmp_path):
+    """Three layers and two texts to choose on: each process has less than the other of one."""
+    model = save_tiny(tmp_path / "model", num_hidden_layers=3)
+    settings = Search(steps=2, starts=1, queries=8, prompts=0, equalize=(False,))
+    changes = {"data": Data(tokens=2304, length=256), "sink": 16, "recent": 32}
+    recipe = PRESETS["best"].model_copy(update={**changes, "search": settings})
+    path = tmp_path / "short.yaml"
+    path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_none=True)))
+    words = ["calibrate", model, "--recipe", path, "--batch", "1", "--output", "out", "--quiet"]
+    first, second = launcher.start(*words).ended()
+    assert first.returncode == 0, first.stderr
+    silent(second, 0)
+    assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
+    alone = calibrate(job(model, tmp_path, load(str(path)), batch=1))
+    shared = Artifact.open(launcher.command.folder / "out")
+    check_equal(shared.folder, alone)
+    assert list(shared.content["search"]["layers"]) == ["0", "1", "2"]
+    assert shared.content["search"] == alone.content["search"]
+    assert rotation_bytes(shared) == rotation_bytes(alone)
+    passes, expected = shared.content["run"]["passes"], alone.content["run"]["passes"]
+    assert passes["predictions"] == expected["predictions"]
+    assert passes["samples"] == 2 * expected["samples"], "each process reads the text"
 
 
 def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):
@@ -146,8 +115,10 @@ def test_a_signal_ends_all(launcher, tiny):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["evaluate", "demo", "out"], "only calibrate can be shared"),
-        (["calibrate", "demo", "--recipe", "best"], "the recipe best searches"),
+        (["generate", "demo"], "only calibrate and evaluate can be shared"),
+        (["evaluate", "demo", "--harness", "piqa"], "--harness asks tasks"),
+        (["evaluate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
+        (["calibrate", "demo", "--recipe", "best", "--budget", "5"], "--budget ends a search"),
         (["calibrate", "demo", "--data", "self"], "writes its own text"),
         (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
     ],
@@ -164,7 +135,8 @@ def test_a_process_does_not_add_sums_of_another_job(beside, tiny, tmp_path):
     wanted = job(tiny, tmp_path, batch=2)
     planned = plan(wanted)
     identity = identify_job(wanted, planned.source, read_source_text(planned))
-    beside.tell("told", identity | {"text": "of a different file"})
+    beside.tell("begin", True)
+    beside.tell("job", identity | {"text": "of a different file"})
     with (
         pytest.raises(RotationZooError, match="process 1 would add sums of another job: text diff"),
         joined(lambda: "cpu"),

@@ -17,8 +17,10 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.cli.evaluate import parse_layers
 from rotationzoo.cli.option_values import parse_windows
 from rotationzoo.errors import UsageError
+from rotationzoo.evaluation import job as job_module
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
@@ -188,3 +190,24 @@ def test_the_command_line(command, inside, artifacts, monkeypatch):
     wrong = inside("evaluate", "demo", folder, "--keys-only", "--values-only")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("Error: --keys-only and --values-only")
+
+
+@pytest.mark.parametrize("real_cache", [False, True], ids=["simulated", "real"])
+def test_weights_on_disk_give_the_same_report(tiny, real_cache, monkeypatch):
+    """Also of a model whose shapes only its weights can tell: its first ones lie on disk, too."""
+    monkeypatch.setattr(job_module, "geometry_on_meta", lambda model: None)
+    monkeypatch.setattr(ExactAnswers, "can_do", True)  # or no arm is asked
+    job = Evaluation(
+        str(tiny),
+        [],
+        Data(tokens=256, length=256),
+        windows=[(16, 64)],
+        tasks=TaskSettings(("needles",), questions=1),
+        prefill_chunk=64,
+        real_cache=real_cache,
+        queries=4,
+        dtype="float32",
+    )
+    spread = evaluate(replace(job, device_map="auto", max_memory="cpu=1KB"))
+    assert spread["arms"]["kivi"]["all_tasks"]["questions"]
+    assert spread == evaluate(job)

@@ -1,14 +1,13 @@
 """What a process hears of the others: the test stands in for the launcher and for one of them."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from support.ranks import Beside
 
 from rotationzoo import ranks
+from rotationzoo.calibration.machine import free_memory
 from rotationzoo.errors import RotationZooError, Unsound, UsageError
 
 
@@ -41,14 +40,6 @@ def test_a_process_that_is_done_may_be_gone(beside):
     with ranks.joined(cpu):
         assert (ranks.rank(), ranks.world(), ranks.share("abcde")) == (0, 2, ["a", "c", "e"])
         ranks.beat()
-
-
-@pytest.fixture
-def ended_process() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_a_process_that_is_gone_without_a_word_is_lost(beside, ended_process):
@@ -100,3 +91,12 @@ def test_one_process_under_a_launcher_is_alone(monkeypatch):
     assert ranks.launched_rank() is None
     with ranks.joined(cpu):
         assert ranks.world() == 1
+
+
+def test_processes_share_the_memory_of_their_machine(monkeypatch):
+    whole = free_memory(torch.device("cpu"))
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert 0.5 < 8 * free_memory(torch.device("cpu")) / whole < 2  # other programs come and go

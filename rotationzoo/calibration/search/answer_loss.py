@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.search.model_divergence import simulate
 from rotationzoo.model.geometry import Geometry
-from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.recall.answers import Answers, read_shared_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.rotations import Rotations
 
@@ -40,7 +40,7 @@ class AnswerLoss:
         Divided by its tokens, a long quotation counts no more than a number.
         """
         with simulate(rotations, self.geometry, self.cache, self.group_size).running(self.model):
-            read = read_answers(self.model, self.prompts, self.batch)
+            read = read_shared_answers(self.model, self.prompts, self.batch)
         loss = (self.exact.log_probability - read.log_probability) / self._tokens
         lost = (~read.correct).double()
         return self._mean_by_prompt(loss), self._mean_by_prompt(lost)
@@ -48,7 +48,7 @@ class AnswerLoss:
     @cached_property
     def exact(self) -> Answers:
         """The answers of the model that reads an exact cache."""
-        return read_answers(self.model, self.prompts, self.batch)
+        return read_shared_answers(self.model, self.prompts, self.batch)
 
     @property
     def questions(self) -> int:

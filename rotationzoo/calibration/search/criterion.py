@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.passes import Passes
 from rotationzoo.calibration.search.answer_loss import AnswerLoss
@@ -114,6 +115,7 @@ class Criterion:
             # Measured together, because each call predicts every text once with an exact cache.
             with self._passes.of("predictions"):
                 divergences = self.divergence.measure([candidates[name] for name in missing], tell)
+            tell(len(missing) * texts - done)  # what other processes have measured
             for name, divergence in zip(missing, divergences, strict=True):
                 score = Score(*self._ask(candidates[name]), divergence)
                 tell(prompts)
@@ -142,7 +144,8 @@ class SavedScores:
 
     def __init__(self, checkpoint: Checkpoint | None = None):
         self._checkpoint = checkpoint
-        self._tensors = {} if checkpoint is None else checkpoint.read_scores()
+        # All processes must know the same ones, or some would wait for others to measure.
+        self._tensors = ranks.of_first({} if checkpoint is None else checkpoint.read_scores())
 
     def read(self, name: str) -> Score | None:
         """The score with this name, or None if it was not measured yet."""
@@ -157,5 +160,5 @@ class SavedScores:
 
     def save(self) -> None:
         """Save all scores to the checkpoint."""
-        if self._checkpoint is not None:
+        if self._checkpoint is not None and ranks.rank() == 0:
             self._checkpoint.save_scores(self._tensors)

@@ -1,5 +1,6 @@
 """Chooses the rotations of every layer, head by head, and saves each layer that is done."""
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
 from rotationzoo.calibration.equalizing import stored_equalizers
 from rotationzoo.calibration.machine import free_memory
@@ -53,11 +55,12 @@ def search_layers(
 ) -> tuple[Matrices, dict[str, Any]]:
     """Choose the matrices of every layer; also return their record.
 
-    Layers that the checkpoint already holds are not searched again.
+    Layers that the checkpoint already holds are not searched again. Processes that `ranks` joins
+    share the layers, and each returns all matrices.
     """
     layers = cached_layers(task.geometry)
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
-    remaining = [layer for layer in layers if str(layer.index) not in record]
+    remaining = [layer for layer in ranks.share(layers) if str(layer.index) not in record]
     for done in choose_layers(task, remaining, deadline, progress):
         for side, choice in done.sides.items():
             chosen[done.layer.index, side] = choice.matrix.cpu().contiguous()
@@ -65,7 +68,24 @@ def search_layers(
         # Saved after every group of layers, so a stopped search loses at most one.
         if checkpoint is not None:
             checkpoint.save_search(chosen, record)
-    return chosen, record
+    return _gather(layers, chosen, record)
+
+
+def _gather(
+    layers: Sequence[Layer], chosen: Matrices, record: Mapping[str, Any]
+) -> tuple[Matrices, dict[str, Any]]:
+    """The matrices and the record of all layers, of which this process has chosen its share."""
+    shares = []
+    for layer in ranks.share(layers):
+        words = json.dumps(record[str(layer.index)]).encode()
+        matrices = {side: chosen[layer.index, side] for side in SIDES}
+        shares.append({**matrices, "record": torch.frombuffer(bytearray(words), dtype=torch.uint8)})
+    everything: Matrices = {}
+    records = {}
+    for layer, share in zip(layers, ranks.gather(shares), strict=True):
+        records[str(layer.index)] = json.loads(share.pop("record").numpy().tobytes())
+        everything |= {(layer.index, side): matrix for side, matrix in share.items()}
+    return everything, records
 
 
 def choose_layers(
@@ -115,6 +135,7 @@ class _Progress:
 
     def tell(self, steps: int = 1) -> None:
         self.done += steps
+        ranks.beat()
         self.progress("searching", self.done, self.total)
 
     def deadline(self, deadline: float, sides: int) -> float:

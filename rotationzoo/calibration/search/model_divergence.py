@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
@@ -51,8 +52,9 @@ class ModelDivergence:
         texts a candidate has been measured.
         """
         texts = self.measured_texts
+        # Processes share the batches of texts. What another measures is zero here, and added.
         divergences = torch.zeros(len(candidates), len(texts), dtype=torch.float64)
-        for numbers in self._batches(texts):
+        for numbers in ranks.share(list(self._batches(texts))):
             ids = torch.stack([texts[number] for number in numbers])
             exact = self._exact(tuple(numbers), ids)
             for row, rotations in enumerate(candidates):
@@ -60,9 +62,10 @@ class ModelDivergence:
                 with simulation.running(self.model):
                     read = self._predicting(run_decoder(self.model, ids))
                 divergences[row, numbers] = _mean_divergence(exact, read).cpu()
+                ranks.beat()
                 if tell is not None:
                     tell(len(numbers))
-        return divergences
+        return ranks.all_reduce(divergences).cpu()
 
     def _batches(self, texts: Sequence[torch.Tensor]) -> Iterator[list[int]]:
         """The numbers of the texts, in batches of equal length."""

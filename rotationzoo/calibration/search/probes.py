@@ -11,7 +11,7 @@ import torch
 
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recall.answers import read_answers
+from rotationzoo.recall.answers import read_shared_answers
 from rotationzoo.recall.prompts import TASKS, Prompt, PromptSettings, write_prompts
 
 POOL = "choose"
@@ -47,7 +47,7 @@ def try_tasks(task: SearchTask) -> Trial:
         except RotationZooError as error:  # the rows are too short for it
             trial.skipped[name] = str(error)
         else:
-            answers = read_answers(task.model, prompts, task.batch)
+            answers = read_shared_answers(task.model, prompts, task.batch)
             trial.answered[name] = answers.correct.double().mean().item()
     return trial
 

@@ -1,21 +1,24 @@
 """Asking the recall tasks: of the exact model first, and of every arm and cache what it can do."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
+from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.loading import forward_errors
-from rotationzoo.progress import Progress, Tokens
-from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.progress import Progress, in_tokens
+from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
 
 # A model can do a task if the statements add at least this share to the questions that it answers,
@@ -70,6 +73,16 @@ class TaskAnswers:
         return notes
 
 
+@dataclass(frozen=True)
+class Request:
+    """Prompts of one length, and what they are read through: a simulation, a reader, or the model
+    alone."""
+
+    prompts: list[Prompt]
+    simulation: Simulation | None = None
+    reader: ThroughCache | None = None
+
+
 class Asking:
     """Reads answers in batches and reports how many tokens of a stage's prompts are read.
 
@@ -79,36 +92,43 @@ class Asking:
 
     def __init__(self, model: PreTrainedModel, name: str, tokens: int, progress: Progress):
         self.model, self.name, self.tokens, self.progress = model, name, tokens, progress
-        self.stage, self.done, self.total = "", 0, 0
 
-    def begin(self, stage: str, series: Iterator[list[Prompt]]) -> None:
-        """Begin a stage in which the prompts of these series will be asked."""
-        tokens = sum(len(prompt.ids) for prompts in series for prompt in prompts)
-        self.stage, self.done, self.total = stage, 0, tokens
-        self._tell(0)
+    def ask(self, stage: str, requests: Sequence[Request]) -> list[Answers]:
+        """The answers to each request. Processes that `ranks` joins share the batches of prompts,
+        and each returns all answers."""
+        batches = []
+        for number, request in enumerate(requests):
+            batches += [(number, rows) for rows in self._cut(request.prompts)]
+        shared, results = ranks.share(batches), []
+        progress = in_tokens(self.progress, [_tokens(rows) for _, rows in shared])
+        progress(stage, 0, len(shared))
+        # One simulation for all batches of a request, because it keeps the masks of every length.
+        for number, group in groupby(shared, itemgetter(0)):
+            request = requests[number]
+            with self._reading(request):
+                for _, rows in group:
+                    answers = read_answers(self.model, rows, len(rows), request.reader)
+                    results.append(vars(answers))
+                    progress(stage, len(results), len(shared))
+                    ranks.beat()
+        parts: list[list[dict[str, torch.Tensor]]] = [[] for _ in requests]
+        for (number, _), result in zip(batches, ranks.gather(results), strict=True):
+            parts[number].append(result)
+        return [join_answers(of_request) for of_request in parts]
 
-    def ask(
-        self,
-        prompts: list[Prompt],
-        running: AbstractContextManager[None] | None = None,
-        reader: ThroughCache | None = None,
-    ) -> Answers:
-        """The answers to prompts of one length, read inside the context `running`, or by
-        `reader`."""
-        length = len(prompts[0].ids)
-        batch = max(1, self.tokens // length)
-        parts = []
-        with forward_errors(self.name, batch, length), running or nullcontext():
-            for start in range(0, len(prompts), batch):
-                rows = prompts[start : start + batch]
-                parts.append(read_answers(self.model, rows, batch, reader))
-                self._tell(len(rows) * length)
-        correct = torch.cat([part.correct for part in parts])
-        return Answers(correct, torch.cat([part.log_probability for part in parts]))
+    def _cut(self, prompts: list[Prompt]) -> list[list[Prompt]]:
+        size = self._batch(prompts)
+        return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
-    def _tell(self, tokens: int) -> None:
-        self.done += tokens
-        self.progress(self.stage, Tokens(self.done), Tokens(self.total))
+    def _batch(self, prompts: list[Prompt]) -> int:
+        return max(1, self.tokens // len(prompts[0].ids))
+
+    @contextmanager
+    def _reading(self, request: Request) -> Iterator[None]:
+        prompts, simulation = request.prompts, request.simulation
+        running = nullcontext() if simulation is None else simulation.running(self.model)
+        with forward_errors(self.name, self._batch(prompts), len(prompts[0].ids)), running:
+            yield
 
 
 def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
@@ -117,28 +137,36 @@ def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
 
     Raises `RotationZooError` for prompts that do not fit the device's memory.
     """
-    every = (prompts for series in plan.series for prompts in (series.prompts, series.blind))
-    asking.begin("answering with the exact cache", every)
-    exact = []
+    requests = []
     for series in plan.series:
-        answers, blind = asking.ask(series.prompts), asking.ask(series.blind)
-        exact.append(ExactAnswers(series, answers, blind))
-    asked = [each.series.prompts for each in exact if each.can_do]
-    arms: dict[tuple[Cache, str], list[Answers]] = {}
-    pairs = list(product(trial.caches, trial.arms))
+        requests += [Request(series.prompts), Request(series.blind)]
+    replies = asking.ask("answering with the exact cache", requests)
+    of_series = zip(plan.series, replies[::2], replies[1::2], strict=True)
+    exact = [ExactAnswers(*each) for each in of_series]
+    able = [each.series.prompts for each in exact if each.can_do]
+    asked = list(product(trial.caches, trial.arms, able))
+    requests = [_request(asking.model, trial, *each) for each in asked]
     # A stage of its own, because a 2-bit cache is slower than the exact one.
-    asking.begin("answering", (prompts for _ in pairs for prompts in asked))
-    for cache, arm in pairs:
-        if trial.real_cache:
-            reader = ThroughCache(asking.model, real_arm(arm), cache)
-            arms[cache, arm.name] = [asking.ask(prompts, reader=reader) for prompts in asked]
-            continue
-        simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
-        # One simulation for each series, because it keeps the masks of every length.
-        arms[cache, arm.name] = [
-            asking.ask(prompts, simulation.running(asking.model)) for prompts in asked
-        ]
+    replies = asking.ask("answering", requests)
+    pairs = product(trial.caches, trial.arms)
+    arms: dict[tuple[Cache, str], list[Answers]] = {(cache, arm.name): [] for cache, arm in pairs}
+    for (cache, arm, _), answers in zip(asked, replies, strict=True):
+        arms[cache, arm.name].append(answers)
     return TaskAnswers(plan, exact, arms)
+
+
+def _request(
+    model: PreTrainedModel, trial: Trial, cache: Cache, arm: CacheArm, prompts: list[Prompt]
+) -> Request:
+    """The prompts of a series, read from an arm's cache."""
+    if trial.real_cache:
+        return Request(prompts, reader=ThroughCache(model, real_arm(arm), cache))
+    layers = set(trial.layers)
+    return Request(prompts, Simulation(arm, cache, trial.geometry, layers, trial.sides))
+
+
+def _tokens(prompts: Sequence[Prompt]) -> int:
+    return sum(len(prompt.ids) for prompt in prompts)
 
 
 def _describe(answers: Answers) -> str:

@@ -57,7 +57,7 @@ def test_a_trial_finds_what_the_model_can_do(task, monkeypatch):
         right = torch.tensor([question.task == "copy" for question in questions])
         return Answers(right, torch.zeros(len(questions)))
 
-    monkeypatch.setattr(probes, "read_answers", read_answers)
+    monkeypatch.setattr(probes, "read_shared_answers", read_answers)
     trial = try_tasks(task)
     assert trial.able == ["copy"]
     assert len(trial.answered) == 5
