@@ -41,6 +41,7 @@ from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, geometry_of
 from rotationzoo.model.loading import on_meta
+from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt, Question
 from rotationzoo.recipe import PRESETS, Recipe
 
@@ -239,7 +240,7 @@ def time_prompts(task: SearchTask, count: int) -> dict[str, float]:
     seconds = {}
     loss.exact.correct[:] = True  # so that every prompt counts
     for name, ask in (
-        ("exact", lambda: answer_loss.read_answers(task.model, prompts, BATCH)),
+        ("exact", lambda: read_answers(task.model, prompts, BATCH)),
         ("simulated", lambda: loss.measure(task.baseline)),
     ):
         ask()
