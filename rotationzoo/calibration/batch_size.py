@@ -3,7 +3,6 @@ every pass fetches the weights that are kept elsewhere again."""
 
 from bisect import bisect_right
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ SIZED = 0
 """The batch of a job that leaves the number of rows to `choose_batch`."""
 
 
-def pass_bytes(needs: Footprint, batch: int) -> int:
-    """What a pass over `batch` rows takes beside the weights, with the sums: those of whole
-    batches, of the batch under way, and of this batch before its last rows."""
-    sized = replace(needs, batch=batch)
-    working = max(sized.activations(batch), sized.peaked_queries(batch), sized.generation_cache)
-    return working + 3 * needs.statistics
-
-
 def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
     """The rows of a pass: all of them if their activations fit, else even parts, as few as fit.
 
@@ -44,9 +35,7 @@ def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
         else:
             rooms.append(usable - min(weights, limits.get(device, 0)))
     rows = _row_count(needs.recipe.data)
-    fitting = bisect_right(
-        range(1, rows + 1), min(rooms), key=lambda batch: pass_bytes(needs, batch)
-    )
+    fitting = bisect_right(range(1, rows + 1), min(rooms), key=needs.pass_bytes)
     passes = -(-rows // max(fitting, 1))
     return -(-rows // passes)
 

@@ -57,8 +57,9 @@ class Checkpoint:
 
     One file holds the raw sums, one the texts that the model wrote, one the layers that a search
     has finished, and one the scores of its candidates. The identity covers everything that could
-    change a byte of the result. Files are saved only between batches, layers and candidates, so a
-    resumed run gives the bytes of an uninterrupted one.
+    change a byte of the result, but for free memory, which decides how many rows and layers are
+    computed at a time. Files are saved only between batches, layers and candidates, so where as
+    much memory is free, a resumed run gives the bytes of an uninterrupted one.
     """
 
     def __init__(self, path: Path, identity: Identity):

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rotationzoo import ranks
-
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
-_MEMORY = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
 
 
@@ -32,25 +28,6 @@ def total_memory(on_cpu: bool, spread: bool) -> int:
     devices = range(torch.cuda.device_count())
     sizes = [torch.cuda.get_device_properties(device).total_memory for device in devices]
     return main + sum(sizes) if spread else sizes[torch.cuda.current_device()]
-
-
-def free_memory(device: "torch.device") -> int:
-    """Bytes that can still be allocated on a device; for a CPU, in main memory, within the limit of
-    a container, and divided among the processes of a launcher."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # torch keeps what it has freed for itself.
-        reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        return free + reserved - used
-    main = total_memory(on_cpu=True, spread=False)
-    with suppress(OSError):  # only Linux has it
-        for line in _MEMORY.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                main = min(main, int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError):
-        limit, used = int(_CONTAINER_LIMIT.read_text()), int(_CONTAINER_USE.read_text())
-        main = min(main, max(0, limit - used))
-    return main // ranks.local_world()
 
 
 def peak_memory() -> int:

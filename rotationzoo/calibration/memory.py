@@ -70,20 +70,26 @@ class Footprint:
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        # The sums exist beside those of the batch under way, and later beside the averages that are
-        # written. With a search all its candidates exist together: the variants, and what is chosen
-        # head by head.
+        # After the passes, the sums exist beside the averages that are written. With a search all
+        # its candidates exist together: the variants, and what is chosen head by head.
         candidates = len(variants(self.recipe)) + 2 if self.recipe.search else 1
         rotations = candidates * self.rotations
         kept = weights + 2 * self.statistics + rotations
-        passes = max(
-            self.activations(self.batch), self.peaked_queries(self.batch), self.generation_cache
-        )
+        passing = weights + self.pass_bytes(self.batch)
         search_peak = self.search_peak(kept)
         # On a CPU, the allocator keeps what the passes freed, in fragments that a search can hardly
         # reuse. The passes and the search therefore add up.
-        working = passes + search_peak if self.on_cpu else max(passes, search_peak)
-        return kept + libraries + working
+        if self.on_cpu:
+            return libraries + passing + rotations + search_peak
+        return max(passing, kept + search_peak)
+
+    def pass_bytes(self, batch: int) -> int:
+        """What a pass over `batch` rows takes beside the weights, with the sums: those of whole
+        batches, of the batch under way, and of this batch before its last rows."""
+        working = max(
+            self.activations(batch), self.peaked_queries(batch), self.generation_cache(batch)
+        )
+        return working + 3 * self.statistics
 
     def activations(self, batch: int) -> int:
         """Peak memory of the decoder for one batch.
@@ -141,8 +147,7 @@ class Footprint:
         widths = (layer.query_heads * (layer.key_dim + layer.value_dim) for layer in self.geometry)
         return max(widths, default=0)
 
-    @property
-    def generation_cache(self) -> int:
+    def generation_cache(self, batch: int) -> int:
         """The KV cache of one batch of text that the model writes."""
         if self.recipe.data.source != SELF:
             return 0
@@ -150,7 +155,7 @@ class Footprint:
             layer.kv_heads * (layer.key_dim + layer.value_dim)
             for layer in cached_layers(self.geometry)
         )
-        return self.batch * self.recipe.data.length * width * self.item
+        return batch * self.recipe.data.length * width * self.item
 
     def search(self, kept: int = 0) -> SearchFootprint | None:
         """The footprint of the search alone, beside `kept` bytes of the model and what was made for

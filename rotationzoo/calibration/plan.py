@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.calibration.batch_size import SIZED, choose_batch, earlier_batch, pass_bytes
+from rotationzoo.calibration.batch_size import SIZED, choose_batch, earlier_batch
 from rotationzoo.calibration.checkpoint import checkpoint_files, rank_files
 from rotationzoo.calibration.machine import total_memory
 from rotationzoo.calibration.memory import Footprint
@@ -101,7 +101,7 @@ class Plan:
     weights_bytes: int = 0
     artifact_bytes: int = 0
     pass_bytes: int = 0
-    """Memory that a forward pass takes beside the weights where the layers run."""
+    """Memory that a forward pass takes beside the weights where the layers run, with the sums."""
     peak_memory_bytes: int = 0
     memory_bytes: int = 0
     """Memory that this machine has where the job would run."""
@@ -199,7 +199,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
     return replace(
         known,
         job=job,
-        pass_bytes=pass_bytes(needs, job.batch),
+        pass_bytes=needs.pass_bytes(job.batch),
         weights_bytes=stored,
         artifact_bytes=needs.rotations + needs.statistics,
         peak_memory_bytes=needs.peak(loaded),

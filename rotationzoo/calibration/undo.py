@@ -9,8 +9,7 @@ from rotationzoo.model.out_of_memory import Undo
 def keep_sums(statistics: Statistics) -> Undo:
     """Copy the sums where they are, and return what puts the copies in their place, once.
 
-    The copies take as much memory as the averages of a finished run, which exist beside the sums
-    later. `calibration.memory` therefore counts them already.
+    The copies take as much memory as the sums; `calibration.memory` counts them.
     """
     kept: Statistics = {}
     for layer, moments in statistics.items():

@@ -58,7 +58,9 @@ class RowLimit:
         while done < len(ids):
             rows = ids[done : done + (self.rows or len(ids))]
             divisible = len(rows) > 1 and ranks.world() == 1
-            undo = keep() if divisible else None
+            undo = None  # frees what was kept for the rows before
+            if divisible:
+                undo = keep()
             try:
                 forward(rows)
                 done += len(rows)

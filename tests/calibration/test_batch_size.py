@@ -9,13 +9,14 @@ from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 from support.models import save_tiny
 
 from rotationzoo.calibration import batch_size
-from rotationzoo.calibration.batch_size import SIZED, choose_batch, pass_bytes
+from rotationzoo.calibration.batch_size import SIZED, choose_batch
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.calibration.plan import plan
 from rotationzoo.model import placement
+from rotationzoo.model.geometry import Layer
 from rotationzoo.model.placement import USABLE, memory_limits, place_weights
-from rotationzoo.recipe import Data, Recipe
+from rotationzoo.recipe import SELF, Data, Recipe
 
 GB = 10**9
 
@@ -38,7 +39,7 @@ def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatc
     limits = {"cpu": 4 * GB}
     expected = {16: 16, 15: 8, 8: 8, 7: 6, 5: 4, 1: 1}
     for fitting, batch in expected.items():
-        machine(monkeypatch, int((4 * GB + pass_bytes(needs, fitting)) / USABLE) + 2)
+        machine(monkeypatch, int((4 * GB + needs.pass_bytes(fitting)) / USABLE) + 2)
         assert choose_batch(needs, 100 * GB, limits) == batch
     machine(monkeypatch, 0)
     assert choose_batch(needs, 100 * GB, limits) == 1, "and the pass says that it does not fit"
@@ -47,7 +48,7 @@ def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatc
 def test_what_weights_leave_is_for_the_batch(needs, monkeypatch):
     """A whole model leaves the rest. One that does not fit gets half of the device, less whatever
     a user gives it."""
-    largest = pass_bytes(needs, 16)
+    largest = needs.pass_bytes(16)
     machine(monkeypatch, int((20 * GB + largest) / USABLE) + 2)
     assert choose_batch(needs, 20 * GB, None) == 16
     assert choose_batch(needs, 10**12, None) == 16
@@ -57,6 +58,19 @@ def test_what_weights_leave_is_for_the_batch(needs, monkeypatch):
     assert choose_batch(needs, 10**12, None) == 8
     assert choose_batch(needs, 10**12, {"cpu": 0}) == 16
     assert choose_batch(needs, 10**12, {"cpu": largest}) == 1
+
+
+def test_a_model_that_writes_needs_a_cache_for_every_row(needs):
+    layers = [Layer(index, index, 32, 8, 128, 128) for index in range(36)]
+    data = needs.recipe.data.model_copy(update={"source": SELF})
+    writing = replace(
+        needs,
+        recipe=needs.recipe.model_copy(update={"data": data}),
+        geometry=layers,
+        batch=SIZED,
+    )
+    cache = 36 * 8 * (128 + 128) * 2 * 2048
+    assert writing.pass_bytes(16) == 16 * cache + 3 * writing.statistics
 
 
 def test_reserved_memory_gets_no_weights(monkeypatch):
@@ -93,7 +107,7 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
         model, tmp_path, batch=SIZED, dtype="float32", device_map="auto", max_memory="cpu=150KB"
     )
     expected = calibrate(replace(spread, output=tmp_path / "expected", batch=3))
-    monkeypatch.setattr(batch_size, "pass_bytes", lambda needs, batch: batch * 100)
+    monkeypatch.setattr(Footprint, "pass_bytes", lambda needs, batch: batch * 100)
     room = [int((150_000 + 300) / USABLE) + 2]
     monkeypatch.setattr(batch_size, "free_memory", lambda device: room[0])
     assert SMALL.tokens // SMALL.length == 8

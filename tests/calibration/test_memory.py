@@ -145,6 +145,14 @@ def test_choosing_clip_ratios_takes_what_is_planned(medium):
     assert LEAST < medium.needs.search().clip_search / most < MOST  # measured 1.07
 
 
+def test_predictions_of_the_exact_model_are_kept_as_planned(medium):
+    loss = ModelDivergence(medium.model, medium.geometry, medium.cache, None, medium.rows[6:])
+    _, left, _ = allocated(lambda: loss.measure([medium.baseline]))
+    search = medium.needs.search()
+    assert LEAST < search.exact_states / left < MOST  # measured 0.99
+    assert search.peak - replace(search, on_cpu=False).peak > search.exact_states
+
+
 def test_weighting_queries_takes_what_is_planned(medium):
     layer, options = medium.geometry[0], medium.recipe
     sums = zero_statistics(medium.geometry, options)

@@ -1,6 +1,8 @@
 """Batches that run out of memory midway, in calibration and evaluation: halved, and counted
 once."""
 
+import weakref
+
 import accelerate
 import pytest
 import torch
@@ -88,6 +90,24 @@ def test_one_of_several_processes_keeps_its_batches(model, monkeypatch):
         limit.run(IDS, lambda ids: model(input_ids=ids), lambda: lambda: None)
     assert caught.value.hint == "add: --batch 3"
     assert limit.rows is None
+
+
+def test_what_was_kept_for_earlier_rows_is_freed_first():
+    kept = []
+
+    def keep():
+        assert all(earlier() is None for earlier in kept)
+
+        def undo():
+            raise AssertionError("no pass has failed")
+
+        kept.append(weakref.ref(undo))
+        return undo
+
+    limit = RowLimit()
+    limit.rows = 3
+    limit.run(IDS, lambda ids: None, keep)
+    assert len(kept) == 2, "a single row is not divided"
 
 
 def test_other_errors_pass():

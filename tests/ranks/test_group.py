@@ -7,7 +7,7 @@ import torch
 from support.ranks import Beside
 
 from rotationzoo import ranks
-from rotationzoo.calibration.machine import free_memory
+from rotationzoo.calibration.search.shelf import free_memory
 from rotationzoo.errors import RotationZooError, Unsound, UsageError
 
 

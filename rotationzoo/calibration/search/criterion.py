@@ -112,7 +112,8 @@ class Criterion:
                 progress(stage, done, total)
 
             tell(0)
-            # Measured together, because each call predicts every text once with an exact cache.
+            # Measured together, because each call reads once with an exact cache the texts for
+            # which there was no room to keep what the exact model made of them.
             with self._passes.of("predictions"):
                 divergences = self.divergence.measure([candidates[name] for name in missing], tell)
             tell(len(missing) * texts - done)  # what other processes have measured

@@ -12,7 +12,6 @@ import torch
 from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint, Matrices
 from rotationzoo.calibration.equalizing import stored_equalizers
-from rotationzoo.calibration.machine import free_memory
 from rotationzoo.calibration.search.choice import Choice
 from rotationzoo.calibration.search.draws import SamplingSettings
 from rotationzoo.calibration.search.frame import LayerData
@@ -21,12 +20,11 @@ from rotationzoo.calibration.search.learn import LearningSettings
 from rotationzoo.calibration.search.learn_group import learn_side
 from rotationzoo.calibration.search.memory import LayerFootprint, TextLengths
 from rotationzoo.calibration.search.sampling import take_samples
-from rotationzoo.calibration.search.shelf import Shelf
+from rotationzoo.calibration.search.shelf import Shelf, free_memory
 from rotationzoo.calibration.search.stored import Samples
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.search.threads import start_in_threads
 from rotationzoo.model.geometry import Layer, cached_layers
-from rotationzoo.model.loading import input_device
 from rotationzoo.model.projection import OutputProjection, output_projections
 from rotationzoo.progress import Progress, silent
 from rotationzoo.rotations import SIDES
@@ -114,7 +112,9 @@ def choose_layers(
 def _footprint(task: SearchTask) -> LayerFootprint:
     choosing, fitted = (list(map(len, rows)) for rows in (task.choosing, task.fitted))
     lengths = TextLengths(choosing, fitted)
-    on_cpu = input_device(task.model).type == "cpu"
+    device = task.model.device.type
+    # Where the first weights are offloaded, a GPU computes if there is one.
+    on_cpu = device == "cpu" or (device == "meta" and not torch.cuda.is_available())
     return LayerFootprint(task.geometry, task.settings, lengths, task.hidden, on_cpu)
 
 
@@ -153,9 +153,9 @@ def _search_part(
     for layer in part.layers:
         projections, origin = _read_projections(part.modules, layer)
         data = LayerData.fold(
+            task.statistics[layer.index],
             # Popped, so that the samples are freed once these layers are done: the search for clip
             # ratios needs the memory.
-            task.statistics[layer.index],
             samples.pop(layer.index),
             projections,
             equalizers.get(layer.index),

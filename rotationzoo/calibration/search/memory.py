@@ -92,14 +92,8 @@ class LayerFootprint:
         """Peak memory to search some layers like this one side by side, beside their samples. Those
         to learn from are copied from host memory, at `item` bytes a number; 0 where they are on the
         device."""
-        projections = (
-            4
-            * layers
-            * sum(
-                reader.query_heads * reader.value_dim * self.hidden
-                for reader in self._readers(layer)
-            )
-        )
+        width = sum(reader.query_heads * reader.value_dim for reader in self._readers(layer))
+        projections = 4 * layers * width * self.hidden
         return projections + max(self.scoring(layer), self.learning(layer, layers, item))
 
     def scoring(self, layer: Layer) -> int:
@@ -205,9 +199,10 @@ class SearchFootprint:
             count = min(needs.searched_at_once(layer, item, room), len(layers))
             searching = max(searching, needs.search(layer, count, item))
         samples = self.samples_on_device + needs.masks
+        kept = 0
         if self.on_cpu:
-            samples = int(_HEAP * samples)
-        return max(samples + max(self.forward, searching), self.clip_search)
+            samples, kept = int(_HEAP * samples), self.exact_states
+        return kept + max(samples + max(self.forward, searching), self.clip_search)
 
     @property
     def samples_on_device(self) -> int:
@@ -225,6 +220,15 @@ class SearchFootprint:
                 return max(held, sizes[0]) if self.on_cpu else held
             held += size
         return held
+
+    @property
+    def exact_states(self) -> int:
+        """What the exact model's decoder makes of the held-out texts. It is kept in host memory
+        until the search ends."""
+        first = Cache(sink=self.recipe.sink, recent=self.recipe.recent).first_quantized
+        predicted = sum(max(0, length - first) for length in self.lengths.held_out)
+        states: int = predicted * self.config.hidden_size * self.item
+        return states
 
     @property
     def clip_search(self) -> int:

@@ -11,8 +11,7 @@ from rotationzoo import ranks
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
-from rotationzoo.calibration.machine import free_memory
-from rotationzoo.calibration.search.shelf import HOST_SHARE
+from rotationzoo.calibration.search.shelf import HOST_SHARE, free_memory
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.prediction import HiddenStates, run_decoder
 from rotationzoo.rotations import Rotations

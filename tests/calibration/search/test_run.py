@@ -1,5 +1,6 @@
 """A search over a whole model."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,16 @@ def test_layers_that_do_not_fit_in_memory_together_give_the_same(task, monkeypat
     one_by_one(monkeypatch)
     in_parts = search_rotations(task).rotations
     assert_equal(in_parts, whole)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_search_of_an_offloaded_model_is_planned_for_the_gpu_if_there_is_one(
+    task, monkeypatch, gpu
+):
+    offloaded = replace(task, model=copy.deepcopy(task.model).to("meta"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert layers._footprint(offloaded).on_cpu is not gpu
+    assert layers._footprint(task).on_cpu
 
 
 def one_by_one(monkeypatch) -> None:
