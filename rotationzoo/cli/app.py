@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
@@ -47,6 +48,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 """The commands in the order of `--help`, which is the order in which a user meets them."""
 
+_HEAD_START = 15.0
+"""Seconds in which process 0 must have started and reported a wrong usage."""
 _WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -74,6 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _command_line().main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
         code = _fail(error, words)
+        if rank and code == UsageError.exit_code:
+            # All processes find the same mistake. The launcher ends the others as soon as one has
+            # ended, and process 0 must have said by then what was wrong.
+            time.sleep(_HEAD_START)
     sys.exit(code)
 
 

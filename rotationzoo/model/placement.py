@@ -48,10 +48,21 @@ def place_weights(
         yield None
         return
     limits = memory_limits(device_map, max_memory)
+    _check_devices(limits or {})
     if limits is None and reserved:
         limits = _limits_beside(reserved)
     with offload_folder() as folder:
         yield Placement(device_map, limits, str(folder))
+
+
+def _check_devices(limits: Limits) -> None:
+    """Raise `UsageError` for a GPU that this machine does not have."""
+    count = torch.cuda.device_count()
+    if missing := [device for device in limits if isinstance(device, int) and device >= count]:
+        raise UsageError(
+            f"--max-memory names GPU {missing[0]}, and this machine has {count or 'none'}",
+            hint="leave out GPUs that are not here: --max-memory cpu=60GiB",
+        )
 
 
 def _limits_beside(reserved: int) -> Limits:
@@ -114,7 +125,15 @@ def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | No
                 f"--max-memory has no amount in {part!r}",
                 hint="write it as: --max-memory 0=20GiB,cpu=60GiB",
             )
-        limits[int(device) if device.isdigit() else device] = size
+        if not device.isdigit() and device not in ("cpu", "disk", "mps"):
+            raise UsageError(
+                f"--max-memory knows no device {device!r}",
+                hint="name GPUs by number: --max-memory 0=20GiB,cpu=60GiB",
+            )
+        name = int(device) if device.isdigit() else device
+        if name in limits:
+            raise UsageError(f"--max-memory names {device} twice", hint="give it one amount")
+        limits[name] = size
     return limits
 
 

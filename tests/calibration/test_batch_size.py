@@ -13,6 +13,7 @@ from rotationzoo.calibration.batch_size import SIZED, choose_batch
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.memory import Footprint
 from rotationzoo.calibration.plan import plan
+from rotationzoo.errors import UsageError
 from rotationzoo.model import placement
 from rotationzoo.model.geometry import Layer
 from rotationzoo.model.placement import USABLE, memory_limits, place_weights
@@ -98,6 +99,18 @@ def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
 
 def test_amounts_are_read_as_accelerate_reads_them():
     assert memory_limits("auto", "0=4GiB,cpu=1.5GB,") == {0: 4 << 30, "cpu": 1_500_000_000}
+
+
+def test_devices_that_are_unknown_or_named_twice_or_not_here_are_refused():
+    with pytest.raises(UsageError, match="knows no device 'gpu'"):
+        memory_limits("auto", "gpu=4GiB")
+    with pytest.raises(UsageError, match="names cpu twice"):
+        memory_limits("auto", "cpu=4GiB,cpu=1GB")
+    with (
+        pytest.raises(UsageError, match="names GPU 99, and this machine has"),
+        place_weights("auto", "99=4GiB,cpu=1GB"),
+    ):
+        pass
 
 
 def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from rotationzoo.calibration.contribution import contribute
 from rotationzoo.calibration.job import calibrate, read_source_text
 from rotationzoo.calibration.plan import plan
 from rotationzoo.calibration.record import identify_job
+from rotationzoo.cli import app
 from rotationzoo.errors import RotationZooError
 from rotationzoo.ranks import joined
 from rotationzoo.recipe import PRESETS, Data, Search, load
@@ -128,6 +129,19 @@ def test_what_cannot_be_shared_is_refused(words, problem, inside, monkeypatch):
     for name, value in {**told, "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, str(value))
     assert problem in only_error(inside(*words), 2)
+
+
+@pytest.mark.parametrize(("rank", "pauses"), [(0, []), (1, [app._HEAD_START])])
+def test_process_0_has_time_to_say_what_was_wrong(inside, monkeypatch, rank, pauses):
+    """A launcher ends all processes as soon as one has ended, and only process 0 prints."""
+    told = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in {**told, "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(app, "_close_output", lambda: None)
+    waited = []
+    monkeypatch.setattr(app.time, "sleep", waited.append)
+    assert inside("generate", "demo").returncode == 2
+    assert waited == pauses
 
 
 def test_a_process_does_not_add_sums_of_another_job(beside, tiny, tmp_path):

@@ -97,7 +97,8 @@ def _check_key(path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    hint = f"make one with: openssl ecparam -genkey -name prime256v1 -noout -out {path}"
+    # Not with the name of this file: it may be a public key, which the command would overwrite.
+    hint = "make one with: openssl ecparam -genkey -name prime256v1 -noout -out new.pem"
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except OSError as error:

@@ -85,9 +85,11 @@ def read_key(path: Path) -> Signer:
     try:
         key = serialization.load_pem_public_key(data)
     except ValueError as error:
+        # The hint names other files, because this one may be the private key: openssl would
+        # overwrite it.
         raise RotationZooError(
             f"{path} holds no public key in PEM",
-            hint=f"make one of a private key with: openssl ec -in key.pem -pubout -out {path}",
+            hint="make one of a private key with: openssl ec -in key.pem -pubout -out new.pub.pem",
         ) from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise RotationZooError(

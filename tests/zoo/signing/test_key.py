@@ -197,7 +197,9 @@ def test_a_key_that_cannot_sign_is_refused_before_anything_is_read(
         form = serialization.PrivateFormat.PKCS8
         path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, protection))
     result = zoo.run("push", "no-artifact", ZOO, "--sign", path)
-    assert said in refused(result, code=2 if text is None else 1)
+    text_of_error = refused(result, code=2 if text is None else 1)
+    assert said in text_of_error
+    assert f"-out {path}" not in text_of_error  # it would overwrite the key that is there
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,12 @@ def test_a_demand_that_cannot_be_met_is_refused_before_a_download(
     before = len(zoo.hf.requests)
     assert said in refused(zoo.run("pull", "demo", "--repo", ZOO, *words), code=code)
     assert not [request for request in zoo.hf.requests[before:] if "safetensors" in request]
+
+
+def test_no_hint_would_overwrite_a_private_key_that_is_named_as_the_signer(zoo, keys):
+    text = refused(zoo.run("pull", "demo", "--repo", ZOO, "--signer", keys.ours))
+    assert "holds no public key" in text
+    assert f"-out {keys.ours}" not in text
 
 
 def test_adopting_an_index_is_a_matter_of_signing(zoo, made):
