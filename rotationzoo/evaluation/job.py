@@ -113,8 +113,6 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     geometry = geometry_on_meta(on_meta)
     if geometry is not None:
         _check_model(job, artifacts, geometry)
-        if job.device_map is None:
-            _check_memory(job, geometry, on_meta, dtype)
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
@@ -128,6 +126,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
+    if geometry is not None and job.device_map is None:
+        _check_memory(job, text, geometry, on_meta, dtype)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
@@ -202,12 +202,21 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
 
 
 def _check_memory(
-    job: Evaluation, geometry: Geometry, model: PreTrainedModel, dtype: torch.dtype | str
+    job: Evaluation,
+    text: Corpus,
+    geometry: Geometry,
+    model: PreTrainedModel,
+    dtype: torch.dtype | str,
 ) -> None:
+    """Raise `RotationZooError` for texts that the device cannot hold beside the model."""
+    device = loading.torch_device(job.device)
     item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-    texts = job.data.length, item, job.batch, job.queries
-    footprint = EvaluationFootprint(geometry, model.config, *texts)
-    check_memory(footprint, model, dtype, loading.torch_device(job.device))
+    # The batches that there are: `--batch` and `--length` may be larger than any of them.
+    rows, length = max(text.batches(job.batch), key=torch.numel).shape
+    if device != "cpu":  # a batch that a GPU cannot hold is halved
+        rows, length = 1, max(map(len, text.rows))
+    footprint = EvaluationFootprint(geometry, model.config, length, item, rows, job.queries)
+    check_memory(footprint, model, dtype, device)
 
 
 def _assemble_report(

@@ -19,12 +19,12 @@ from rotationzoo.evaluation.metrics import COMPARED_TOKENS
 from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.long_masks import BLOCK_QUERIES
 from rotationzoo.model.prediction import BLOCK_LOGITS
+from rotationzoo.model.quantized import quantization_of
 
 _CODEC = 10  # simultaneous float32 tensors as large as the rows that are quantized
-_DIVERGENCE = 16  # bytes of float64 and float32 copies for each byte of float32 scores
+_DIVERGENCE = 16  # bytes of float32 and float64 copies for each score
 _EAGER = 6  # simultaneous float32 tensors as large as the scores of a block of queries
 _MASK = 8  # bytes a position of a block's mask takes while it is made and read
-
 
 _CERTAIN = 0.75
 """The share of an estimate that is certainly needed: a job is refused by no more than that."""
@@ -75,7 +75,8 @@ class EvaluationFootprint:
     @property
     def _head(self) -> int:
         """A block of logits, in float32 twice."""
-        return BLOCK_LOGITS * (self.item + 2 * 4)
+        logits = min(BLOCK_LOGITS, self._tokens * self._text.vocab_size)
+        return logits * (self.item + 2 * 4)
 
     def _layer(self, layer: Layer) -> int:
         """One layer's attention: its own tensors with both copies of the cache, and beside them
@@ -121,13 +122,13 @@ def check_memory(
 ) -> None:
     """Raise `RotationZooError` if a machine cannot hold the model and one batch, whatever else it
     holds. `model` is on `meta`; `dtype` is the type of its weights, or `auto`."""
-    quantized = getattr(model.config, "quantization_config", None) is not None
     itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-    weights = 0 if quantized else model.num_parameters() * itemsize
+    weights = 0 if quantization_of(model.config) else model.num_parameters() * itemsize
     needed, total = weights + footprint.peak, total_memory(device == "cpu", spread=False)
     if _CERTAIN * needed > total:
+        shorter = "add: --device-map auto, or give fewer or shorter texts: --batch 1 --length 2048"
         raise RotationZooError(
             f"texts of {footprint.length} tokens need about {needed / 1e9:.1f} GB, "
             f"{weights / 1e9:.1f} of them for the weights, and there are {total / 1e9:.1f}",
-            hint="add: --device-map auto, or give fewer or shorter texts: --batch 1 --length 2048",
+            hint="add: --device-map auto" if _CERTAIN * weights > total else shorter,
         )
