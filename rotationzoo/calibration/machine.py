@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from rotationzoo import ranks
+from rotationzoo.model import placement
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
-_MEMORY = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
 
 
@@ -42,15 +41,7 @@ def free_memory(device: "torch.device") -> int:
         # torch keeps what it has freed for itself.
         reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         return free + reserved - used
-    main = total_memory(on_cpu=True, spread=False)
-    with suppress(OSError):  # only Linux has it
-        for line in _MEMORY.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                main = min(main, int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError):
-        limit, used = int(_CONTAINER_LIMIT.read_text()), int(_CONTAINER_USE.read_text())
-        main = min(main, max(0, limit - used))
-    return main // ranks.local_world()
+    return placement.free_memory("cpu") // ranks.local_world()
 
 
 def peak_memory() -> int:
