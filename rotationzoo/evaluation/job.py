@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
@@ -26,7 +25,7 @@ from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, judged_text
-from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory
+from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory, largest_batch
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.sharing import check_same
@@ -127,7 +126,10 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
     if geometry is not None and job.device_map is None:
-        _check_memory(job, text, geometry, on_meta, dtype)
+        rows, length = largest_batch(text, job.batch, device)
+        item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+        needs = EvaluationFootprint(geometry, on_meta.config, length, item, rows, job.queries)
+        check_memory(needs, on_meta, device)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
@@ -199,24 +201,6 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     if job.layers is None:
         return sorted(layer.index for layer in geometry)
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
-
-
-def _check_memory(
-    job: Evaluation,
-    text: Corpus,
-    geometry: Geometry,
-    model: PreTrainedModel,
-    dtype: torch.dtype | str,
-) -> None:
-    """Raise `RotationZooError` for texts that the device cannot hold beside the model."""
-    device = loading.torch_device(job.device)
-    item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-    # The batches that there are: `--batch` and `--length` may be larger than any of them.
-    rows, length = max(text.batches(job.batch), key=torch.numel).shape
-    if device != "cpu":  # a batch that a GPU cannot hold is halved
-        rows, length = 1, max(map(len, text.rows))
-    footprint = EvaluationFootprint(geometry, model.config, length, item, rows, job.queries)
-    check_memory(footprint, model, dtype, device)
 
 
 def _assemble_report(

@@ -20,6 +20,7 @@ from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.long_masks import BLOCK_QUERIES
 from rotationzoo.model.prediction import BLOCK_LOGITS
 from rotationzoo.model.quantized import quantization_of
+from rotationzoo.text.rows import Corpus
 
 _CODEC = 10  # simultaneous float32 tensors as large as the rows that are quantized
 _DIVERGENCE = 16  # bytes of float32 and float64 copies for each score
@@ -75,7 +76,7 @@ class EvaluationFootprint:
     @property
     def _head(self) -> int:
         """A block of logits, in float32 twice."""
-        logits = min(BLOCK_LOGITS, self._tokens * self._text.vocab_size)
+        logits: int = min(BLOCK_LOGITS, self._tokens * self._text.vocab_size)
         return logits * (self.item + 2 * 4)
 
     def _layer(self, layer: Layer) -> int:
@@ -117,13 +118,19 @@ class EvaluationFootprint:
         return hidden * (2 * self._tokens * self.item + 4 * 4 * compared)
 
 
-def check_memory(
-    footprint: EvaluationFootprint, model: PreTrainedModel, dtype: torch.dtype | str, device: str
-) -> None:
+def largest_batch(text: Corpus, batch: int, device: str) -> tuple[int, int]:
+    """The rows, and the tokens of each, of the largest of the batches of up to `batch` rows that
+    must fit a device. A GPU without memory for a batch gets halves of it."""
+    rows, length = max(text.batches(batch if device == "cpu" else 1), key=torch.numel).shape
+    return rows, length
+
+
+def check_memory(footprint: EvaluationFootprint, model: PreTrainedModel, device: str) -> None:
     """Raise `RotationZooError` if a machine cannot hold the model and one batch, whatever else it
-    holds. `model` is on `meta`; `dtype` is the type of its weights, or `auto`."""
-    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-    weights = 0 if quantization_of(model.config) else model.num_parameters() * itemsize
+    holds. `model` is on `meta`."""
+    # How large quantized weights are once they are loaded is not known.
+    known = quantization_of(model.config) is None
+    weights = model.num_parameters() * footprint.item if known else 0
     needed, total = weights + footprint.peak, total_memory(device == "cpu", spread=False)
     if _CERTAIN * needed > total:
         shorter = "add: --device-map auto, or give fewer or shorter texts: --batch 1 --length 2048"
