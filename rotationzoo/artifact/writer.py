@@ -57,9 +57,9 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
     """Add files named in `ADDED`, or replace earlier ones, and add `metrics` to the manifest's own.
 
     Files that others have added since the artifact was opened are kept. A signature is not, because
-    it was for the files as they were. The folder is replaced as a
-    whole, so a reader sees either the old artifact or the new one. Raises `RotationZooError` if the
-    disk refuses, and if other rotations have meanwhile taken the artifact's place.
+    it was for the files as they were. The folder is replaced as a whole, so a reader sees either
+    the old artifact or the new one. Raises `RotationZooError` if the disk refuses, and if other
+    rotations have meanwhile taken the artifact's place.
     """
     folder = artifact.folder.resolve()
     with disk_errors(artifact.folder), temporary_sibling(folder) as work:

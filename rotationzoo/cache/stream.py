@@ -102,8 +102,10 @@ class Stream:
         """The quantized tokens, where they lie. This copies nothing and waits for nothing. Only for
         layers that forget no tokens."""
         key, value = (self._packed_side(side) for side in SIDES)
-        tail, count = self.tail["key"], self.blocks["key"].length
-        lengths = torch.full((self.batch,), count, dtype=torch.int32, device=tail.device)
+        # Not the length of the blocks: where memory ran out, the tail has some of their tokens too.
+        count = max(0, self.tail_start - self.storage.windows.sink)
+        device = self.tail["key"].device
+        lengths = torch.full((self.batch,), count, dtype=torch.int32, device=device)
         return PackedTokens(key, value, lengths)
 
     def windows(self) -> tuple[ExactWindow, ExactWindow]:

@@ -45,12 +45,13 @@ def sign_upload(
     """
     if tool is not None and (anew or not upload.is_signed):
         upload = upload.signed_by(tool)
-    if not upload.is_signed:
-        out.note("Note: it is not signed; to sign it, add: --sign key.pem, or --sign keyless")
-    elif upload.entry.signer is None:
-        out.note("Note: it keeps the signature that it came with")
-    else:
         out.note(f"Note: it is signed by {upload.entry.signer}")
+    elif upload.is_signed:
+        named = upload.entry.signer
+        claim = "" if named is None else f", which names {named} and was not checked"
+        out.note(f"Note: it keeps the signature that it came with{claim}")
+    else:
+        out.note("Note: it is not signed; to sign it, add: --sign key.pem, or --sign keyless")
     return upload
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
@@ -26,7 +25,7 @@ from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, judged_text
-from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory
+from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory, largest_batch
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.sharing import check_same
@@ -113,8 +112,6 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     geometry = geometry_on_meta(on_meta)
     if geometry is not None:
         _check_model(job, artifacts, geometry)
-        if job.device_map is None:
-            _check_memory(job, geometry, on_meta, dtype)
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
     caches = _build_caches(job, artifacts)
@@ -128,6 +125,11 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
+    if geometry is not None and job.device_map is None:
+        rows, length = largest_batch(text, job.batch, device)
+        item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
+        needs = EvaluationFootprint(geometry, on_meta.config, length, item, rows, job.queries)
+        check_memory(needs, on_meta, device)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
@@ -199,15 +201,6 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     if job.layers is None:
         return sorted(layer.index for layer in geometry)
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
-
-
-def _check_memory(
-    job: Evaluation, geometry: Geometry, model: PreTrainedModel, dtype: torch.dtype | str
-) -> None:
-    item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-    texts = job.data.length, item, job.batch, job.queries
-    footprint = EvaluationFootprint(geometry, model.config, *texts)
-    check_memory(footprint, model, dtype, loading.torch_device(job.device))
 
 
 def _assemble_report(

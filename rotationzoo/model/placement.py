@@ -89,8 +89,20 @@ def free_memory(device: int | str) -> int:
         limit, used = (
             int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
         )
-        free = min(free, limit - used)
+        free = min(free, limit - used + _cached_in_container())
     return max(free, 0)
+
+
+def _cached_in_container() -> int:
+    """Bytes of files that a container keeps in memory until somebody needs it. They count as used:
+    after the weights were read, that is as much as the weights."""
+    cached = 0
+    with suppress(OSError):
+        for line in (_CONTAINER / "memory.stat").read_text().splitlines():
+            name, _, size = line.partition(" ")
+            if name in ("active_file", "inactive_file"):
+                cached += int(size)
+    return cached
 
 
 def _available_memory() -> int:

@@ -94,9 +94,9 @@ def _weight_by_running(module: torch.nn.Module) -> torch.Tensor | None:
     is read is therefore the weight that the model multiplies with, rounded to its type.
     """
     reference = next((t for t in (*module.parameters(), *module.buffers()) if not t.is_meta), None)
-    if reference is None:
+    width: Any = getattr(module, "in_features", None)
+    if reference is None or width is None:
         return None
-    width: Any = module.in_features
     identity = torch.eye(width, dtype=torch.bfloat16, device=reference.device)
     try:
         bias = module(torch.zeros_like(identity[:1])).float()

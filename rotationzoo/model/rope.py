@@ -72,7 +72,10 @@ def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) ->
 
 
 def same_scaling(wanted: str, present: str) -> bool:
-    """Whether a config's scaling is the one that is wanted, which need not say the positions."""
+    """Whether a config's scaling is the one that is wanted, which need not say the positions. A
+    config never says those of linear scaling."""
+    if wanted.startswith("linear:"):
+        wanted = ":".join(wanted.split(":")[:2])
     return wanted == present or (wanted.count(":") == 1 and present.startswith(f"{wanted}:"))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotationzoo.errors import HubError, PartlyDone, StaleParent
+from rotationzoo.errors import HubError, PartlyDone, RotationZooError, StaleParent
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage.files import replace
 from rotationzoo.storage.locks import locked
@@ -41,8 +41,8 @@ def push(
     """Publish to each hub in the given order, and return hub -> where the artifact is.
 
     Files that a hub already holds make no new commit. `name` is the name of the artifact in the
-    hint; `signer` signs the index. Raises `HubError` if the first hub refuses, and `PartlyDone` if
-    a later one does.
+    hint; `signer` signs the index. Raises `HubError` if the first hub refuses, `RotationZooError`
+    if its index cannot be extended, and `PartlyDone` if that happens with a later one.
     """
     published: dict[str, Published] = {}
     megabytes = sum(file["size"] for file in upload.listing()) / 1e6
@@ -50,7 +50,7 @@ def push(
         progress(f"sending {megabytes:,.0f} MB to {to.repo} on {HUBS[hub_name].title}", 0, 0)
         try:
             published[hub_name] = _push_to_hub(upload, to, hub_name, signer)
-        except HubError as error:
+        except RotationZooError as error:  # a hub that refuses, or an index signed by others
             if not published:
                 raise
             raise PartlyDone(

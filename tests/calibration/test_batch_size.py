@@ -93,6 +93,9 @@ def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("2000000\n")
     assert placement.free_memory("cpu") == 3_000_000
+    stat = "anon 1200000\nfile 800000\ninactive_file 500000\nactive_file 200000\nshmem 100000\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    assert placement.free_memory("cpu") == 3_700_000, "files that are only cached take no room"
     (tmp_path / "memory.max").write_text("max\n")
     assert placement.free_memory("cpu") > GB / 10
 

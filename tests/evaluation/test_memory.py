@@ -5,7 +5,7 @@ from support.models import save_tiny
 from support.popular import CONFIGS
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation import memory
+from rotationzoo.evaluation import job, memory
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.memory import EvaluationFootprint
 from rotationzoo.model import loading
@@ -39,3 +39,13 @@ def test_a_machine_that_cannot_hold_it_is_refused_before_the_weights(tmp_path, m
     ) as refusal:
         evaluate(Evaluation(str(model), [], Data(tokens=512, length=512)))
     assert "--device-map auto" in refusal.value.hint
+
+
+def test_only_the_batches_that_there_are_count(tmp_path, monkeypatch):
+    def stop(footprint, *_):
+        raise RotationZooError(f"{footprint.batch} rows of {footprint.length}")
+
+    monkeypatch.setattr(job, "check_memory", stop)
+    model = str(save_tiny(tmp_path / "tiny"))
+    with pytest.raises(RotationZooError, match="2 rows of 512"):
+        evaluate(Evaluation(model, [], Data(tokens=1024, length=512), batch=64, device="cpu"))

@@ -5,7 +5,13 @@ import torch
 from support import architectures
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model.rope import apply_scaling, longer_rows_hint, position_count, scaling_of
+from rotationzoo.model.rope import (
+    apply_scaling,
+    longer_rows_hint,
+    position_count,
+    same_scaling,
+    scaling_of,
+)
 from rotationzoo.recipe.rope_scaling import RopeScaling
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -66,6 +72,16 @@ def test_scaled_rope_is_computed_with():
             outputs[scaling] = model(input_ids=ids).logits
     assert not torch.allclose(outputs[None], outputs["yarn:4"], atol=1e-3)
     assert not torch.allclose(outputs["linear:4"], outputs["yarn:4"], atol=1e-3)
+
+
+def test_a_model_that_was_scaled_so_has_the_scaling():
+    for scaling in ("yarn:4", "yarn:4:32", "linear:4", "linear:4:32"):
+        config = architectures.config("llama")
+        apply_scaling(config, scaling, "it")
+        present = scaling_of(config)
+        assert same_scaling(scaling, present)
+        assert not same_scaling(scaling.replace(":4", ":8"), present)
+        apply_scaling(config, scaling, "it")
 
 
 def test_a_config_that_scales_otherwise_is_refused():

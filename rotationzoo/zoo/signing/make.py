@@ -4,7 +4,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ class SigningTool:
 
         `name` is what the statement calls the whole. Raises `RotationZooError`.
         """
-        config = self._config
+        config = self._make_config()
         with tempfile.TemporaryDirectory() as scratch:
             folder, target = Path(scratch) / name, Path(scratch) / SIGNATURE
             folder.mkdir()
@@ -65,8 +64,9 @@ class SigningTool:
             return data, claimed_signer(bundle.certificate, name)
         return data, Signer(public_key=self._public_key())
 
-    @cached_property
-    def _config(self) -> "Config":
+    def _make_config(self) -> "Config":
+        """The library's configuration for one signature: the token of a CI job's identity expires
+        within minutes, and an upload between two signatures may take longer."""
         from model_signing import hashing, signing
 
         # Both lie in the folder of an artifact, so a reader's tool must not ask for them.
