@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from answer_recipes import ARMS, BASE, BASELINES, DEFAULT, FEEDBACK, LIBRARIES, MOST, recipes
-from cache_readers import Reader, exact, list_kivi, simulated, through
+from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
 from loading import DEVICE, Loaded, load
 
 from rotationzoo.artifact.store import Artifact
@@ -45,13 +45,11 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM, Format
 from rotationzoo.evaluation.arms import build_baselines, shared_recipe
-from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
-from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import TASKS
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.documents import HELD_OUT
@@ -214,9 +212,7 @@ def read_exact(run: Run, questions: Questions) -> Record:
     reader, batch = exact(run.loaded), questions.batch
     tasks: Record = {}
     for series in questions.plan.series:
-        answers = [
-            read_answers(reader.model, rows, batch) for rows in (series.prompts, series.blind)
-        ]
+        answers = [answers_of(reader.model, rows, batch) for rows in (series.prompts, series.blind)]
         prompts = series.prompts
         tasks[series.task] = {
             **_record(answers[0]),
@@ -269,7 +265,7 @@ def ask(reader: Reader, questions: Questions, report: Record, fewer: int | None)
             count = len(series.prompts)
             if fewer is not None:
                 count = min(count, math.ceil(fewer / TASKS[series.task]))
-            answers = read_answers(reader.model, series.prompts[:count], questions.batch)
+            answers = answers_of(reader.model, series.prompts[:count], questions.batch)
             tasks[series.task] = _record(answers)
     return tasks
 
@@ -280,7 +276,7 @@ def text_losses(reader: Reader, questions: Questions, texts: int) -> list[float]
     losses = []
     with reader.context():
         for ids in questions.texts[:texts].split(questions.batch):
-            losses.append(token_losses(reader.model, ids, questions.start).double().mean(1).cpu())
+            losses.append(losses_of(reader.model, ids, questions.start).double().mean(1).cpu())
     return torch.cat(losses).tolist()
 
 

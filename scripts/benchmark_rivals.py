@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cache_readers import Reader, exact, list_kivi, simulated, through
+from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
 from loading import DEVICE, Loaded, load
 from scipy.stats import binomtest
 from transformers_caches import CACHES
@@ -54,10 +54,8 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.codec.engine_caches import ENGINE_CACHES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.evaluation.arms import build_arms
-from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
-from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
@@ -175,7 +173,7 @@ def measure(reader: Reader, questions: Questions) -> dict[str, Any]:
     tasks = {}
     with reader.context():
         for task, prompts in questions.prompts.items():
-            answers = read_answers(reader.model, prompts, questions.batch)
+            answers = answers_of(reader.model, prompts, questions.batch)
             correct, log_probability = answers.correct, answers.log_probability
             tasks[task] = {
                 "correct": correct.tolist(),
@@ -183,7 +181,7 @@ def measure(reader: Reader, questions: Questions) -> dict[str, Any]:
             }
         losses = []
         for ids in questions.texts:
-            losses.append(token_losses(reader.model, ids, ids.shape[1] - questions.kept))
+            losses.append(losses_of(reader.model, ids, ids.shape[1] - questions.kept))
         loss = torch.cat(losses).double().mean(1).cpu().tolist() if losses else []
     return {"bits": reader.bits, "tasks": tasks, "text_losses": loss}
 

@@ -1,11 +1,14 @@
 """What the answer benchmarks share: models that read their tokens through some cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from loading import Loaded
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 from transformers_caches import CACHES, ThroughCache
 
 from rotationzoo.cache.arm import Arm
@@ -14,6 +17,9 @@ from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.size import arm_bits
 from rotationzoo.cache.windows import Cache
+from rotationzoo.evaluation.forward import token_losses
+from rotationzoo.recall.answers import Answers, read_answers
+from rotationzoo.recall.prompts import Prompt
 
 KIVI_GROUPS = (32, 64)
 
@@ -26,6 +32,25 @@ class Reader:
     model: Any
     context: Callable[[], Any]
     bits: float
+
+
+def answers_of(model: Any, prompts: Sequence[Prompt], batch: int = 1) -> Answers:
+    """What a model answers, or whatever is called in its place."""
+    reader = None if isinstance(model, PreTrainedModel) else model
+    return read_answers(model, prompts, batch, reader)
+
+
+def losses_of(model: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
+    """`token_losses` of a model, or of whatever is called in its place: float32
+    `[B, T - start - 1]`."""
+    if isinstance(model, PreTrainedModel):
+        return token_losses(model, ids, start)
+    kept = ids.shape[1] - start
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[:, -kept:-1]
+    targets = ids[:, start + 1 :].to(logits.device)
+    rows = zip(logits.float(), targets, strict=True)
+    losses = [cross_entropy(*row, reduction="none") for row in rows]
+    return torch.stack(losses)
 
 
 def exact(loaded: Loaded) -> Reader:

@@ -28,6 +28,7 @@ import gguf
 import llama_cpp
 import numpy as np
 import torch
+from cache_readers import answers_of, losses_of
 from loading import load
 from transformers import PreTrainedModel
 
@@ -35,10 +36,8 @@ from rotationzoo.cache.engine_arm import EngineArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.codec.engine_caches import ENGINE_CACHES
-from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
-from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
@@ -114,8 +113,8 @@ def score(
 ) -> tuple[float, float]:
     """The mean loss of the second half of each text, and the share of right answers."""
     with context or nullcontext():
-        losses = [token_losses(model, row, texts.shape[1] // 2) for row in texts.split(1)]
-        correct = [read_answers(model, rows).correct for rows in prompts]
+        losses = [losses_of(model, row, texts.shape[1] // 2) for row in texts.split(1)]
+        correct = [answers_of(model, rows).correct for rows in prompts]
     return torch.cat(losses).mean().item(), torch.cat(correct).double().mean().item()
 
 

@@ -16,6 +16,7 @@ from cache_contenders import (
     measure_decoding,
     rotated_cache,
 )
+from cache_readers import answers_of, losses_of
 from compare_answers import Arm, Measured, Reply
 from support import architectures
 from test_transformers_caches import CoarseLayer
@@ -23,6 +24,7 @@ from transformers import Cache, DynamicCache
 
 from rotationzoo import RotatedCache
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recall.prompts import Prompt, Question
 
 IDS = torch.randint(3, 59, (2, 120), generator=torch.Generator().manual_seed(1))
 
@@ -61,6 +63,20 @@ def test_a_model_read_through_calls_gives_its_logits():
     logits = reader(input_ids=IDS, logits_to_keep=50).logits
     # Measured: 5e-6, of logits up to 10.
     assert torch.allclose(logits, model(input_ids=IDS).logits[:, -50:], atol=1e-4)
+
+
+@torch.no_grad()
+def test_losses_and_answers_are_read_through_any_cache():
+    """An exact cache gives those of the model."""
+    model = architectures.build("qwen3")
+    ids = torch.randint(3, 59, (2, 40), generator=torch.Generator().manual_seed(0))
+    through = exact_cache(model, step=4).reader
+    losses = losses_of(model, ids, 24)
+    assert torch.allclose(losses_of(through, ids, 24), losses, atol=1e-5)
+    prompts = [Prompt(row, (Question("any", slice(30, 34), 4),)) for row in ids]
+    expected, answers = (answers_of(either, prompts, 2) for either in (model, through))
+    assert torch.equal(answers.correct, expected.correct)
+    assert torch.allclose(answers.log_probability, expected.log_probability, atol=1e-4)
 
 
 def test_bits_are_those_held_while_decoding(monkeypatch):
