@@ -39,6 +39,8 @@ def make_demand(**options: Unpack[SignatureOptions]) -> Demand:
     """The demand of a command's or a function's options. Raises `UsageError` for options that
     contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
     named, issuer = options.get("signers", ()), options.get("issuer")
+    if isinstance(named, str):  # one signer, and not its letters
+        named = [named]
     required = options.get("require_signature", False)
     if issuer is not None and not named:
         raise UsageError("--issuer says who vouches for nobody", hint="add: --signer IDENTITY")
