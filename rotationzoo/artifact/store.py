@@ -31,6 +31,7 @@ MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
 ADDED = (EVALUATION, *_KERNELS, "spectra.png", "error_by_layer.png")
 SIGNATURE = "model.sig"
+COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 """A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
@@ -81,7 +82,7 @@ class Artifact:
     def check_writable(self) -> None:
         """Raise `RotationZooError` if nothing can be added to the folder."""
         folder = self.folder.resolve()
-        with disk_errors(self.folder), temporary_sibling(folder):
+        with disk_errors(self.folder, COPY_IT), temporary_sibling(folder):
             check_permission(folder)
 
     @cached_property

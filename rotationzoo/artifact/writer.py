@@ -13,7 +13,14 @@ from rotationzoo import __version__
 from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
-from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact, check_permission
+from rotationzoo.artifact.store import (
+    CARD,
+    COPY_IT,
+    MANIFEST,
+    SIGNATURE,
+    Artifact,
+    check_permission,
+)
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.rotations import Rotations
@@ -62,7 +69,7 @@ def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, An
     rotations have meanwhile taken the artifact's place.
     """
     folder = artifact.folder.resolve()
-    with disk_errors(artifact.folder), temporary_sibling(folder) as work:
+    with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder) as work:
         check_permission(folder)
         # Another process may have replaced the artifact since it was opened.
         current = Artifact.open(folder)

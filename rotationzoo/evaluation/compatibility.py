@@ -71,10 +71,11 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact]) -> str | N
         calibrated = artifact.recipe.rope_scaling
         scaling = scaling or calibrated
         if calibrated not in (None, scaling):
+            others = f"give it alone, or with artifacts of --rope-scaling {calibrated}"
             raise RotationZooError(
                 f"{artifact.folder} was calibrated with the rope scaling {calibrated}, "
                 f"not {scaling}",
-                hint=f"give it alone, or with artifacts of --rope-scaling {calibrated}",
+                hint=others if asked is None else "leave --rope-scaling out, or name others",
             )
     return scaling
 

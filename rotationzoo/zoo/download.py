@@ -16,6 +16,7 @@ from rotationzoo.zoo.hubs.registry import HUBS, open_hub
 from rotationzoo.zoo.index import Copy, Entry, File
 from rotationzoo.zoo.signing.check import Finding
 
+WAY_OUT = "choose another place with --local-dir"  # on a full disk
 LOCK = "zoo.lock.json"
 """For files without published hashes: records their hashes at the first download."""
 

@@ -15,7 +15,7 @@ from rotationzoo.progress import Progress
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import disk_errors, sha256, write_new
 from rotationzoo.storage.folders import install, recover, temporary_sibling
-from rotationzoo.zoo.download import LOCK, Pulled, check_target, download_files, hash_files
+from rotationzoo.zoo.download import LOCK, WAY_OUT, Pulled, check_target, download_files, hash_files
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
 from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Copy, Entry, File, Place, PlainName
@@ -55,7 +55,7 @@ def pull_oscar(entry: Entry, copy: Copy, target: Path, progress: Progress) -> Pu
         note = "it was here already, as recorded"
         return Pulled(target, entry, copy, revision, recorded, [note])
     check_target(target, entry)
-    with disk_errors(target), temporary_sibling(target) as work:
+    with disk_errors(target, WAY_OUT), temporary_sibling(target) as work:
         sizes = _find_sizes(entry, copy, revision)
         downloaded = download_files(copy, revision, sizes, work, progress)
         files, hashes = {}, {}

@@ -10,6 +10,7 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.storage.files import disk_errors, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
 from rotationzoo.zoo.download import (
+    WAY_OUT,
     Pulled,
     cache_folder,
     check_target,
@@ -87,7 +88,7 @@ def pull(
         return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
     check_target(target, entry)
     revision = revision or hub.resolve(copy.repo)
-    with disk_errors(target), temporary_sibling(target) as work:
+    with disk_errors(target, WAY_OUT), temporary_sibling(target) as work:
         sizes = {name: file.size or 0 for name, file in entry.files.items()}
         downloaded = download_files(copy, revision, sizes, work, progress)
         hashes = {name: sha256(downloaded / name) for name in entry.files}
