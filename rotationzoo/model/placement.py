@@ -25,6 +25,9 @@ _MEMORY = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 
 
+_MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
+
+
 @dataclass(frozen=True)
 class Placement:
     """accelerate's device map, with memory limits per device and a scratch folder for weights
@@ -53,6 +56,14 @@ def place_weights(
         limits = _limits_beside(reserved)
     with offload_folder() as folder:
         yield Placement(device_map, limits, str(folder))
+
+
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _check_devices(limits: Limits) -> None:
@@ -117,7 +128,9 @@ def _available_memory() -> int:
 
 def memory_limits(device_map: str | None, max_memory: str | None) -> Limits | None:
     """Parse `0=20GiB,cpu=60GiB` into bytes by device, as accelerate takes them. A device that is
-    not named gets no weights. Raises `UsageError`."""
+    not named gets no weights. Raises `UsageError`, for a device map that does not exist too."""
+    if device_map is not None and device_map not in _MAPS and not _is_device(device_map):
+        raise UsageError(f"there is no device map {device_map!r}", hint="--device-map auto")
     if max_memory is None:
         return None
     if device_map is None:

@@ -98,6 +98,7 @@ def test_wrong_usage_exits_with_2(inside):
         "--output .": "no folder that can be replaced",
         "--max-memory cpu=1GiB": "--device-map auto",
         "--device-map auto --max-memory cpu": "has no amount",
+        "--device-map foo": "there is no device map 'foo'",
     }
     for options, says in wrong.items():
         assert says in only_error(inside("calibrate", "demo", *options.split()), 2)
