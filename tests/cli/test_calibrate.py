@@ -155,8 +155,9 @@ def test_memory_does_not_grow_with_the_number_of_tokens(command):
         result = json.loads(command("calibrate", "demo", *options.split()).stdout)
         assert result["tokens"] == tokens
         peak[tokens] = result["peak_memory_bytes"]
-    # Measured 1.004, and 0.985 for a model of 32 M parameters.
-    assert peak[16384] < 1.05 * peak[4096]
+    # Measured 0.98 to 1.06, because the allocator's own share varies. Activations that were kept
+    # would take 150 MB more, a third.
+    assert peak[16384] < 1.15 * peak[4096]
 
 
 def test_the_demo_model_is_small_and_its_texts_are_there():
