@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from rotationzoo.cli.completion import complete_rotations
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     CacheFormat,
@@ -15,6 +16,7 @@ from rotationzoo.cli.options import (
     Dtype,
     Json,
     MaxMemory,
+    ModelName,
     PrefillLayout,
     Revision,
     RopeScaling,
@@ -32,12 +34,13 @@ NO_ROTATION = "none"
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    model: ModelName,
     rotations: Annotated[
         str | None,
         typer.Option(
             help="Artifact folder, name in the zoo, or none. By default the newest artifact of the "
-            "model in rotations."
+            "model in rotations.",
+            autocompletion=complete_rotations,
         ),
     ] = None,
     prompt: Annotated[

@@ -2,7 +2,6 @@
 object."""
 
 import json
-import shlex
 from typing import Any
 
 from rotationzoo.cli.output import Mode, Output, say, write_text
@@ -27,7 +26,7 @@ def _say_generation(out: Output, report: dict[str, Any], model: str) -> None:
     if "exact_text" in report:
         _say_exact(report)
     out.note(_summary(report))
-    out.suggest(_next_command(report, model))
+    _suggest_next(out, report, model)
 
 
 def _say_exact(report: dict[str, Any]) -> None:
@@ -74,15 +73,11 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def _next_command(report: dict[str, Any], model: str) -> str:
+def _suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
+    """Suggest a text of the user's own, a rotation, or what the rotations cost the model."""
     if "answer" in report:
-        command = ["generate", model, "--prompt", "def ", "--compare"]
-        return f"Next, your own text beside the exact model's: {_words(command)}"
-    if report["rotations"] is None:
-        return f"Next, a rotation for this model: {_words(['calibrate', model])}"
-    command = ["evaluate", model, report["rotations"]]
-    return f"Next, what the rotations cost the model: {_words(command)}"
-
-
-def _words(command: list[str]) -> str:
-    return shlex.join(["rotationzoo", *command])
+        out.suggest("generate", model, "--prompt", "def ", "--compare")
+    elif report["rotations"] is None:
+        out.suggest("calibrate", model)
+    else:
+        out.suggest("evaluate", model, report["rotations"])

@@ -92,6 +92,8 @@ def regenerate_command(
         show_due(out, models, unknown)
         if unknown:
             raise _partly_known(unknown)
+        next_words = ["regenerate", models[0].model] if models else ["list"]
+        out.suggest(*next_words)
         return
     from rotationzoo.calibration.plan import Job
     from rotationzoo.evaluation.job import Evaluation
@@ -131,6 +133,10 @@ def regenerate_command(
         with show_progress(out) as progress:
             places = push(upload, destination, str(job.output), progress, signer)
     show_regenerated(out, job.output, verdict, places)
+    if places:
+        out.suggest("list", "--repo", zoo)
+    else:
+        out.suggest("push", str(job.output), "OWNER/REPO")
 
 
 def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:
@@ -148,7 +154,7 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]
     out.result(
         data,
         "\n".join(due.model for due in models),
-        lambda: table(f"{len(models)} due", columns, rows),
+        lambda: table(f"{len(models)} due", columns, rows, folded=["reason"]),
     )
 
 

@@ -11,4 +11,6 @@ def report_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = 
 
     files = add_pictures(Artifact.open(artifact)).manifest.files
     pictures = [str(artifact / name) for name in files if name.endswith(".png")]
-    Output(json, quiet).result({"pictures": pictures}, "\n".join(pictures), lambda: say(*pictures))
+    out = Output(json, quiet)
+    out.result({"pictures": pictures}, "\n".join(pictures), lambda: say(*pictures))
+    out.suggest("push", str(artifact), "OWNER/REPO")
