@@ -106,7 +106,7 @@ def generate_command(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
     text = read_prompt(prompt, file, out.note)
-    from rotationzoo.cli.generate_view import show_generation
+    from rotationzoo.cli.generate_view import show_generation, suggest_next
     from rotationzoo.generation.job import generate
     from rotationzoo.generation.settings import Generation, Sampling
 
@@ -136,9 +136,10 @@ def generate_command(
     job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:
         report = generate(job, screen.progress, None if json else screen.write, screen.note)
-    show_generation(out, report, model)
+    show_generation(out, report)
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
+    suggest_next(out, report, model)
 
 
 def _choose_rotations(

@@ -10,23 +10,19 @@ from rotationzoo.words import counted
 _SHOWN = 24  # characters of each text after the place where two part
 
 
-def show_generation(out: Output, report: dict[str, Any], model: str) -> None:
-    """Print the report of a text that is on stdout already, unless a program reads the output.
-
-    `model`: as the user named it, for the next command.
-    """
+def show_generation(out: Output, report: dict[str, Any]) -> None:
+    """Print the report of a text that is on stdout already, unless a program reads the output."""
     if out.mode is Mode.QUIET:
         return
-    out.result(report, "", lambda: _say_generation(out, report, model))
+    out.result(report, "", lambda: _say_generation(out, report))
 
 
-def _say_generation(out: Output, report: dict[str, Any], model: str) -> None:
+def _say_generation(out: Output, report: dict[str, Any]) -> None:
     if "answer" in report:
         say(f"The statement in the prompt says: {report['answer'].strip()}")
     if "exact_text" in report:
         _say_exact(report)
     out.note(_summary(report))
-    _suggest_next(out, report, model)
 
 
 def _say_exact(report: dict[str, Any]) -> None:
@@ -73,8 +69,11 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def _suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
-    """Suggest a text of the user's own, a rotation, or what the rotations cost the model."""
+def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
+    """Suggest a text of the user's own, a rotation, or what the rotations cost the model.
+
+    `model`: as the user named it.
+    """
     if "answer" in report:
         out.suggest("generate", model, "--prompt", "def ", "--compare")
     elif report["rotations"] is None:

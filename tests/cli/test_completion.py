@@ -1,6 +1,5 @@
 """What shells offer when the tab key is pressed, through the protocol of their own scripts."""
 
-import json
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ from rotationzoo.cli.completion import RECIPES, TASKS
 from rotationzoo.engines.registry import ENGINE_NAMES
 from rotationzoo.recall import prompts
 from rotationzoo.recipe import PRESETS
-from rotationzoo.zoo.index import WHEEL_COPY
+from rotationzoo.zoo import index
 
 
 @pytest.fixture
@@ -67,8 +66,8 @@ def test_models_and_published_recipes(complete):
     assert complete("calibrate d") == ["demo"]
     assert "Qwen/Qwen3-8B" in complete("pull Qwen/")
     assert "demo" not in complete("pull ")
-    entries = json.loads(WHEEL_COPY.read_text())["entries"]
-    recipes = [entry["recipe"] for entry in entries if entry["model"] == "Qwen/Qwen3-8B"]
+    entries = [entry for entry in index.read(index.WHEEL_COPY).entries if entry.pullable]
+    recipes = [entry.recipe for entry in entries if entry.model == "Qwen/Qwen3-8B"]
     assert complete("pull Qwen/Qwen3-8B --recipe ") == list(dict.fromkeys(recipes))
 
 
