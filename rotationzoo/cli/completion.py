@@ -10,8 +10,6 @@ from glob import escape, iglob
 from itertools import islice
 from pathlib import Path
 
-import typer
-
 from rotationzoo.capacity.cards import CARDS
 
 RECIPES = (
@@ -35,13 +33,10 @@ def complete_published(incomplete: str) -> list[str]:
     return _matching(_published(), incomplete)
 
 
-def complete_published_recipe(context: typer.Context, incomplete: str) -> list[str]:
-    """The recipes that are published for the model that is named before."""
-    recipes = _published()
-    model = context.params.get("model")
-    if model in recipes:
-        return _matching(recipes[model], incomplete)
-    return _matching([name for names in recipes.values() for name in names], incomplete)
+def complete_published_recipe(incomplete: str) -> list[str]:
+    """The recipes of published rotations. Typer does not tell for which model they are asked."""
+    recipes = _published().values()
+    return _matching([name for names in recipes for name in names], incomplete)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
