@@ -1,14 +1,14 @@
 """How long the search of the preset `best` takes, and where, at the geometry of a published model.
 
     python scripts/benchmark_search.py [--shape 8b] [--gpus 1] [--layers N] [--steps N]
-        [--tokens N] [--prompts N] [--output FILE]
+        [--tokens N] [--prompts N] [--profile] [--output FILE]
 
 The weights are random, in bfloat16 and made on the device, and the text is random token ids in rows
 as the preset cuts them. The statistics are collected, then the search runs as in a job, but for the
 tokenizer: a model of random weights answers no question, so `--prompts` prompts of 2,048 random
 tokens are timed by themselves. Printed are the seconds of each stage and part, the tokens that
-passed the model for each purpose, the peak memory beside its estimate, and the slowest kernels of
-learning and of scoring.
+passed the model for each purpose, and the peak memory beside its estimate; with `--profile`, the
+slowest kernels of learning and of scoring, too.
 """
 
 import argparse
@@ -91,10 +91,11 @@ class Clock:
         if stage == self.stage:
             return
         ended = now()
-        self.seconds[f"stage: {self.stage}"] += ended - self._stage_started
+        seconds = ended - self._stage_started
+        self.seconds[f"stage: {self.stage}"] += seconds
         self.calls[f"stage: {self.stage}"] += 1
+        print(f"{self.stage}: {seconds:.1f} s", flush=True)
         self._stage_started, self.stage = ended, stage
-        print(f"{stage} ...", flush=True)
 
     def wrap(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -139,12 +140,13 @@ def main() -> None:
         "estimated_peak_bytes": needs.peak(weights), "search_estimate_bytes": needs.search_peak(),
         "record": {"taken": result.record["choice"]["taken"]},
     }  # fmt: skip
-    report["prompts"] = time_prompts(task, options.prompts)
+    report["prompts"] = time_prompts(task, options) if options.prompts else {}
     show(report)
     if options.output:
         options.output.write_text(json.dumps(report) + "\n", encoding="utf-8")
-    profile_learning(task)
-    time_decompositions()
+    if options.profile:
+        profile_learning(task)
+        time_decompositions()
     print(json.dumps(report))
 
 
@@ -158,6 +160,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps of learning; those of the preset")
     parser.add_argument("--tokens", type=int, help="tokens of text; those of the preset")
     parser.add_argument("--prompts", type=int, default=4, help="prompts that are timed")
+    parser.add_argument("--profile", action="store_true", help="print the slowest kernels, too")
     parser.add_argument("--output", type=Path, help="a file for the JSON")
     return parser.parse_args()
 
@@ -224,11 +227,11 @@ def batches_of(rows: list[torch.Tensor], size: int) -> list[torch.Tensor]:
     ]
 
 
-def time_prompts(task: SearchTask, count: int) -> dict[str, float]:
+def time_prompts(task: SearchTask, options: argparse.Namespace) -> dict[str, float]:
     """Seconds of a pass over some prompts, exact and through the simulated cache."""
     draw = torch.Generator().manual_seed(1)
     prompts = []
-    for _ in range(count):
+    for _ in range(options.prompts):
         ids = torch.randint(task.model.config.vocab_size, (PROMPT_TOKENS,), generator=draw)
         stops = [PROMPT_TOKENS - number * 2 * ANSWER_TOKENS for number in range(QUESTIONS)]
         questions = [Question("random", slice(stop - ANSWER_TOKENS, stop), 64) for stop in stops]
@@ -245,9 +248,9 @@ def time_prompts(task: SearchTask, count: int) -> dict[str, float]:
         started = now()
         ask()
         seconds[name] = round(now() - started, 3)
-        if DEVICE == "cuda":
+        if options.profile:
             print_kernels(f"{name} prompts", ask)
-    return {"prompts": count, **seconds}
+    return {"prompts": options.prompts, **seconds}
 
 
 def profile_learning(task: SearchTask, steps: int = 10) -> None:
