@@ -163,7 +163,7 @@ def test_the_report_is_saved_and_shown_with_answers_first(report, job):
     assert summary.exact_tasks["key-value"].questions == 8
     page = (folder / "README.md").read_text()
     share = f"{score['answered'] / 16:.0%}, {score['log_probability']:.2f}"
-    assert "| rotation | needles | quote |" in page
+    assert "| rotation | all | needles | quote |" in page
     assert f"{share} |" in next(row for row in page.splitlines() if row.startswith("| mine |"))
     assert page.index("| exact | ") < page.index("| rotation | perplexity |")
 
