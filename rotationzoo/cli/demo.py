@@ -24,7 +24,7 @@ TEXT = 1024
 
 def demo_command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Artifact folder; the page lies beside it.")
+        Path, typer.Option("--output", "-o", help="The folder of the artifact and its page.")
     ] = Path("rotations/demo"),
     restart: Annotated[
         bool, typer.Option("--restart", help="Replace an artifact that is there.")
@@ -40,18 +40,20 @@ def demo_command(
     rotationzoo demo
     """
     out = Output(json, quiet)
+    from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.job import calibrate
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.demo_view import show_demo
     from rotationzoo.evaluation.job import Evaluation, evaluate
     from rotationzoo.evaluation.tasks.settings import TaskSettings
+    from rotationzoo.pages.report import save_report
     from rotationzoo.recipe import Data, load
 
     hush_libraries()
     folder = follow_link(output) or output
     job = Job(MODEL, load(RECIPE), folder, restart=restart, fit_length=True)
     with show_progress(out) as progress:
-        artifact = calibrate(job, progress)
+        calibrate(job, progress)
         evaluation = Evaluation(
             model=MODEL,
             artifacts=[folder],
@@ -61,5 +63,7 @@ def demo_command(
             save_to=[folder],
         )
         report = evaluate(evaluation, progress)
+        progress("drawing the page", 0, 0)
+        artifact = save_report(Artifact.open(folder))
     show_demo(out, artifact, report)
     out.suggest("generate", MODEL, "--rotations", str(folder), "--compare")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import REPORT, Artifact
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import counted
@@ -22,6 +22,7 @@ def show_demo(out: Output, artifact: Artifact, report: dict[str, Any]) -> None:
     rows |= {words: report["arms"][name] for words, name in names.items()}
     data = {
         "artifact": str(artifact.folder),
+        "page": str(artifact.folder / REPORT),
         "seconds": artifact.manifest.run.seconds,
         "caches": {words: _figures(measures) for words, measures in rows.items()},
     }
@@ -65,4 +66,5 @@ def _say_demo(artifact: Artifact, report: dict[str, Any], data: dict[str, Any]) 
         "log probability: of the right answers, in nats; so few questions tell only large "
         "differences",
         "",
+        f"The page about it: {data['page']}",
     )
