@@ -52,8 +52,11 @@ the share answered exactly, and the mean log probability of the right answers in
 
 def _share(scores: list[TaskSummary]) -> str:
     """The share of all questions that is answered."""
+    if not scores:
+        return ""
     answered = sum(score.answered for score in scores)
-    return f"{answered / sum(score.questions for score in scores):.0%}" if scores else ""
+    questions = sum(score.questions for score in scores)
+    return f"{answered / questions:.0%}"
 
 
 def evaluation_section(evaluation: EvaluationSummary | None) -> str:

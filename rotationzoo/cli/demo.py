@@ -14,8 +14,8 @@ from rotationzoo.cli.progress_bar import show_progress
 MODEL, RECIPE = "demo", "feedback"
 BASELINES = ("identity", "hadamard")
 TASKS = ("needles", "key-value")
-QUESTIONS = 8
-"""Of each task, which is one prompt: more would take more than a minute on two cores."""
+QUESTIONS = 16
+"""Of each task, in two prompts."""
 PROMPT = 2048
 """Tokens of a prompt."""
 TEXT = 1024

@@ -118,7 +118,8 @@ def table(
     console = Console()
     columns = [visible(column) for column in columns]
     cells = [[visible(cell) for cell in row] for row in rows]
-    grids = build_grids(columns, cells, console.width if console.is_terminal else None, folded)
+    width = console.width if console.is_terminal else None
+    grids = build_grids(columns, cells, width, folded)
     if apart:
         say("")
     say(title)

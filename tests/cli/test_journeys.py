@@ -127,6 +127,6 @@ def test_the_demo_tells_the_story(command):
     told = json.loads(result.stdout)
     answered = {words: figures["answered"] for words, figures in told["caches"].items()}
     assert answered["these rotations"] > answered["no rotation"]
-    assert answered["exact"] == told["caches"]["exact"]["questions"] == 16
+    assert answered["exact"] == told["caches"]["exact"]["questions"] == 32
     again = command("demo", "--quiet")
     assert again.stdout.split() == ["rotations/demo"]
