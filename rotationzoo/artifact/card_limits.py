@@ -35,17 +35,17 @@ def limits_section(manifest: Manifest, recipe: Recipe) -> str:
 
 
 def _measured_points(evaluation: EvaluationSummary) -> list[str]:
-    own = next(iter(own_arms(evaluation).values()), None)
+    arm = next(iter(own_arms(evaluation).values()), None)
     points = []
-    if own is not None and own.tasks:
-        questions = sum(score.questions for score in own.tasks.values())
+    if arm is not None and arm.tasks:
+        questions = sum(score.questions for score in arm.tasks.values())
         lengths = " and ".join(f"{length:,}" for length in evaluation.task_lengths)
         long = f" of {lengths} tokens" if lengths else ""
         points.append(
             f"Answers: {counted(questions, 'question')} in prompts{long}. Longer contexts, other "
             "tasks and long answers have not been measured."
         )
-        unable = [name for name in evaluation.exact_tasks if name not in own.tasks]
+        unable = [name for name in evaluation.exact_tasks if name not in arm.tasks]
         if unable:
             points.append(f"The exact model itself cannot do: {', '.join(unable)}.")
     else:

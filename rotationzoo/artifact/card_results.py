@@ -21,8 +21,9 @@ ABOUT_FEEDBACK = (
 def own_arms(evaluation: EvaluationSummary) -> dict[str, ArmSummary]:
     """The artifact's own arms, which come first: with the nearest codes and, if it has the factors,
     with error feedback."""
-    own = next(iter(evaluation.arms), "")
-    return {name: arm for name, arm in evaluation.arms.items() if name in (own, f"{own}+feedback")}
+    first = next(iter(evaluation.arms), "")
+    names = first, f"{first}+feedback"
+    return {name: arm for name, arm in evaluation.arms.items() if name in names}
 
 
 def answers_section(evaluation: EvaluationSummary | None) -> str:

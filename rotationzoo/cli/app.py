@@ -97,7 +97,7 @@ def _command_line() -> Any:
         paragraphs = (command.help or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         for parameter in command.params:
-            if parameter.nargs == -1:
+            if parameter.nargs == -1 or getattr(parameter, "multiple", False):
                 # Otherwise the help text shows the Python type `list[path]` for FILES. Typer has no
                 # option to change that; this is our only use of its internals.
                 parameter.bare_type = lambda: "path"

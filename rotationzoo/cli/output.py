@@ -116,8 +116,7 @@ def table(
     what is still too wide becomes several tables. No cell is ever cut off.
     """
     console = Console()
-    columns = [visible(column) for column in columns]
-    cells = [[visible(cell) for cell in row] for row in rows]
+    columns, *cells = [list(map(visible, row)) for row in [columns, *rows]]
     width = console.width if console.is_terminal else None
     grids = build_grids(columns, cells, width, folded)
     if apart:
