@@ -13,7 +13,6 @@ from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver
 from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
 from rotationzoo.calibration.running_sums import RunningSums
 from rotationzoo.calibration.totals import sum_over_ranks
-from rotationzoo.calibration.undo import keep_sums
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
@@ -75,7 +74,7 @@ def collect(
             forward = partial(_observe, model, observer, peaked if sampling else None)
             first = number * len(shared)
             for ids in shared[max(sums.done - first, 0) :]:
-                limit.run(ids, forward, partial(keep_sums, sums.batch))
+                limit.run(ids, forward, sums.keep_batch)
                 sums.finish_batch(kinds)
                 progress("calibrating", sums.done, passes * len(shared))
                 ranks.beat()

@@ -20,11 +20,12 @@ from rotationzoo.calibration.search.learn import LearningSettings
 from rotationzoo.calibration.search.learn_group import learn_side
 from rotationzoo.calibration.search.memory import LayerFootprint, TextLengths
 from rotationzoo.calibration.search.sampling import take_samples
-from rotationzoo.calibration.search.shelf import Shelf, free_memory
+from rotationzoo.calibration.search.shelf import Shelf
 from rotationzoo.calibration.search.stored import Samples
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.search.threads import start_in_threads
 from rotationzoo.model.geometry import Layer, cached_layers
+from rotationzoo.model.placement import free_memory
 from rotationzoo.model.projection import OutputProjection, output_projections
 from rotationzoo.progress import Progress, silent
 from rotationzoo.rotations import SIDES
