@@ -12,6 +12,7 @@ from rotationzoo.calibration.identity import Identity, differences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import size_of
+from rotationzoo.words import differing
 
 
 def read_field(
@@ -43,7 +44,7 @@ def read_field(
         raise damaged(path) from error
     if changed := differences(saved, identity, parts):
         raise RotationZooError(
-            f"the checkpoint {path} is of another job: {', '.join(changed)} differ",
+            f"the checkpoint {path} is of another job: {differing(changed)}",
             hint="start afresh with --restart, or choose another --output",
         )
     return content
