@@ -142,6 +142,7 @@ def _make_entry(
         weights_fingerprint=described.weights_fingerprint,
         recipe=artifact.recipe.name,
         recipe_sha256=artifact.manifest.recipe_sha256,
+        rope_scaling=artifact.recipe.rope_scaling,
         geometry=artifact.content["geometry"],
         files={name: _describe_file(content) for name, content in sorted(files.items())},
         copies=[copy],
