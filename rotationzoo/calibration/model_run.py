@@ -37,8 +37,8 @@ from rotationzoo.calibration.soundness import check_before_search
 from rotationzoo.calibration.totals import notes_of_idle
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
-from rotationzoo.model.capture import check_transparent
-from rotationzoo.model.centering import layers_moved
+from rotationzoo.model.capture import attend_as_is, check_transparent
+from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
 from rotationzoo.progress import Progress
@@ -193,10 +193,10 @@ def _check_capture(
 
     Returns the recipe to follow, and notes for the user.
     """
+    shift = ShiftCheck()
     with torch.no_grad():
-        check_transparent(model, ids)
-    moved = layers_moved(model, ids) if tries(recipe, "center_keys") else []
-    return settle_centering(recipe, sorted({*shifted_layers(geometry), *moved}))
+        check_transparent(model, ids, shift if tries(recipe, "center_keys") else attend_as_is)
+    return settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers}))
 
 
 def _write_text(

@@ -23,7 +23,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import centering, loading
-from rotationzoo.model.capture import Attention
+from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import (
     geometry_from_json,
     geometry_json,
@@ -70,8 +70,11 @@ def test_a_look_without_weights_says_what_the_loaded_model_does(name):
     assert shifted_layers(geometry) == MOVED.get(name, [])
     ids = torch.randint(3, 59, (1, 24), generator=torch.Generator().manual_seed(0))
     model = architectures.build(name)
-    assert centering.layers_moved(model, ids) == MOVED.get(name, [])
-    assert centering.layers_moved(model.bfloat16(), ids) == MOVED.get(name, [])
+    for weights in (model, model.bfloat16()):
+        check = centering.ShiftCheck()
+        with torch.no_grad():
+            check_transparent(weights, ids, check)
+        assert check.layers == MOVED.get(name, [])
 
 
 def test_what_cannot_be_tried_is_not_trusted():
