@@ -37,10 +37,11 @@ from rotationzoo.calibration.soundness import check_before_search
 from rotationzoo.calibration.totals import notes_of_idle
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
-from rotationzoo.model.capture import attend_as_is, check_transparent
+from rotationzoo.model.capture import attend_as_is
 from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
+from rotationzoo.model.transparency import check_transparent
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import SELF, Recipe, tries
 from rotationzoo.rotations import Rotations
