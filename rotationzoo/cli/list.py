@@ -9,6 +9,7 @@ from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
+from rotationzoo.zoo.summary import Summary
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
@@ -67,7 +68,7 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
     if not entries:
         say("No published rotations match; without a name and --recipe, list shows all there are")
         return
-    columns = ["model", "recipe", "files", "revision", "hubs", "cost"]
+    columns = ["model", "recipe", "files", "revision", "hubs", "answers", "cost"]
     rows = [_row(entry) for entry in entries]
     if presence is not None:
         columns.append("there")
@@ -83,12 +84,14 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
 
 
 def _row(entry: "Entry") -> list[str]:
-    arms = list((entry.evaluation or {}).get("arms", {}).values())
-    cost = f"{arms[0]['perplexity_increase']:+.2%}" if arms else "-"
+    figures = entry.summary or Summary()
+    share, increase = figures.share_answered, figures.perplexity_increase
+    answers = "-" if share is None else f"{share:.0%}"
+    cost = "-" if increase is None else f"{increase:+.2%}"
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
     revision = (entry.model_revision or "-")[:8]
     format = _FORMATS[entry.format]
-    return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), cost]
+    return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), answers, cost]
 
 
 def _without_empty_columns(
