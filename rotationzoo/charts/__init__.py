@@ -1,0 +1,1 @@
+"""Charts as Vega-Lite specifications, drawn offline to SVG and PNG."""
