@@ -23,13 +23,12 @@ class Link:
 def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
     """Where one copy of an entry can be read: its card and its report, or else its repository.
 
-    Everything that an index says is quoted: it is part of an address, and never more than that.
+    What an index says is quoted: names may have letters of any script.
     """
     hub = HUBS[copy.hub]
     revision = loaded.revision_of(copy) or hub.main
 
     def address(template: str, path: str = "") -> str:
-        # Slashes are the only ones of its characters that `quote` leaves a meaning.
         parts = {"repo": copy.repo, "revision": revision, "path": path}
         return template.format(**{name: quote(part) for name, part in parts.items()})
 
@@ -48,7 +47,4 @@ def pull_command(entry: Entry, place: list[str]) -> str | None:
     """
     if not entry.pullable:
         return None
-    # A name that begins with a dash would be an option.
-    model = ["--", entry.model] if entry.model.startswith("-") else [entry.model]
-    words = ["rotationzoo", "pull", "--recipe", entry.recipe, *place, *model]
-    return shlex.join(words)
+    return shlex.join(["rotationzoo", "pull", entry.model, "--recipe", entry.recipe, *place])
