@@ -1,1 +1,1 @@
-"""Charts as Vega-Lite specifications, drawn offline to SVG and PNG."""
+"""Charts for pages and cards: what they show, as Vega-Lite, and how they are drawn offline."""
