@@ -1,17 +1,34 @@
 """The Space of `scripts/space`, as it runs: its pages in a browser, its plans, and its requests."""
 
+import hashlib
 import json
 
 import pytest
 from support.browser import scrolls_sideways, serious_findings
 from support.published import ok
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
+from support.stored_figures import Made, make_evaluation
 
 pytest.importorskip("starlette", reason="it is in the extra `dev`")
 pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
 
 MODEL = "someone/Model-8B"
-LISTED = "a" * 64
+LISTED, OLDER, CHANGED = "a" * 64, "b" * 64, "c" * 64  # the sha256 of what the zoo lists
+EVALUATION = make_evaluation(Made())
+
+
+def describe(content: bytes) -> dict:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def entry(folder: str, content: tuple) -> dict:
+    _, evaluation, sha256 = content
+    files = {"rotations.safetensors": {"size": 3, "sha256": sha256}, "evaluation.json": evaluation}
+    return {
+        "model": MODEL, "recipe": f"oscar-{folder}", "files": files,
+        "copies": [{"hub": "huggingface", "repo": ZOO, "path": folder}],
+        "summary": {"answered": 45, "questions": 50},
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +37,18 @@ def space(tmp_path_factory):
     with running_space(tmp_path_factory.mktemp("space") / "log") as running:
         publish_model(running.hub, MODEL)
         running.hub.create(ZOO)
-        file = {"size": 3, "sha256": LISTED}
-        entry = {
-            "model": MODEL, "recipe": "oscar", "files": {"rotations.safetensors": file},
-            "copies": [{"hub": "huggingface", "repo": ZOO, "path": "folder"}],
-            "summary": {"answered": 45, "questions": 50},
-        }  # fmt: skip
-        index = {"schema": 1, "entries": [entry]}
-        running.hub.commit(ZOO, {"zoo_index.json": json.dumps(index).encode()})
+        older = json.dumps(make_evaluation(Made(old=True))).encode()
+        files = {}
+        for sha256, content, listed in (
+            (LISTED, json.dumps(EVALUATION).encode(), None),
+            (OLDER, older, None),
+            (CHANGED, older, b"another file"),
+        ):
+            files[sha256[0]] = content, describe(listed or content), sha256
+        entries = [entry(*place) for place in files.items()]
+        data = {f"{name}/evaluation.json": content for name, (content, *_) in files.items()}
+        data["zoo_index.json"] = json.dumps({"schema": 1, "entries": entries}).encode()
+        running.hub.commit(ZOO, data)
         yield running
 
 
@@ -35,7 +56,7 @@ def space(tmp_path_factory):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_pages_in_a_browser(space, browser, width, scheme):
     page = browser.open_page(space.address, width, scheme)
-    assert page.locator("#zoo tbody").count() == 1
+    assert page.locator("#zoo tbody").count() == 3
     assert "90% of 50" in page.locator("#zoo").inner_text()
     assert not serious_findings(page)
     assert not scrolls_sideways(page)
@@ -72,7 +93,43 @@ def test_a_plan_is_that_of_the_command(space, browser, inside, monkeypatch):
     assert plan["answer"] in page.locator("main").inner_text()
 
 
-@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_answers_by_distance_and_depth(space, browser, width):
+    scheme = {390: "dark", 1440: "light"}[width]
+    page = browser.open_page(space.address, width, scheme)
+    page.get_by_role(
+        "link", name="answers by distance and depth of someone/Model-8B, oscar-a"
+    ).press("Enter")
+    page.wait_for_selector("figure svg")
+    window = EVALUATION["windows"][0]
+    arms = [EVALUATION["exact"], *window["arms"].values()]
+    assert page.locator("figure").count() == len(arms)
+    labels = (
+        page.locator("figure")
+        .nth(1)
+        .locator("[aria-label*=distance]")
+        .evaluate_all("marks => marks.map(mark => mark.getAttribute('aria-label'))")
+    )
+    cells = window["arms"][EVALUATION["own_arm"]]["all_tasks"]["by_cell"]
+    for cell in cells:
+        distance = f"distance {cell['distance_from']:,} to {cell['distance_to']:,}"
+        place = f"{distance}, depth {cell['depth_from']:.0%} to {cell['depth_to']:.0%}"
+        words = f"{place}: {cell['answered']} of {cell['questions']}"
+        assert any(words in label for label in labels), words
+    assert not serious_findings(page)
+    assert not scrolls_sideways(page)
+
+
+def test_an_evaluation_that_says_less_or_was_changed(space):
+    status, _, text = space.ask(f"/answers/{OLDER}")
+    assert (status, "Evaluate again to see this" in text) == (200, True)
+    status, _, text = space.ask(f"/answers/{CHANGED}")
+    assert (status, "is not the one that the zoo lists" in text) == (400, True)
+    status, _, text = space.ask("/answers/" + "d" * 64)
+    assert (status, "the zoo lists no such rotations" in text) == (400, True)
+
+
+@pytest.mark.hostile("path")
 @pytest.mark.parametrize(
     "model",
     ["demo", ".", "../..", "/etc/passwd", "~root/x", "a/b/c", "--help/x", "-q/x", "a/..", "a/b c",
@@ -104,8 +161,6 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(space):
     status, _, text = space.ask("/plan?model=someone/latent")
     assert status == 200
     assert "There can be no rotations for this model: it caches a compressed latent" in text
-    status, _, text = space.ask("/answers/" + "b" * 64)
-    assert (status, "the zoo lists no such rotations" in text) == (400, True)
 
 
 def test_a_visitor_signs_in_and_asks_for_rotations(space, browser, inside, monkeypatch):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from answer_maps import draw_answers
 from planning import CONTEXTS, GPUS, check_model, make_plan
 from regeneration import RECIPES, Asked, ask_for
 from settings import Settings
@@ -18,6 +17,8 @@ from starlette.routing import Route
 from zoo_entries import Zoo
 
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.pages.answers import describe_needles
+from rotationzoo.pages.arms import arms_of
 from rotationzoo.pages.page import render_page
 from rotationzoo.pages.zoo_page import COLUMNS
 
@@ -60,9 +61,9 @@ class Pages:
         """The heat maps of one entry: its answers by distance and depth."""
         entries = self.zoo.entries()
         entry = entries.entry(request.path_params["identity"])
-        maps = draw_answers(entries.evaluation(entry))
-        scripts = ("page.js",)
-        return self._show(request, "answers.html.jinja", scripts=scripts, entry=entry, maps=maps)
+        section = describe_needles(arms_of(entries.evaluation(entry), entry.recipe))
+        values = {"entry": entry, "section": section}
+        return self._show(request, "answers.html.jinja", scripts=("page.js",), **values)
 
     async def ask(self, request: Request) -> Response:
         """A pull request for the model in the form, in the name of the visitor."""

@@ -4,10 +4,11 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from planning import check_model
 
+from rotationzoo.artifact.evaluation_file import Evaluation
+from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.pages.zoo_page import Row, make_row, order_of
 from rotationzoo.storage import strict_json
@@ -17,7 +18,6 @@ from rotationzoo.zoo.index import Entry
 from rotationzoo.zoo.links import Link
 from rotationzoo.zoo.lookup import BUNDLED_INDEX, LoadedIndex, find_index, read_index
 
-EVALUATION = "evaluation.json"
 _FRESH = 300  # seconds for which an index is not read again
 
 
@@ -53,7 +53,7 @@ class ZooEntries:
                 return entry
         raise RotationZooError("the zoo lists no such rotations", hint="choose some of the table")
 
-    def evaluation(self, entry: Entry) -> dict[str, Any]:
+    def evaluation(self, entry: Entry) -> Evaluation:
         """The content of an entry's `evaluation.json`, whose hash must be the listed one.
 
         Raises `RotationZooError` if it has none, and `HubError` if no hub has the listed file.
@@ -66,10 +66,7 @@ class ZooEntries:
         data = _read(copy.hub, copy.repo, revision, copy.path_of(EVALUATION))
         if data is None or digest(data) != listed.sha256:
             raise HubError("the evaluation on the hub is not the one that the zoo lists")
-        content = strict_json.parse(data, EVALUATION)
-        if not isinstance(content, dict):
-            raise RotationZooError("the evaluation is damaged")
-        return content
+        return strict_json.validate(Evaluation, strict_json.parse(data, EVALUATION), EVALUATION)
 
 
 @lru_cache(maxsize=32)
