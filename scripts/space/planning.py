@@ -26,9 +26,9 @@ GPUS = tuple(CARDS)
 # it is never an option or a path.
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _FRESH = 600  # seconds; a plan is not made again in the same ten minutes
-_SECONDS = 60  # a model that is built on `meta` took 6 s on a core
+_SECONDS = 60
 _LIMITS = {
-    resource.RLIMIT_CPU: 60,
+    resource.RLIMIT_CPU: 30,  # a model that is built on `meta` took 6 s
     resource.RLIMIT_AS: 8 << 30,  # torch alone maps 3 GiB
     resource.RLIMIT_FSIZE: 64 << 20,  # of a config or an index of weights
 }
