@@ -4,12 +4,10 @@ import shlex
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from rotationzoo.artifact.store import CARD, REPORT
 from rotationzoo.zoo.hubs.registry import HUBS
 from rotationzoo.zoo.index import Copy, Entry
 from rotationzoo.zoo.lookup import LoadedIndex
-
-# `CARD` and `REPORT` of `artifact.store`, which takes a second to import torch.
-_CARD, _REPORT = "README.md", "report.html"
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
         return template.format(**{name: quote(part) for name, part in parts.items()})
 
     links = []
-    if _CARD in entry.files:
-        links.append(Link("card", address(hub.file_page, copy.path_of(_CARD))))
-    if _REPORT in entry.files:
-        links.append(Link("report", address(hub.file, copy.path_of(_REPORT))))
+    if CARD in entry.files:
+        links.append(Link("card", address(hub.file_page, copy.path_of(CARD))))
+    if REPORT in entry.files:
+        links.append(Link("report", address(hub.file, copy.path_of(REPORT))))
     return links or [Link("repository", address(hub.repo_page))]
 
 
