@@ -75,8 +75,8 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
 
 def arms_of(evaluation: Evaluation, label: str) -> Arms:
     """The arms of one evaluation, its own under `label`, where there is no artifact's folder."""
-    own, baselines = _split_arms(evaluation, label, own=True)
-    return Arms(evaluation, _with_unique_labels([*own, *baselines]), [])
+    of_artifact, baselines = _split_arms(evaluation, label, True)
+    return Arms(evaluation, _with_unique_labels([*of_artifact, *baselines]), [])
 
 
 def _split_arms(
