@@ -17,8 +17,6 @@ from starlette.routing import Route
 from zoo_entries import Zoo
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.pages.answers import describe_needles
-from rotationzoo.pages.arms import arms_of
 from rotationzoo.pages.page import render_page
 from rotationzoo.pages.zoo_page import COLUMNS
 
@@ -61,8 +59,7 @@ class Pages:
         """The heat maps of one entry: its answers by distance and depth."""
         entries = self.zoo.entries()
         entry = entries.entry(request.path_params["identity"])
-        section = describe_needles(arms_of(entries.evaluation(entry), entry.recipe))
-        values = {"entry": entry, "section": section}
+        values = {"entry": entry, "section": entries.answers(entry)}
         return self._show(request, "answers.html.jinja", scripts=("page.js",), **values)
 
     async def ask(self, request: Request) -> Response:

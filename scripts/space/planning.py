@@ -27,6 +27,7 @@ GPUS = tuple(CARDS)
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _FRESH = 600  # seconds; a plan is not made again in the same ten minutes
 _SECONDS = 60
+_PATIENCE = 10  # seconds for which a visitor waits for others; the server has 40 threads
 _LIMITS = {
     resource.RLIMIT_CPU: 30,  # a model that is built on `meta` took 6 s
     resource.RLIMIT_AS: 8 << 30,  # torch alone maps 3 GiB
@@ -56,7 +57,7 @@ def make_plan(model: str, gpu: str, context: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _plan(model: str, gpu: str, context: int, period: int) -> dict[str, Any]:
-    if not _slots.acquire(timeout=_SECONDS):
+    if not _slots.acquire(timeout=_PATIENCE):
         raise RotationZooError("others are waiting for their plans", hint="try again in a minute")
     try:
         return _run("plan", model, "--gpu", gpu, "--context", str(context), "--json")

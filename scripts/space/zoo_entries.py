@@ -10,6 +10,9 @@ from planning import check_model
 from rotationzoo.artifact.evaluation_file import Evaluation
 from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.pages.answers import describe_needles
+from rotationzoo.pages.arms import arms_of
+from rotationzoo.pages.figures import Section
 from rotationzoo.pages.zoo_page import Row, make_row, order_of
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
@@ -53,8 +56,8 @@ class ZooEntries:
                 return entry
         raise RotationZooError("the zoo lists no such rotations", hint="choose some of the table")
 
-    def evaluation(self, entry: Entry) -> Evaluation:
-        """The content of an entry's `evaluation.json`, whose hash must be the listed one.
+    def answers(self, entry: Entry) -> Section:
+        """Heat maps from an entry's `evaluation.json`, whose hash must be the listed one.
 
         Raises `RotationZooError` if it has none, and `HubError` if no hub has the listed file.
         """
@@ -66,12 +69,20 @@ class ZooEntries:
         data = _read(copy.hub, copy.repo, revision, copy.path_of(EVALUATION))
         if data is None or digest(data) != listed.sha256:
             raise HubError("the evaluation on the hub is not the one that the zoo lists")
-        return strict_json.validate(Evaluation, strict_json.parse(data, EVALUATION), EVALUATION)
+        return _draw(data, entry.recipe)
 
 
 @lru_cache(maxsize=32)
 def _read(hub: str, repo: str, revision: str | None, path: str) -> bytes | None:
     return open_hub(hub).read(repo, revision, path)
+
+
+# A figure keeps its drawing, so that each is drawn once.
+@lru_cache(maxsize=32)
+def _draw(data: bytes, recipe: str) -> Section:
+    content = strict_json.parse(data, EVALUATION)
+    evaluation = strict_json.validate(Evaluation, content, EVALUATION)
+    return describe_needles(arms_of(evaluation, recipe))
 
 
 class Zoo:
