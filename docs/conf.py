@@ -1,12 +1,14 @@
 """How Sphinx makes a site of the pages in docs/: `make docs`, then open build/docs/index.html.
 
-The pages are Markdown that GitHub shows as well. What only the site needs is added here while Sphinx
-reads them: the table of contents, and the two pages whose text lies in the root of the repository.
+The pages are Markdown that GitHub shows as well. What only the site needs is added here while
+Sphinx reads them: the table of contents, and the two pages whose text lies in the root of the
+repository.
 """
 
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -39,6 +41,7 @@ html_theme = "furo"
 html_title = f"rotationzoo {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/icon.svg"
 html_math_renderer = "mathml"
 html_copy_source = False
 html_domain_indices = False
@@ -88,6 +91,13 @@ def _toctree(caption: str) -> str:
     return f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
 
 
+def add_levels(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Give the captions in the sidebar, which Sphinx makes headings, the level that ARIA wants."""
+    navigation = context["furo_navigation_tree"]
+    levelled = 'role="heading" aria-level="2"'
+    context["furo_navigation_tree"] = navigation.replace('role="heading"', levelled)
+
+
 def show_inline(writer: HTML5Translator, node: nodes.math) -> None:
     """MathML, which browsers draw by themselves: no script, no font, no image."""
     writer.body.append(tex2mathml(node.astext()))
@@ -95,10 +105,13 @@ def show_inline(writer: HTML5Translator, node: nodes.math) -> None:
 
 
 def show_block(writer: HTML5Translator, node: nodes.math_block) -> None:
+    """The same for a formula in lines of its own."""
     writer.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>\n')
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> None:
+    """Sphinx calls this first."""
     app.connect("source-read", add_what_the_site_needs)
+    app.connect("html-page-context", add_levels, priority=900)  # after furo has made it
     app.add_html_math_renderer("mathml", (show_inline, None), (show_block, None))

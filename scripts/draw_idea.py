@@ -127,7 +127,7 @@ def draw(head: Head) -> str:
         title = f"{name}: squared scores err by {stored.score_error:.0%}"
         panels.append(panel(title, stored, token))
     chart = altair.vconcat(*panels, spacing=18).resolve_scale(y="shared")
-    axis = {"labelColor": "currentColor", "tickColor": "currentColor", "domainColor": "currentColor"}
+    axis = dict.fromkeys(("labelColor", "tickColor", "domainColor"), "currentColor")
     chart = chart.configure(aria=False, background="transparent", padding=12, font="sans-serif")
     chart = chart.configure_axis(**axis).configure_title(color="currentColor")
     svg = vl_convert.vegalite_to_svg(chart.configure_view(stroke=None).to_dict())

@@ -4,8 +4,8 @@ docs/reference/cli.md.
     python scripts/write_cli_reference.py
 
 The words are those of `--help`: docstrings and options of the functions in `cli`, which are read
-through their signatures and not through Typer's internals. `tests/test_site.py` fails where the page
-is old.
+through their signatures and not through Typer's internals. `tests/test_site.py` fails where the
+page is old.
 """
 
 import inspect
@@ -122,7 +122,7 @@ class Parameter:
 
     @property
     def shown_default(self) -> str:
-        """The default that the signature has; nothing where the command decides, or a flag is off."""
+        """The signature's default; nothing where the command decides, or for a flag."""
         if self.required:
             return "required"
         is_silent = self.default is None or self.default is False or self.default == []

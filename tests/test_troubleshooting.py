@@ -44,7 +44,7 @@ def test_the_page_has_the_most_frequent_errors():
     assert len(headings) == len(set(headings)) == len(SHOWN) + len(QUOTED)
 
 
-@pytest.mark.parametrize("words, printed", SHOWN, ids=[words for words, _ in SHOWN])
+@pytest.mark.parametrize(("words", "printed"), SHOWN, ids=[words for words, _ in SHOWN])
 def test_a_command_prints_what_the_page_shows(words, printed, inside):
     for command in BEFORE:
         if "rotations/" in words:
