@@ -15,7 +15,7 @@ from rotationzoo.cache.quantized_rows import TOKENS
 from rotationzoo.cache.simulated import SCORES
 from rotationzoo.calibration.machine import total_memory
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.metrics import COMPARED_TOKENS
+from rotationzoo.evaluation.heads import COMPARED_TOKENS
 from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.long_masks import BLOCK_QUERIES
 from rotationzoo.model.prediction import BLOCK_LOGITS
