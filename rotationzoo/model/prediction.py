@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.capture import attend_as_is, decoder, intercept
 from rotationzoo.model.loading import input_device
 
 if TYPE_CHECKING:
@@ -65,16 +65,12 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
     predictions only the last is computed, where a model can leave out the others.
     """
     ids, outputs = ids.to(input_device(model)), []
-    # A tensor, because for a number some decoders leave out earlier positions themselves (Gemma 4).
-    last = torch.tensor([ids.shape[1] - 1], device=ids.device)
+    # A slice: for a number some decoders leave out earlier positions themselves (Gemma 4), and a
+    # tensor would lie with the ids, which of a model on several devices is not where its head is.
+    last = slice(ids.shape[1] - 1, None)
 
     def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
         outputs.append(output)
-
-    def attend_as_is(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        return attend(query, key, value)
 
     hook = decoder(model).register_forward_hook(keep)
     try:
