@@ -46,7 +46,7 @@ def demo_command(
     from rotationzoo.cli.demo_view import show_demo
     from rotationzoo.evaluation.job import Evaluation, evaluate
     from rotationzoo.evaluation.tasks.settings import TaskSettings
-    from rotationzoo.pages.report import save_report
+    from rotationzoo.pages.report import make_report, save_report
     from rotationzoo.recipe import Data, load
 
     hush_libraries()
@@ -64,6 +64,7 @@ def demo_command(
         )
         report = evaluate(evaluation, progress)
         progress("drawing the page", 0, 0)
-        artifact = save_report(Artifact.open(folder))
+        artifact = Artifact.open(folder)
+        artifact = save_report(artifact, make_report(artifact))
     show_demo(out, artifact, report)
     out.suggest("generate", MODEL, "--rotations", str(folder), "--compare")

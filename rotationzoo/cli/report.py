@@ -57,7 +57,7 @@ def report_command(
         if folder is not None:
             pictures += write_pictures(report, folder, kind)
     if save:
-        save_report(opened, others)
+        save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
     data = {
         "report": str(output),
