@@ -39,9 +39,7 @@ class Made:
 
 def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
     """Write an artifact to `folder`, with an evaluation unless told otherwise."""
-    geometry = [
-        Layer(i, i, 2 * made.heads, made.heads, made.dim, made.dim) for i in made.layers
-    ]
+    geometry = [Layer(i, i, 2 * made.heads, made.heads, made.dim, made.dim) for i in made.layers]
     recipe = PRESETS[made.recipe]
     rotations = fit(None, PRESETS["hadamard"], geometry)
     share = torch.arange(1.0, made.dim + 1) ** 2
