@@ -15,6 +15,7 @@ import torch
 from loading import DEVICE, compare, load
 
 from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.observers import Observers
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
@@ -46,7 +47,7 @@ def main() -> None:
     def simulated(queries: torch.Tensor | None) -> None:
         simulation = Simulation(arm, cache, loaded.geometry, layers, queries=queries)
         for ids in batches:
-            with simulation.running(loaded.model, modules, lambda *_: None, lambda *_: None):
+            with simulation.running(loaded.model, modules, Observers()):
                 token_losses(loaded.model, ids, start)
 
     jobs: dict[str, Callable[[], object]] = {

@@ -117,7 +117,7 @@ class Bench:
         queries = torch.arange(start, self.length, step)[: self.queries]
         modules = attention_modules(self.model, self.ids[:, :8])
         simulation = self.simulation(cache, queries if self.queries else None)
-        with simulation.running(self.model, modules, metrics.add_output, metrics.add_kl):
+        with simulation.running(self.model, modules, metrics.observers):
             metrics.add_losses(token_losses(self.model, self.ids, start))
 
     def answer(self, cache: Cache | None = None) -> None:

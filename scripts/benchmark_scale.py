@@ -45,7 +45,7 @@ from scale_statistics import Bench, Text, measure_statistics, statistics_lines
 
 SCRIPTS = {
     "accuracy": ["benchmark_statistics.py"],
-    "best": ["benchmark_search.py", "--layers", "36"],
+    "best": ["benchmark_search.py"],
     "offload": ["check_offload.py"],
     "long": ["benchmark_long.py"],
     "ranks": ["check_ranks.py"],

@@ -1,14 +1,14 @@
-"""How long the search of the preset `best` takes, and where, at the geometry of Qwen3-8B.
+"""How long the search of the preset `best` takes, and where, at the geometry of a published model.
 
-    python scripts/benchmark_search.py --layers 36 [--steps N] [--tokens N] [--prompts N]
-        [--output FILE]
+    python scripts/benchmark_search.py [--shape 8b] [--gpus 1] [--layers N] [--steps N]
+        [--tokens N] [--prompts N] [--profile] [--output FILE]
 
 The weights are random, in bfloat16 and made on the device, and the text is random token ids in rows
 as the preset cuts them. The statistics are collected, then the search runs as in a job, but for the
 tokenizer: a model of random weights answers no question, so `--prompts` prompts of 2,048 random
 tokens are timed by themselves. Printed are the seconds of each stage and part, the tokens that
-passed the model for each purpose, the peak memory beside its estimate, and the slowest kernels of
-learning and of scoring.
+passed the model for each purpose, and the peak memory beside its estimate; with `--profile`, the
+slowest kernels of learning and of scoring, too.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from unittest.mock import patch
 
 import torch
 from loading import DEVICE
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from scale_models import SHAPES, make_model, shape_of
+from transformers import PreTrainedModel
 
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
@@ -45,12 +46,6 @@ from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt, Question
 from rotationzoo.recipe import PRESETS, Recipe
 
-# https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
-QWEN3_8B = {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": False,
-}  # fmt: skip
 PROMPT_TOKENS, ANSWER_TOKENS, QUESTIONS = 2048, 6, 8
 BATCH = 4  # rows per forward pass
 # Of the functions whose time is told: module or class, name, and what it is told as.
@@ -96,10 +91,11 @@ class Clock:
         if stage == self.stage:
             return
         ended = now()
-        self.seconds[f"stage: {self.stage}"] += ended - self._stage_started
+        seconds = ended - self._stage_started
+        self.seconds[f"stage: {self.stage}"] += seconds
         self.calls[f"stage: {self.stage}"] += 1
+        print(f"{self.stage}: {seconds:.1f} s", flush=True)
         self._stage_started, self.stage = ended, stage
-        print(f"{stage} ...", flush=True)
 
     def wrap(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -114,8 +110,9 @@ def main() -> None:
     clock = Clock()
     recipe = make_recipe(options)
     with clock.running("stage: make the model"):
-        model, geometry = make_model(options.layers)
-    print(f"{describe_device()}, {options.layers} layers of Qwen3-8B, torch {torch.__version__}")
+        model, geometry = make_searchable(options)
+    layers, name = len(geometry), shape_of(options.shape).source
+    print(f"{options.gpus} x {describe_device()}, {layers} layers of {name}, {torch.__version__}")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     passes = Passes()
     reset_peak()
@@ -131,22 +128,25 @@ def main() -> None:
             for one in patches:
                 one.stop()
     clock.enter("done")
-    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
-    memory = total_memory(DEVICE == "cpu", spread=False)
+    peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())]
+    memory = total_memory(DEVICE == "cpu", spread=options.gpus > 1)
     needs = Footprint(recipe, geometry, model.config, BATCH, 2, DEVICE == "cpu", memory)
     report = {
-        "device": describe_device(), "torch": torch.__version__, "layers": options.layers,
+        "device": describe_device(), "gpus": options.gpus, "torch": torch.__version__,
+        "model": name, "layers": layers,
         "seconds": round_all(clock.seconds), "calls": dict(clock.calls),
-        "tokens_passed": dict(passes.tokens), "weights_bytes": weights, "peak_bytes": peak,
+        "tokens_passed": dict(passes.tokens), "weights_bytes": weights,
+        "peak_bytes_by_gpu": peaks, "peak_bytes": sum(peaks),
         "estimated_peak_bytes": needs.peak(weights), "search_estimate_bytes": needs.search_peak(),
         "record": {"taken": result.record["choice"]["taken"]},
     }  # fmt: skip
-    report["prompts"] = time_prompts(task, options.prompts)
+    report["prompts"] = time_prompts(task, options) if options.prompts else {}
     show(report)
     if options.output:
         options.output.write_text(json.dumps(report) + "\n", encoding="utf-8")
-    profile_learning(task)
-    time_decompositions()
+    if options.profile:
+        profile_learning(task)
+        time_decompositions()
     print(json.dumps(report))
 
 
@@ -154,10 +154,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--gpus", type=int, default=1, help="over which the layers are spread")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--steps", type=int, help="steps of learning; those of the preset")
     parser.add_argument("--tokens", type=int, help="tokens of text; those of the preset")
     parser.add_argument("--prompts", type=int, default=4, help="prompts that are timed")
+    parser.add_argument("--profile", action="store_true", help="print the slowest kernels, too")
     parser.add_argument("--output", type=Path, help="a file for the JSON")
     return parser.parse_args()
 
@@ -173,12 +176,10 @@ def make_recipe(options: argparse.Namespace) -> Recipe:
     return recipe.model_copy(update={"search": search, "data": data})
 
 
-def make_model(count: int) -> tuple[PreTrainedModel, Geometry]:
-    """Qwen3-8B with so many layers of random weights, and its geometry."""
-    config = Qwen3Config(**{**QWEN3_8B, "num_hidden_layers": count})
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+def make_searchable(options: argparse.Namespace) -> tuple[PreTrainedModel, Geometry]:
+    """A model of random weights, and its geometry."""
+    shape = shape_of(options.shape, options.layers)
+    model = make_model(shape, gpus=options.gpus)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Queries and keys of wide and narrow channels, which a search has something to do with.
@@ -186,7 +187,7 @@ def make_model(count: int) -> tuple[PreTrainedModel, Geometry]:
                 parameter.copy_(torch.logspace(-0.5, 0.5, parameter.numel())[
                     torch.randperm(parameter.numel())
                 ])  # fmt: skip
-    meta = on_meta(config, "Qwen3-8B")
+    meta = on_meta(model.config, shape.source)
     return model, with_equalizing(meta, geometry_of(model))
 
 
@@ -226,11 +227,11 @@ def batches_of(rows: list[torch.Tensor], size: int) -> list[torch.Tensor]:
     ]
 
 
-def time_prompts(task: SearchTask, count: int) -> dict[str, float]:
+def time_prompts(task: SearchTask, options: argparse.Namespace) -> dict[str, float]:
     """Seconds of a pass over some prompts, exact and through the simulated cache."""
     draw = torch.Generator().manual_seed(1)
     prompts = []
-    for _ in range(count):
+    for _ in range(options.prompts):
         ids = torch.randint(task.model.config.vocab_size, (PROMPT_TOKENS,), generator=draw)
         stops = [PROMPT_TOKENS - number * 2 * ANSWER_TOKENS for number in range(QUESTIONS)]
         questions = [Question("random", slice(stop - ANSWER_TOKENS, stop), 64) for stop in stops]
@@ -247,9 +248,9 @@ def time_prompts(task: SearchTask, count: int) -> dict[str, float]:
         started = now()
         ask()
         seconds[name] = round(now() - started, 3)
-        if DEVICE == "cuda":
+        if options.profile:
             print_kernels(f"{name} prompts", ask)
-    return {"prompts": count, **seconds}
+    return {"prompts": options.prompts, **seconds}
 
 
 def profile_learning(task: SearchTask, steps: int = 10) -> None:
@@ -359,13 +360,15 @@ def round_all(numbers: dict[str, float]) -> dict[str, float]:
 def now() -> float:
     """The time when the device has done what it was asked to."""
     if DEVICE == "cuda":
-        torch.cuda.synchronize()
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(gpu)
     return time.perf_counter()
 
 
 def reset_peak() -> None:
     if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def describe_device() -> str:

@@ -19,6 +19,7 @@ KINDS = {
     "malformed": "wrong types, nesting, truncation",
     "hub": "a hub or an index that lies or fails",
     "terminal": "escape characters, and errors that nobody foresaw",
+    "markup": "names with markup and scripts, in pages",
     "values": "numbers that are unsound",
     "crash": "processes that are killed, races, full disks",
 }

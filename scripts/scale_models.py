@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,6 +92,8 @@ SHAPES = {
     "8b": Shape("Qwen/Qwen3-8B", 36, 4096, 12_288, 32, 8),
     "32b": Shape("Qwen/Qwen3-32B", 64, 5120, 25_600, 64, 8),
     "30b-a3b": Shape("Qwen/Qwen3-30B-A3B", 48, 2048, 768, 32, 4, experts=128, active=8),
+    # As a Qwen3, which normalizes queries and keys: the matrices and the cache are Llama's.
+    "70b": Shape("meta-llama/Llama-3.3-70B-Instruct", 80, 8192, 28_672, 64, 8, vocabulary=128_256),
 }
 
 
@@ -106,8 +109,10 @@ def make_model(
     device: str = DEVICE,
     dtype: torch.dtype = DTYPE,
     seed: int = 0,
+    gpus: int = 1,
 ) -> PreTrainedModel:
-    """transformers' own model of a shape, in eval mode, with random weights.
+    """transformers' own model of a shape, in eval mode, with random weights. With several `gpus`,
+    accelerate spreads it over them, each with as many successive layers.
 
     It is built on `meta` and filled on the device, so that no copy exists anywhere, in no other
     type. Each matrix keeps the variance of what it multiplies, and norms have weight 1; the
@@ -117,8 +122,13 @@ def make_model(
     config = chosen.config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model = model.to_empty(device=device).eval()
-    generator = torch.Generator(device).manual_seed(seed)
+    places = _spread(chosen.layers, gpus) if gpus > 1 else {"": device}
+    for name, place in places.items():
+        model.get_submodule(name).to_empty(device=place)
+    model.eval()
+    generators = {}
+    for place in set(places.values()):
+        generators[torch.device(place)] = torch.Generator(place).manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim < 2:
@@ -126,11 +136,26 @@ def make_model(
             else:
                 # Each token's embedding has entries of about 1: it is to matter in every layer.
                 deviation = 1.0 if "embed_tokens" in name else 1 / math.sqrt(weight.shape[-1])
-                weight.normal_(std=deviation, generator=generator)
+                weight.normal_(std=deviation, generator=generators[weight.device])
     # Its buffers are computed from the config when it is made, and `meta` computes nothing.
     rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config).to(device)
-    return model.requires_grad_(False)
+    model.model.rotary_emb = type(rotary)(config=config).to(model.device)
+    model.requires_grad_(False)
+    return model if gpus == 1 else dispatch_model(model, places)
+
+
+def _spread(layers: int, gpus: int) -> dict[str, str]:
+    """Module -> GPU: the embeddings on the first, the head on the last."""
+    last = f"cuda:{gpus - 1}"
+    ends = {
+        "model.embed_tokens": "cuda:0",
+        "model.rotary_emb": "cuda:0",
+        "model.norm": last,
+        "lm_head": last,
+    }
+    return ends | {
+        f"model.layers.{layer}": f"cuda:{layer * gpus // layers}" for layer in range(layers)
+    }
 
 
 def random_text(

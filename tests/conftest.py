@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support import process_server
+from support.browser import Browser, running_browser
 from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
 from support.published import made, zoo  # noqa: F401
@@ -85,6 +86,22 @@ def command(tmp_path, program):
 def launcher(command) -> Launcher:
     """Starts several processes of the command line, as torchrun does."""
     return Launcher(command)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """One Chromium for the tests of a module. For a session it would stay in the way of libraries
+    that start an event loop, because playwright's own runs as long as it does."""
+    with running_browser() as running:
+        yield running
+
+
+@pytest.fixture
+def browser(chromium) -> Browser:
+    """`browser.open_page(path)`: a page in which nothing may go wrong until the test has ended."""
+    yield chromium
+    faults = chromium.close_pages()
+    assert not faults, faults
 
 
 @pytest.fixture

@@ -11,12 +11,7 @@ from support.makefile import TEXT, recipe_of
 from support.places import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = (
-    "engines",
-    "report",
-    "sign",
-    "tasks",
-)  # what CI installs with the package; `cuda` needs a GPU
+EXTRAS = "engines", "sign", "tasks"  # what CI installs with the package; `cuda` needs a GPU
 
 
 def requirements() -> list[Requirement]:

@@ -18,6 +18,7 @@ ORDER = [
     "errors",
     "progress",
     "words",
+    "charts",
     "ranks",
     "storage",
     "network",
@@ -40,6 +41,7 @@ ORDER = [
     "api",
     "rotated_cache",
     "generation",
+    "pages",
     "cli",
     "__main__",
 ]

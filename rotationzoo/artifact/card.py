@@ -14,8 +14,8 @@ from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.words import counted
 
 _PICTURES = {
+    "answers.png": "Questions answered from a 2-bit cache",
     "spectra.png": "Spectra of the statistics, layer by layer",
-    "error_by_layer.png": "Error by layer",
 }
 
 

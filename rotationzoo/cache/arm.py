@@ -84,6 +84,15 @@ class Arm:
         centered = rows.float() if mean is None else rows.float() - mean
         return centered @ self.rotations[layer][side].transform.to(rows.device)
 
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]` of the model, rotated and not yet
+        clipped. A rotation leaves the rms as it is, and four codes cover less of a wide range."""
+        rotated = self.rotate(rows, layer, side)
+        least, greatest = rotated.aminmax(dim=-1)
+        rms: torch.Tensor = torch.linalg.vector_norm(rotated, dim=-1) / rotated.shape[-1] ** 0.5
+        # A row of zeros has no range, and must not become 0 / 0.
+        return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
+
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:

@@ -35,6 +35,9 @@ class EngineArm:
         """Keys or values `[B, H, T, D]` as the engine reads them back, in their type."""
         return self.cache.side(side).read(rows.float()).to(rows.dtype)
 
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> None:
+        """Engines do not say in which coordinates they round."""
+
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
         """Bits per element, with its share of the scales."""
         return self.cache.side(side).bits_per_element(dim)

@@ -56,6 +56,10 @@ class KiviArm(Arm):
         stored, rest = rows[:, :, :complete], rows[:, :, complete:]
         return torch.cat([super().store(stored, layer, side, format), rest], dim=2)
 
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """Those of values. Keys have none, because they are rounded over tokens."""
+        return None if side == "key" else super().row_range(rows, layer, side)
+
     def quantize(
         self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
     ) -> int2.Quantized:

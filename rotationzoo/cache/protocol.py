@@ -35,6 +35,11 @@ class CacheArm(Protocol):
         """
         ...
 
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """`(max - min) / rms` `[B, H, T]` of keys or values `[B, H, T, D]` of a layer, in the
+        coordinates in which they are rounded; None where rows are not rounded one by one."""
+        ...
+
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
         """Bits per quantized element of a side with `dim` channels, including its share of scales
         and offsets."""

@@ -41,6 +41,17 @@ class QuantizedRows:
         self._kept[layer, side] = rows, restored
         return restored
 
+    def ranges(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """The ranges `[B, H, T]` of rows `[B, H, T, D]` before the arm rounds them; None where it
+        has none to tell."""
+        parts = []
+        for part in rows.split(TOKENS, dim=2):
+            ranges = self.arm.row_range(part, layer, side)
+            if ranges is None:
+                return None
+            parts.append(ranges)
+        return torch.cat(parts, dim=2)
+
     def _quantize(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """The same, of any number of rows. Whole groups of tokens are quantized on their own."""
         size = TOKENS // self.arm.token_group * self.arm.token_group

@@ -7,7 +7,7 @@ pass over whole rows, the model's own attention function is called on keys and v
 position (see `masks`). The model's own sliding windows, soft cap and attention sinks still apply.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo.cache.divergence import divergence
 from rotationzoo.cache.masks import TwoCopyMask, TwoCopyMasks, as_additive
+from rotationzoo.cache.observers import Observers
 from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.quantized_rows import QuantizedRows
 from rotationzoo.cache.windows import Cache
@@ -25,13 +26,6 @@ from rotationzoo.model.geometry import Geometry
 
 SCORES = 2**26
 """Attention scores that are compared at a time: 256 MB, and several times that in float64."""
-
-Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, output, exact)`: the attention block's output `[B, T, hidden]` after the output
-projection, simulated and exact. Both are computed from the same input."""
-ObserveKL = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`(layer, divergence, positions)`: KL divergence `[B, Q]` of the attention of the queries at these
-positions, averaged over heads."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +47,27 @@ class Simulation:
         self,
         model: PreTrainedModel,
         modules: Mapping[int, torch.nn.Module] | None = None,
-        observe: Observe = lambda *_: None,
-        observe_kl: ObserveKL = lambda *_: None,
+        observers: Observers | None = None,
     ) -> Iterator[None]:
         """Make the model read its cache through the codec while the context is open.
 
         1. Every attention call of a simulated layer goes to `_SimulatedAttention`. It builds both
-           copies of keys and values, reports the KL divergence of the attention, and returns the
-           output from the 2-bit cache.
+           copies of keys and values, reports the ranges of their rows and the KL divergence of the
+           attention, and returns the output from the 2-bit cache.
         2. After each observed attention module, a `_BlockComparison` runs the module again on the
-           same input with the simulation switched off, and hands both outputs to `observe`.
+           same input with the simulation switched off, and reports both outputs: those of the
+           attention function, head by head, and those of the module.
 
         Parameters:
 
-        * `modules`: layer index -> attention module, for the modules whose outputs are observed;
-        * `observe`: receives the simulated and the exact output of each of these modules;
-        * `observe_kl`: receives the KL divergence of the selected queries' attention in every
-          simulated layer.
+        * `modules`: layer index -> attention module, for the modules whose outputs are compared;
+        * `observers`: receive what is compared; None compares nothing.
         """
-        attention = _SimulatedAttention(self, observe_kl)
+        attention = _SimulatedAttention(self, observers)
         hooks = []
         for layer, module in (modules or {}).items():
-            if layer in self.layers:
-                comparison = _BlockComparison(layer, attention, observe)
+            if layer in self.layers and observers is not None:
+                comparison = _BlockComparison(layer, attention, observers)
                 hooks.append(module.register_forward_hook(comparison, with_kwargs=True))
         try:
             with intercept(model, attention):
@@ -88,23 +80,25 @@ class Simulation:
 class _SimulatedAttention:
     """Stands in for the model's attention function while a simulation runs."""
 
-    def __init__(self, simulation: Simulation, observe_kl: ObserveKL):
+    def __init__(self, simulation: Simulation, observers: Observers | None):
         self.simulation = simulation
-        self.observe_kl = observe_kl
+        self.observers = observers
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         token_group = simulation.arm.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
         self.quantized = QuantizedRows(simulation.arm, simulation.cache.format)
         self.switched_off = False
+        self._latest: torch.Tensor | None = None
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Call the model's own attention unchanged while the context is open."""
+        """Call the model's own attention unchanged while the context is open, and compare its
+        output with the latest simulated one."""
         self.switched_off = True
         try:
             yield
         finally:
-            self.switched_off = False
+            self.switched_off, self._latest = False, None
 
     def __call__(
         self,
@@ -116,23 +110,29 @@ class _SimulatedAttention:
     ) -> torch.Tensor:
         """The attention output `[B, T, H_q, D_v]`. The arguments are those that `intercept`
         passes."""
-        if self.switched_off or layer not in self.simulation.layers:
+        if self.switched_off:
+            return self._compare_heads(layer, attend(query, key, value), key.shape[1])
+        if layer not in self.simulation.layers:
             return attend(query, key, value)
         decoding = query.shape[2] < key.shape[2]
         keys = self._both_copies(key, self.owners[layer], "key", decoding)
         values = self._both_copies(value, self.owners[layer], "value", decoding)
+        self._observe_ranges(layer, {"key": key, "value": value})
         mask = self.masks.mask_for(attend, query, key.shape[2])
         queries = self.simulation.queries
-        if queries is not None:
+        if queries is not None and self.observers is not None:
             kl = _attention_kl(attend, query, key, keys, mask, queries)
-            self.observe_kl(layer, kl, queries)
+            self.observers.kl(layer, kl, queries)
         outputs = []
         # Each block of queries reads only the positions that it sees.
         for block in mask.blocks():
             read = replace(attend, mask=block.mask)
             seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
             outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
-        return torch.cat(outputs, dim=1)
+        output = torch.cat(outputs, dim=1)
+        if self.observers is not None:
+            self._latest = output
+        return output
 
     def _both_copies(
         self, rows: torch.Tensor, owner: int, side: str, decoding: bool
@@ -149,18 +149,38 @@ class _SimulatedAttention:
         quantized = self.quantized.quantize(past, owner, side, decoding)
         return torch.cat([exact, sink, quantized], dim=2)
 
+    def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
+        """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
+        if self.observers is None:
+            return
+        for side in self.simulation.sides:
+            past = sides[side][:, :, self.simulation.cache.sink :]
+            ranges = self.quantized.ranges(past, self.owners[layer], side)
+            if ranges is not None:
+                self.observers.row_range(layer, side, ranges)
+
+    def _compare_heads(self, layer: int, exact: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Report the simulated and the exact output `[B, T, H_q, D_v]`, and return the exact one.
+
+        Successive query heads read the same KV head.
+        """
+        if self.observers is not None and self._latest is not None:
+            shape = (*exact.shape[:2], kv_heads, -1)
+            self.observers.heads(layer, self._latest.reshape(shape), exact.reshape(shape))
+        return exact
+
 
 class _BlockComparison:
     """A forward hook that runs an attention module again on the same input with an exact cache."""
 
-    def __init__(self, layer: int, attention: _SimulatedAttention, observe: Observe):
-        self.layer, self.attention, self.observe = layer, attention, observe
+    def __init__(self, layer: int, attention: _SimulatedAttention, observers: Observers):
+        self.layer, self.attention, self.observers = layer, attention, observers
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # Call `forward`, because calling the module itself would run this hook again.
         with self.attention.off():
             exact = module.forward(*args, **kwargs)
-        self.observe(self.layer, _hidden_states(output), _hidden_states(exact))
+        self.observers.output(self.layer, _hidden_states(output), _hidden_states(exact))
 
 
 def _hidden_states(output: Any) -> torch.Tensor:
@@ -178,7 +198,8 @@ def _attention_kl(
     mask: TwoCopyMask,
     queries: torch.Tensor,
 ) -> torch.Tensor:
-    """`KL(exact || simulated)` `[B, Q]` of selected queries' attention, averaged over heads.
+    """`KL(exact || simulated)` `[B, H, Q]` of selected queries' attention, averaged over the query
+    heads that read each of H KV heads.
 
     * `query`, `key`: those of the exact model, before any mean is subtracted;
     * `keys`: `[exact; quantized]`, as the simulated cache holds them;
@@ -191,7 +212,7 @@ def _attention_kl(
     for positions in at.split(size):
         rows = as_additive(mask.rows(positions), torch.float32)
         parts.append(_divergence_of(attend, query[:, :, positions], key, keys, rows))
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=2)
 
 
 def _divergence_of(
@@ -201,8 +222,8 @@ def _divergence_of(
     keys: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The divergence `[B, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask `[B, 1, Q, 2T]`,
-    float32 and additive."""
+    """The divergence `[B, H, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask
+    `[B, 1, Q, 2T]`, float32 and additive."""
     length = key.shape[2]
     # The query sees a position if it sees either copy.
     exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
@@ -211,4 +232,6 @@ def _divergence_of(
     simulated = both[..., :length] + both[..., length:]
     # In float64, because the KL divergence of nearly equal weights is a small difference of large
     # terms.
-    return divergence(exact.double(), simulated.double()).mean(1)
+    by_query_head = divergence(exact.double(), simulated.double())
+    batch, _, count = by_query_head.shape
+    return by_query_head.view(batch, key.shape[1], -1, count).mean(2)

@@ -13,11 +13,16 @@ EXACT_BITS = 16
 
 
 def bits_per_element(
-    geometry: Geometry, group_size: int | None, format: int2.Format, sink: int, recent: int
+    geometry: Geometry,
+    group_size: int | None,
+    format: int2.Format,
+    sink: int,
+    recent: int,
+    context: int = CONTEXT,
 ) -> float:
-    """Bits per element of a 2-bit cache at `CONTEXT` tokens, averaged over every element that the
-    model caches."""
-    windows = {"context": CONTEXT, "sink": sink, "recent": recent}
+    """Bits per element of a 2-bit cache that holds `context` tokens, averaged over every element
+    that the model caches."""
+    windows = {"context": context, "sink": sink, "recent": recent}
     return _average(
         geometry, lambda _, dim: int2.bits_per_element(dim, group_size, format, **windows)
     )

@@ -93,8 +93,10 @@ def regenerate_command(
         if unknown:
             raise _partly_known(unknown)
         return
+    from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.plan import Job
     from rotationzoo.evaluation.job import Evaluation
+    from rotationzoo.pages.report import make_report, save_report
     from rotationzoo.recipe import load, override
     from rotationzoo.zoo.regenerate import regenerate
 
@@ -115,9 +117,10 @@ def regenerate_command(
     evaluation = Evaluation(model=model, artifacts=[], data=text.data, tasks=asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
+    made = Artifact.open(job.output)
+    save_report(made, make_report(made))
     places: dict[str, Published] = {}
     if to is not None:
-        from rotationzoo.artifact.store import Artifact
         from rotationzoo.zoo.ownership import check_model
         from rotationzoo.zoo.push import Destination, push
         from rotationzoo.zoo.upload import prepare_upload

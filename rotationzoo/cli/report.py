@@ -1,14 +1,79 @@
-"""`rotationzoo report`: add pictures to an artifact and its card."""
+"""`rotationzoo report`: write a page about an artifact, and its pictures as files."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say
 
 
-def report_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
-    """Add pictures of the spectra and of the error by layer to an artifact and its card."""
-    from rotationzoo.artifact.plots import add_pictures
-    from rotationzoo.artifact.store import Artifact
+def report_command(
+    artifact: ArtifactFolder,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(help="Another artifact to show beside it. May be repeated."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
+        "report.html"
+    ),
+    png: Annotated[
+        Path | None, typer.Option(help="Also write every picture to this folder, as PNG.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Also write every picture to this folder, as SVG.")
+    ] = None,
+    save: Annotated[
+        bool,
+        typer.Option("--save", help="Add the page and two pictures to the artifact and its card."),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a page about an artifact: what it keeps, what it costs, and why.
 
-    files = add_pictures(Artifact.open(artifact)).manifest.files
-    pictures = [str(artifact / name) for name in files if name.endswith(".png")]
-    Output(json, quiet).result({"pictures": pictures}, "\n".join(pictures), lambda: say(*pictures))
+    It is one file, made from what evaluate --save and validate have stored.
+
+    rotationzoo report rotations/demo-oscar --compare rotations/demo-oscar-v1
+    """
+    out = Output(json, quiet)
+    from rotationzoo.artifact.reproduce import name_in_commands
+    from rotationzoo.artifact.store import EVALUATION, Artifact
+    from rotationzoo.pages.report import make_report, save_report, write_pictures
+    from rotationzoo.storage import files
+
+    opened = Artifact.open(artifact)
+    others = [Artifact.open(folder) for folder in compare or []]
+    report = make_report(opened, others)
+    with files.disk_errors(output):
+        files.replace(output, report.html().encode())
+    pictures: list[Path] = []
+    for kind, folder in (("png", png), ("svg", svg)):
+        if folder is not None:
+            pictures += write_pictures(report, folder, kind)
+    if save:
+        save_report(opened, report)
+    evaluated = EVALUATION in opened.manifest.files
+    data = {
+        "report": str(output),
+        "pictures": [str(path) for path in pictures],
+        "artifact": str(artifact) if save else None,
+        "evaluated": evaluated,
+    }
+    out.result(data, str(output), lambda: say(*_lines(output, artifact, pictures, save)))
+    if not evaluated:
+        name = name_in_commands(opened.manifest.model)
+        out.note(f"Next, measure what it costs: rotationzoo evaluate {name} {artifact} --save")
+    elif not save:
+        out.suggest(f"Next, add it to the artifact: rotationzoo report {artifact} --save")
+
+
+def _lines(output: Path, artifact: Path, pictures: list[Path], saved: bool) -> list[str]:
+    lines = [f"Page: {output}"]
+    if pictures:
+        folders = dict.fromkeys(str(path.parent) for path in pictures)
+        lines.append(f"Pictures: {len(pictures)} in {' and '.join(folders)}")
+    if saved:
+        lines.append(f"Added to the artifact: {artifact}")
+    return lines

@@ -119,9 +119,9 @@ def _read_through(
     metrics: Metrics,
     ids: torch.Tensor,
 ) -> None:
-    """One forward pass yields all three metrics: the losses of the model as it runs on this cache,
-    and each layer's output error and attention KL."""
-    with simulation.running(model, modules, metrics.add_output, metrics.add_kl):
+    """One forward pass yields all metrics: the losses of the model as it runs on this cache, each
+    layer's output error and attention KL, and the same of each head with the ranges of its rows."""
+    with simulation.running(model, modules, metrics.observers):
         metrics.add_losses(token_losses(model, ids, start))
 
 

@@ -1,81 +1,27 @@
 """The figures that `evaluate` reports: perplexity, attention KL and output error, each with its
 standard error.
 
-To add a column to `evaluate`, compute it in `Metrics` from what `forward` observes, and print it in
-`cli.evaluate_view`.
+To add a column to `evaluate`, compute it in `Metrics` from what `forward` observes, name its key in
+`measures`, and print it in `cli.evaluate_view`.
 """
 
 import math
-from typing import TypedDict
 
 import torch
 
+from rotationzoo.cache.observers import Observers
 from rotationzoo.evaluation.buckets import Buckets
+from rotationzoo.evaluation.heads import COMPARED_TOKENS, HeadSums
+from rotationzoo.evaluation.measures import (
+    ArmMeasures,
+    BucketMeasures,
+    ExactMeasures,
+    LayerMeasures,
+    Measures,
+    RangePerplexity,
+)
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.out_of_memory import Undo
-
-COMPARED_TOKENS = 8192
-"""Tokens of block outputs that are compared at a time."""
-
-# These types are the JSON of `evaluate`. Other programs rely on their keys and on the order.
-Range = TypedDict("Range", {"from": int, "to": int})
-"""The positions of a bucket: the first, and the one after the last."""
-
-
-class StandardErrors(TypedDict):
-    """Standard errors over texts; None if there is only one text."""
-
-    perplexity_increase: float | None
-    attention_kl: float | None
-    output_error: float | None
-
-
-class Measures(TypedDict):
-    """What one arm costs the model."""
-
-    perplexity: float
-    perplexity_increase: float
-    """The relative increase over the exact model on the same tokens."""
-    attention_kl: float | None
-    """In nats, averaged over layers, heads and sampled queries; None if none were sampled."""
-    output_error: float
-    """Relative RMS error of the attention block's output, averaged over layers."""
-    standard_error: StandardErrors
-
-
-class BucketMeasures(Range, Measures):
-    """The same measures, restricted to the context lengths of one bucket."""
-
-
-class LayerMeasures(TypedDict):
-    """The measures of one layer over all texts."""
-
-    layer: int
-    output_error: float
-    attention_kl: float | None
-
-
-class ArmMeasures(Measures):
-    """Everything that is measured of one arm with one cache."""
-
-    by_length: list[BucketMeasures]
-    by_layer: list[LayerMeasures]
-    text_losses: list[float]
-
-
-class RangePerplexity(Range):
-    """The exact model's perplexity at the context lengths of one bucket."""
-
-    perplexity: float
-
-
-class ExactMeasures(TypedDict):
-    """Everything that is measured of the model without a 2-bit cache."""
-
-    text_tokens: list[int]
-    perplexity: float
-    by_length: list[RangePerplexity]
-    text_losses: list[float]
 
 
 class Metrics:
@@ -94,6 +40,7 @@ class Metrics:
         self._norms: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         self._divergences: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
         self._sampled: list[torch.Tensor] = []
+        self._heads = HeadSums(layers)
 
     def keep(self) -> Undo:
         """Note what has been added so far, and return what drops anything added later."""
@@ -104,6 +51,11 @@ class Metrics:
                 del parts[lengths[name] :]
 
         return undo
+
+    @property
+    def observers(self) -> Observers:
+        """Those that add what a simulation tells."""
+        return Observers(self.add_output, self.add_heads, self.add_kl, self.add_row_range)
 
     def add_losses(self, losses: torch.Tensor) -> None:
         """Add negative log likelihoods `[B, P]` of the positions from `buckets.start` on."""
@@ -125,16 +77,27 @@ class Metrics:
         self._errors[layer].append(torch.cat(errors, dim=1).cpu() @ member)
         self._norms[layer].append(torch.cat(norms, dim=1).cpu() @ member)
 
+    def add_heads(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
+        """Add one layer's attention outputs `[B, T, H, N]` by KV head: the arm's and the exact
+        ones."""
+        start = self.buckets.start
+        self._heads.add_output(layer, output[:, start:], exact[:, start:])
+
     def add_kl(self, layer: int, divergence: torch.Tensor, positions: torch.Tensor) -> None:
-        """Add the attention KL `[B, Q]` of the queries at `positions` `[Q]`."""
+        """Add the attention KL `[B, H, Q]` by KV head of the queries at `positions` `[Q]`."""
+        self._heads.add_kl(layer, divergence)
         member = self.buckets.one_hot(positions)
-        self._divergences[layer].append(divergence.double().cpu() @ member)
+        self._divergences[layer].append(divergence.double().mean(1).cpu() @ member)
         # All layers sample the same queries, so counting them in the first layer is enough.
         if layer == self.layers[0]:
             self._sampled.append(member.sum(0).expand(len(divergence), -1))
 
+    def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
+        """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
+        self._heads.add_row_range(layer, side, ranges)
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All sums by name, for `add`: `[texts, buckets]`."""
+        """All sums by name, for `add`: `[texts, ...]`."""
         return {name: torch.cat(parts) for name, parts in self._sums().items() if parts}
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
@@ -221,19 +184,24 @@ class Metrics:
         if self._sampled:
             total = torch.cat(self._divergences[layer]).sum()
             kl = (total / torch.cat(self._sampled).sum()).item()
-        return {"layer": layer, "output_error": (error / norm) ** 0.5, "attention_kl": kl}
+        return {
+            "layer": layer,
+            "output_error": (error / norm) ** 0.5,
+            "attention_kl": kl,
+            "heads": self._heads.measure(layer),
+        }
 
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""
         return (torch.cat(self._losses).sum(1) / torch.cat(self._counts).sum(1)).tolist()
 
     def _sums(self) -> dict[str, list[torch.Tensor]]:
-        """The lists of all sums by name, of which each has one part `[B, buckets]` per batch."""
+        """The lists of all sums by name, of which each has one part `[B, ...]` per batch."""
         sums = {"losses": self._losses, "counts": self._counts, "sampled": self._sampled}
         by_layer = {"error": self._errors, "norm": self._norms, "divergence": self._divergences}
         for name, layers in by_layer.items():
             sums |= {f"{name} {layer}": parts for layer, parts in layers.items()}
-        return sums
+        return sums | self._heads.parts
 
     def _member_from_start(self, count: int) -> torch.Tensor:
         """Membership `[count, buckets]` of the first `count` positions from the start on."""

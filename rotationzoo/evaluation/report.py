@@ -10,7 +10,7 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.arms import feedback_arms
 from rotationzoo.evaluation.feedback import FeedbackComparison, compare_feedback, describe_feedback
 from rotationzoo.evaluation.forward import Measurements, Trial
-from rotationzoo.evaluation.metrics import ArmMeasures, ExactMeasures
+from rotationzoo.evaluation.measures import ArmMeasures, ExactMeasures
 from rotationzoo.evaluation.tasks.answering import TaskAnswers
 from rotationzoo.evaluation.tasks.report import ArmTasks, ExactTasks, report_arm, report_exact
 from rotationzoo.evaluation.tasks.verdict import AnswerVerdict, judge_answers

@@ -65,8 +65,9 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
     predictions only the last is computed, where a model can leave out the others.
     """
     ids, outputs = ids.to(input_device(model)), []
-    # A tensor, because for a number some decoders leave out earlier positions themselves (Gemma 4).
-    last = torch.tensor([ids.shape[1] - 1], device=ids.device)
+    # A slice: for a number some decoders leave out earlier positions themselves (Gemma 4), and a
+    # tensor would lie with the ids, which of a model on several devices is not where its head is.
+    last = slice(ids.shape[1] - 1, None)
 
     def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
         outputs.append(output)

@@ -2,11 +2,9 @@
 
 import math
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.plots import add_pictures
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -52,9 +50,7 @@ def regenerate(
     }
     if published is not None:
         verdict |= compare_rotations(report, job.model, artifact.folder)
-    if find_spec("matplotlib"):  # it is an optional dependency
-        add_pictures(Artifact.open(artifact.folder))
-    # Open the artifact again, because the evaluation and the pictures have changed its manifest.
+    # Open the artifact again, because the evaluation has changed its manifest.
     on_device = Validation(device=job.device)
     validation = validate_kernel(Artifact.open(artifact.folder), on_device, progress)
     return verdict | {

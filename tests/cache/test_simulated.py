@@ -9,6 +9,7 @@ from support import architectures
 from support.architectures import CALIBRATED, families
 
 from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.observers import Observers
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
@@ -58,8 +59,10 @@ def simulate(model, arm, cache, queries=None):
     with simulation.running(
         model,
         attention_modules(model),
-        lambda layer, output, exact: outputs.update({layer: (output, exact)}),
-        lambda layer, kl, _: divergences.update({layer: kl}),
+        Observers(
+            output=lambda layer, output, exact: outputs.update({layer: (output, exact)}),
+            kl=lambda layer, kl, _: divergences.update({layer: kl}),
+        ),
     ):
         return logits(model), outputs, divergences
 

@@ -7,6 +7,7 @@ from support import architectures
 from support.lookups import lookup_model, lookup_prompts
 
 from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.observers import Observers
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration import peaked_queries
@@ -169,7 +170,7 @@ def test_queries_that_look_something_up_read_it_more_exactly():
         def observe(layer, divergence, positions, name=name):
             divergences[name] = divergence.mean().item()
 
-        with torch.no_grad(), simulation.running(model, observe_kl=observe):
+        with torch.no_grad(), simulation.running(model, observers=Observers(kl=observe)):
             model(unseen, use_cache=False)
     # Measured 4.1e-5 beside 1.8e-4.
     assert divergences["peaked"] < 0.5 * divergences["alike"]

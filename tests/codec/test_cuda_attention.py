@@ -14,7 +14,7 @@ from decode_cases import Case, Drawing, Inputs
 from decode_reference import error_of, reference
 from support import attention_on_cpu
 from support.devices import on_cpu, on_gpu
-from support.nvcc import compile_kernels
+from support.nvcc import ONLY_COMPILE, compile_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import cuda_attention
@@ -224,4 +224,4 @@ def list_variants():
 def test_every_variant_compiles(format, dim, tmp_path):
     for columns in {4, choose_columns(8, *layouts(format, dim))}:
         chosen = replace(variant(format, dim), columns=columns)
-        compile_kernels(chosen.source, chosen.macros(), tmp_path, [90])
+        compile_kernels(chosen.source, chosen.macros(), tmp_path, ONLY_COMPILE)

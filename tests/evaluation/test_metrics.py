@@ -37,7 +37,7 @@ def test_an_arm_beside_the_exact_model():
     """Four losses a text, from position 2 on: two in each bucket."""
     exact = measured([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     arm = measured([[1.0, 1.2, 1.4, 1.4], [2.0, 2.0, 2.6, 2.6]], exact=2.0)
-    arm.add_kl(0, torch.tensor([[0.1, 0.3], [0.1, 0.3]]), torch.tensor([3, 5]))
+    arm.add_kl(0, torch.tensor([[[0.1, 0.3]], [[0.1, 0.3]]]), torch.tensor([3, 5]))
     report = arm.measure_arm(exact)
     assert exact.tokens == 8
     assert exact.measure_exact()["text_losses"] == [1, 2]
@@ -54,7 +54,9 @@ def test_an_arm_beside_the_exact_model():
     assert second["perplexity_increase"] == pytest.approx(math.expm1(0.5))
     assert (first["attention_kl"], second["attention_kl"]) == pytest.approx((0.1, 0.3))
     [layer] = report["by_layer"]
+    heads = layer.pop("heads")
     assert layer == {"layer": 0, "output_error": 0.5, "attention_kl": pytest.approx(0.2)}
+    assert heads["attention_kl"] == pytest.approx([0.2])
 
 
 def test_without_samples_or_a_second_text_there_is_no_figure():

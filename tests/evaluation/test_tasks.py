@@ -1,6 +1,7 @@
 """Recall tasks inside an evaluation: who is asked, and what is reported of the answers."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,10 +83,47 @@ def test_arms_are_asked_what_the_exact_model_can_do(report):
             for part in (score["by_length"], score["by_distance"], score["by_depth"]):
                 assert sum(bucket["questions"] for bucket in part) == score["questions"]
                 assert sum(bucket["answered"] for bucket in part) == score["answered"]
+            check_cells(score)
         assert arm["all_tasks"]["questions"] == 24
+        check_cells(arm["all_tasks"])
+    for score in (*exact.values(), report["exact"]["all_tasks"]):
+        check_cells(score)
     # Measured: exact -1 nats an answer, the artifact -5, without a rotation -40.
     logs = {name: arm["all_tasks"]["log_probability"] for name, arm in report["arms"].items()}
     assert logs["identity"] < logs["mine"] < report["exact"]["all_tasks"]["log_probability"]
+
+
+def check_cells(score):
+    """Those of one length, distance or depth add up to the figures of that."""
+    cells = score["by_cell"]
+    assert all(cell["questions"] for cell in cells)
+    for name, low, high in (
+        ("by_distance", "distance_from", "distance_to"),
+        ("by_depth", "depth_from", "depth_to"),
+    ):
+        sums = {}
+        for cell in cells:
+            count = sums.setdefault((cell[low], cell[high]), [0, 0, 0.0])
+            count[0] += cell["answered"]
+            count[1] += cell["questions"]
+            count[2] += cell["log_probability"] * cell["questions"]
+        wanted = {
+            (part["from"], part["to"]): [
+                part["answered"],
+                part["questions"],
+                pytest.approx(part["log_probability"] * part["questions"]),
+            ]
+            for part in score[name]
+        }
+        assert sums == wanted
+    lengths = Counter()
+    for cell in cells:
+        lengths[cell["length"]] += cell["questions"]
+    asked = score.get("by_length", [])
+    # Of a task that the exact model can do at some lengths, its cells are those of these lengths.
+    able = [each for each in asked if each.get("can_do", True)] or asked
+    if asked:
+        assert lengths == {each["length"]: each["questions"] for each in able}
 
 
 def test_worse_answers_are_a_reason_not_to_publish(report):

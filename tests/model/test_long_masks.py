@@ -7,6 +7,7 @@ from support import architectures
 
 from rotationzoo.cache import simulated
 from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.observers import Observers
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
@@ -70,9 +71,10 @@ def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkey
 
     def run():
         divergences = []
+        observers = Observers(kl=lambda *seen: divergences.append(seen[1]))
         with (
             torch.no_grad(),
-            simulation.running(model, observe_kl=lambda *seen: divergences.append(seen[1])),
+            simulation.running(model, observers=observers),
         ):
             return run_decoder(model, IDS).logits(slice(None)), torch.stack(divergences)
 

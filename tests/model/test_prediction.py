@@ -57,3 +57,15 @@ def test_the_decoder_runs_once_and_is_whole_again(monkeypatch):
         assert "forward" not in model.model.__dict__
         model(input_ids=ids)
     assert len(calls) == 2
+
+
+def test_what_the_head_keeps_lies_on_no_device():
+    """The head of a model that is spread over several GPUs lies on another than the ids."""
+    model, given = architectures.build("llama"), []
+    model.register_forward_pre_hook(lambda *call: given.append(call[2]), with_kwargs=True)
+    with torch.no_grad():
+        run_decoder(model, torch.arange(3, 13)[None])
+    (options,) = given
+    tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
+    assert "logits_to_keep" in options
+    assert tensors == {"input_ids"}

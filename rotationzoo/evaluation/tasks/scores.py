@@ -3,13 +3,13 @@ are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypedDict
 
 import torch
 
 from rotationzoo.evaluation.buckets import Buckets
-from rotationzoo.evaluation.metrics import Range
+from rotationzoo.evaluation.measures import Range
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.recall.answers import Answers
@@ -49,12 +49,25 @@ class DepthScore(Depths, Score):
     """The questions whose statements lie in this part of their prompts."""
 
 
+class CellScore(Score):
+    """The questions of prompts of one length, in one bucket of distances and one of depths."""
+
+    length: int
+    """Tokens of the prompts."""
+    distance_from: int
+    distance_to: int
+    depth_from: float
+    depth_to: float
+
+
 class Summary(Score):
     """How the questions of one or several tasks were answered."""
 
     standard_error: ScoreErrors
     by_distance: list[DistanceScore]
     by_depth: list[DepthScore]
+    by_cell: list[CellScore]
+    """By length, distance and depth at once; only cells that have questions."""
 
 
 class Records(TypedDict):
@@ -77,16 +90,19 @@ class Scorer:
     log_probability: torch.Tensor
     prompt: torch.Tensor
     """The number of the question's prompt, counted over all prompts."""
+    length: torch.Tensor
+    """Tokens of the prompts of its series."""
     distance: torch.Tensor
     depth: torch.Tensor
 
     @classmethod
     def of(cls, replies: Sequence[Reply]) -> "Scorer":
         """The answers to all questions of several series."""
-        prompts = [prompt for series, _ in replies for prompt in series.prompts]
-        numbers, distances, depths = [], [], []
-        for number, prompt in enumerate(prompts):
+        prompts = [(series.length, prompt) for series, _ in replies for prompt in series.prompts]
+        numbers, lengths, distances, depths = [], [], [], []
+        for number, (length, prompt) in enumerate(prompts):
             numbers += [number] * len(prompt.questions)
+            lengths += [length] * len(prompt.questions)
             distances += [question.distance for question in prompt.questions]
             depths += [prompt.depth(question) for question in prompt.questions]
         correct = torch.cat([answers.correct for _, answers in replies])
@@ -94,6 +110,7 @@ class Scorer:
             correct,
             torch.cat([answers.log_probability for _, answers in replies]),
             torch.tensor(numbers),
+            torch.tensor(lengths),
             torch.tensor(distances),
             torch.tensor(depths, dtype=torch.float64),
         )
@@ -108,24 +125,19 @@ class Scorer:
         }
 
     def summarize(self) -> Summary:
-        """The score with its standard errors, by distance and by depth."""
-        # From the power of two at or below the least distance to the one above the greatest.
-        nearest, farthest = (int(end).bit_length() for end in self.distance.aminmax())
+        """The score with its standard errors; by distance and by depth, and by both and length."""
         by_distance: list[DistanceScore] = []
-        for low, high in Buckets.between(1 << (nearest - 1), 1 << farthest).ranges:
-            among = (self.distance >= low) & (self.distance < high)
-            if among.any():
-                by_distance.append({"from": low, "to": high, **self.score(among)})
+        for (low, high), among in self._distances():
+            by_distance.append({"from": low, "to": high, **self.score(among)})
         by_depth: list[DepthScore] = []
-        for begin, end in pairwise(_DEPTHS):
-            among = (self.depth >= begin) & (self.depth < end)
-            if among.any():
-                by_depth.append({"from": begin, "to": end, **self.score(among)})
+        for (begin, end), among in self._depths():
+            by_depth.append({"from": begin, "to": end, **self.score(among)})
         return {
             **self.score(),
             "standard_error": self._standard_errors(),
             "by_distance": by_distance,
             "by_depth": by_depth,
+            "by_cell": self._score_cells(),
         }
 
     def records(self) -> Records:
@@ -133,6 +145,38 @@ class Scorer:
         digits = map(str, self.correct.int().tolist())
         logs = [round(value, _DECIMALS) for value in self.log_probability.tolist()]
         return {"correct": "".join(digits), "log_probabilities": logs}
+
+    def _distances(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
+        """The buckets of distances that have questions, and which these are, `[questions]`."""
+        # From the power of two at or below the least distance to the one above the greatest.
+        nearest, farthest = (int(end).bit_length() for end in self.distance.aminmax())
+        ranges = Buckets.between(1 << (nearest - 1), 1 << farthest).ranges
+        buckets = [(ends, _within(self.distance, *ends)) for ends in ranges]
+        return [(ends, among) for ends, among in buckets if among.any()]
+
+    def _depths(self) -> list[tuple[tuple[float, float], torch.Tensor]]:
+        """The same by depth."""
+        buckets = [(ends, _within(self.depth, *ends)) for ends in pairwise(_DEPTHS)]
+        return [(ends, among) for ends, among in buckets if among.any()]
+
+    def _score_cells(self) -> list[CellScore]:
+        lengths = [(length, self.length == length) for length in self.length.unique().tolist()]
+        cells: list[CellScore] = []
+        for cell in product(lengths, self._distances(), self._depths()):
+            (length, of_length), (distances, near), (depths, deep) = cell
+            among = of_length & near & deep
+            if among.any():
+                cells.append(
+                    {
+                        "length": length,
+                        "distance_from": distances[0],
+                        "distance_to": distances[1],
+                        "depth_from": depths[0],
+                        "depth_to": depths[1],
+                        **self.score(among),
+                    }
+                )
+        return cells
 
     def _standard_errors(self) -> ScoreErrors:
         """Over prompts, because the questions of one prompt share its text."""
@@ -142,3 +186,8 @@ class Scorer:
             sums = torch.bincount(self.prompt, weights=values)
             errors.append(weighted_mean(sums / questions, questions)[1])
         return {"answered": errors[0], "log_probability": errors[1]}
+
+
+def _within(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Which of the values lie from `low` up to, but not at, `high`."""
+    return (values >= low) & (values < high)

@@ -9,6 +9,7 @@ from support import architectures
 from support.searches import CACHE, FAMILIES, ROWS, samples_of
 
 from rotationzoo.cache.arm import Arm
+from rotationzoo.cache.observers import Observers
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.forward import attention_modules
@@ -34,8 +35,7 @@ def test_samples_read_what_the_simulated_cache_reads(name):
         simulation.running(
             model,
             attention_modules(model, ids[:, :8]),
-            lambda *_: None,
-            lambda layer, kl, _: seen.update({layer: kl}),
+            Observers(kl=lambda layer, kl, _: seen.update({layer: kl})),
         ),
     ):
         model(input_ids=ids, use_cache=False)

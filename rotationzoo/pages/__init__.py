@@ -1,0 +1,1 @@
+"""Self-contained HTML pages: one file each, with no request to anywhere."""

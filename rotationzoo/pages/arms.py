@@ -1,0 +1,119 @@
+"""The arms of a report: those of the artifact's own evaluation, and of artifacts beside it whose
+figures were measured in the same way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rotationzoo.artifact.evaluation_file import Arm, Evaluation, read_evaluation
+from rotationzoo.artifact.store import Artifact
+
+_WORDS = {
+    "identity": "no rotation",
+    "hadamard": "Hadamard",
+    "random": "random rotation",
+    "kivi": "KIVI",
+}
+PUBLISHED = "oscar-v1"
+"""How the names of the recipes begin that fit the published rotations."""
+
+
+@dataclass(frozen=True)
+class ShownArm:
+    """One arm under the name that pictures give it. `own`: whether it is of this artifact."""
+
+    name: str
+    """In the evaluation, and in the words of its verdict."""
+    label: str
+    figures: Arm
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Arms:
+    """What a report shows of evaluations, and sentences about what it does not."""
+
+    evaluation: Evaluation
+    shown: list[ShownArm]
+    notes: list[str]
+
+    @property
+    def own(self) -> ShownArm:
+        """The arm of this artifact, with the nearest codes."""
+        return next(arm for arm in self.shown if arm.own)
+
+    def named(self, name: str) -> ShownArm | None:
+        """The arm with this name, such as `identity`; None if there is none."""
+        return next((arm for arm in self.shown if arm.name == name), None)
+
+
+def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | None:
+    """The arms of an artifact's evaluation, its own first, then those of `others` that can be
+    compared with it, then the baselines. None if it has not been evaluated.
+
+    Raises `RotationZooError` for a damaged file.
+    """
+    evaluation = read_evaluation(artifact)
+    if evaluation is None:
+        return None
+    notes: list[str] = []
+    own, baselines = _split_arms(evaluation, f"this one: {artifact.recipe.name}", own=True)
+    beside: list[ShownArm] = []
+    for other in others:
+        other_evaluation = read_evaluation(other)
+        if reason := _why_apart(evaluation, other_evaluation):
+            notes.append(f"{other.folder.name} is not in the pictures: {reason}.")
+        elif other_evaluation is not None:
+            beside += _split_arms(other_evaluation, _label(other))[0]
+    shown = _with_unique_labels([*own, *beside, *baselines])
+    if not any(_is_published(one) for one in (artifact, *others)):
+        notes.append(
+            f"The published recipe {PUBLISHED} is not beside it: name an artifact of that recipe, "
+            "evaluated on the same text, with --compare."
+        )
+    return Arms(evaluation, shown, notes)
+
+
+def _split_arms(
+    evaluation: Evaluation, label: str, own: bool = False
+) -> tuple[list[ShownArm], list[ShownArm]]:
+    """The arms of the evaluated artifact, under `label`, and the baselines."""
+    of_artifact, baselines = [], []
+    name = evaluation.own_arm
+    for each, figures in evaluation.window.arms.items():
+        if each == name:
+            of_artifact.append(ShownArm(each, label, figures, own))
+        elif each in _WORDS:
+            baselines.append(ShownArm(each, _WORDS[each], figures))
+        else:  # the same rotations with error feedback
+            added = each.removeprefix(name).replace("+feedback", " + feedback")
+            of_artifact.append(ShownArm(each, label + added, figures))
+    return of_artifact, baselines
+
+
+def _label(other: Artifact) -> str:
+    name = other.recipe.name
+    return f"{name} (published)" if _is_published(other) else name
+
+
+def _is_published(artifact: Artifact) -> bool:
+    return artifact.recipe.name.startswith(PUBLISHED)
+
+
+def _why_apart(evaluation: Evaluation, other: Evaluation | None) -> str:
+    """Why the figures of two evaluations may not share a picture; empty if they may."""
+    if other is None:
+        return "it has not been evaluated"
+    conditions, others = evaluation.conditions(), other.conditions()
+    differing = [words for words in conditions if conditions[words] != others[words]]
+    return f"its evaluation differs from this one's in the {differing[0]}" if differing else ""
+
+
+def _with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:
+    """Arms whose labels are the same get their numbers."""
+    seen: dict[str, int] = {}
+    unique = []
+    for arm in arms:
+        seen[arm.label] = count = seen.get(arm.label, 0) + 1
+        label = arm.label if count == 1 else f"{arm.label} ({count})"
+        unique.append(ShownArm(arm.name, label, arm.figures, arm.own))
+    return unique
