@@ -73,6 +73,12 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     return Arms(evaluation, shown, notes)
 
 
+def arms_of(evaluation: Evaluation, label: str) -> Arms:
+    """The arms of one evaluation, its own under `label`, where there is no artifact's folder."""
+    of_artifact, baselines = _split_arms(evaluation, label, True)
+    return Arms(evaluation, _with_unique_labels([*of_artifact, *baselines]), [])
+
+
 def _split_arms(
     evaluation: Evaluation, label: str, own: bool = False
 ) -> tuple[list[ShownArm], list[ShownArm]]:
