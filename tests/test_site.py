@@ -61,6 +61,14 @@ def test_formulas_are_mathml_and_no_script_is_loaded_for_them(site):
     assert not re.search("<script[^>]*mathjax", page, re.IGNORECASE)
 
 
+def test_the_idea_quotes_what_its_drawing_shows():
+    drawing = (DOCS / "_static" / "idea.svg").read_text("utf-8")
+    shares = re.findall(r"squared scores err by (\d+)%", drawing)
+    assert len(shares) == 3
+    text = (DOCS / "idea.md").read_text("utf-8")
+    assert all(f"{share} %" in text for share in shares)
+
+
 def test_no_page_loads_anything_from_elsewhere(site):
     loaded = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*")
     assert not [path.name for path in site[0].rglob("*.html") if loaded.search(path.read_text())]
