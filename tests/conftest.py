@@ -39,46 +39,75 @@ def tiny(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def environment(home: Path) -> dict[str, str]:
+    """That of commands: no hub in reach, and `home` for what comes from hubs."""
+    kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    changed = {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there
+        "COLUMNS": "120",
+        "CUDA_VISIBLE_DEVICES": "",  # the same everywhere; test_gpu.py is for GPUs
+    }
+    return kept | changed
+
+
+ALONE = [sys.executable, "-m", "rotationzoo"]
+# Elsewhere a fork is not safe after such imports.
+forks = sys.platform == "linux"
+
+
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
     """The words that start the command line in a process of its own, without the seconds that
     importing torch takes."""
-    if sys.platform != "linux":  # elsewhere a fork is not safe after such imports
-        yield [sys.executable, "-m", "rotationzoo"]
+    if not forks:
+        yield ALONE
         return
     with process_server.server(tmp_path_factory.mktemp("server")) as words:
         yield words
 
 
+@pytest.fixture(scope="session")
+def program_without_hubs(tmp_path_factory):
+    """The same, without the seconds that importing transformers takes too: for commands with the
+    hub's variables of `environment`."""
+    if not forks:
+        yield ALONE
+        return
+    folder = tmp_path_factory.mktemp("server")
+    variables = environment(folder / "hf")
+    with process_server.server(folder, process_server.WITH_HUBS, variables) as words:
+        yield words
+
+
 @pytest.fixture
-def command(tmp_path, program):
+def command(tmp_path, request, program_without_hubs):
     """Runs the real command line in a process of its own, in an empty folder, with no hub in
     reach. `alone` means in an interpreter of its own, too, which imports everything itself.
-    `run.program` are the words that start it, for tests that need its streams."""
-    environment = {
-        **os.environ,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there
-        "COLUMNS": "120",
-        "CUDA_VISIBLE_DEVICES": "",  # the same everywhere; test_gpu.py is for GPUs
-    }
-    environment.pop("HF_HUB_OFFLINE")
+    `run.program` are the words that start it, for tests that need its streams and change no
+    variable of hubs."""
+    variables = environment(tmp_path / "hf")
     work = tmp_path / "work"
     work.mkdir(exist_ok=True)  # a test may use `command` and `inside`
 
     def run(*words, env=None, alone=False, **options) -> subprocess.CompletedProcess:
-        start = [sys.executable, "-m", "rotationzoo"] if alone else program
+        if alone:
+            start = ALONE
+        elif any(name.startswith("HF_") for name in env or {}):
+            start = request.getfixturevalue("program")
+        else:
+            start = program_without_hubs
         return subprocess.run(
             [*start, *map(str, words)],
             cwd=work,
-            env={**environment, **(env or {})},
+            env={**variables, **(env or {})},
             capture_output=True,
             text=True,
             timeout=300,
             **options,
         )
 
-    run.folder, run.environment, run.program = work, environment, program
+    run.folder, run.environment, run.program = work, variables, program_without_hubs
     return run
 
 

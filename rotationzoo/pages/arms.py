@@ -111,7 +111,7 @@ def _why_apart(evaluation: Evaluation, other: Evaluation | None) -> str:
         return "it has not been evaluated"
     conditions, others = evaluation.conditions(), other.conditions()
     differing = [words for words in conditions if conditions[words] != others[words]]
-    return f"it was evaluated with another {differing[0]}" if differing else ""
+    return f"its evaluation differs from this one's in the {differing[0]}" if differing else ""
 
 
 def _with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.artifact.manifest import ROTATIONS, Sha256
 from rotationzoo.artifact.results import EvaluationSummary
 from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.zoo.hubs.registry import HubName
 from rotationzoo.zoo.signing.signer import Signer
@@ -83,6 +84,8 @@ class Entry(_Growing):
     """One sentence for people who read the list."""
     recipe: PlainName
     recipe_sha256: Sha256 | None = None
+    rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
+    """The scaling of RoPE that the model was calibrated with, as `yarn:4`."""
     geometry: list[dict[str, bool | int]] | None = None
     files: dict[PlainName, File]
     copies: list[Copy]

@@ -83,10 +83,12 @@ class Upload:
             signer = claimed_signer(bundle.certificate, str(folder))
         return self._with_signature(signature, signer)
 
-    def listing(self) -> list[dict[str, Any]]:
-        """Path, size and sha256 of each file, for `--dry-run`."""
+    def listing(self, signs: bool = False) -> list[dict[str, Any]]:
+        """Path, size and sha256 of each file, for `--dry-run`. `signs`: whether a signature is
+        still to be made, whose size and sha256 are None."""
+        files = {**self.entry.files, SIGNATURE: File()} if signs else self.entry.files
         rows = []
-        for name, file in self.entry.files.items():
+        for name, file in sorted(files.items()):
             rows.append({"path": f"{self.path}/{name}", "size": file.size, "sha256": file.sha256})
         return rows
 
@@ -144,6 +146,7 @@ def _make_entry(
         weights_fingerprint=described.weights_fingerprint,
         recipe=artifact.recipe.name,
         recipe_sha256=artifact.manifest.recipe_sha256,
+        rope_scaling=artifact.recipe.rope_scaling,
         geometry=artifact.content["geometry"],
         files={name: _describe_file(content) for name, content in sorted(files.items())},
         copies=[copy],

@@ -1,8 +1,8 @@
 """A calibration that is stopped, and goes on where it was."""
 
+import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -15,9 +15,9 @@ from rotationzoo.calibration.plan import Job
 
 def start_calibration(command, *words) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "rotationzoo", "calibrate", "demo", *words],
+        [*command.program, "calibrate", "demo", *words],
         cwd=command.folder,
-        env=command.environment,
+        env={**command.environment, "PROCESS_ID": str(command.folder.parent / "process-id")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -44,7 +44,8 @@ def test_stopped_half_way_and_run_again(command, inside, uninterrupted, how):
     while not checkpoint.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.1)
-    running.send_signal(how)
+    told = command.folder.parent / "process-id"
+    os.kill(int(told.read_text()) if told.exists() else running.pid, how)
     _, errors = running.communicate(timeout=60)
     assert "out" not in left_behind(command), "stopped before it was done"
     if how != signal.SIGKILL:

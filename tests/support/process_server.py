@@ -2,14 +2,16 @@
 
 Importing torch takes most of the time of a short command. A server imports it once, and every
 command is a fork of it: a process of its own, with its own environment, folder, streams, limit on
-the size of files, and exit code. What reads the environment when it is imported, as the hub's
-client does, is not imported before the fork.
+the size of files, and exit code. Signals must be sent to the fork: its id is written to the file
+that the variable PROCESS_ID names. What reads the environment when it is imported, as the hub's
+client does, is imported before the fork only by a server whose commands all have its variables.
 
-    python process_server.py SOCKET     serves until its standard input ends
+    python process_server.py SOCKET MODULE...     serves until its standard input ends
 """
 
 import array
 import gc
+import importlib
 import json
 import os
 import resource
@@ -19,13 +21,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 IMPORTED = (
     "PIL.Image", "jinja2", "pydantic", "rich.console", "safetensors.torch", "scipy.linalg",
     "scipy.ndimage", "scipy.stats", "torch._dynamo", "torch.distributed.tensor", "typer", "yaml",
+)  # fmt: skip
+# They keep what the variables of hubs were when they were imported, above all HF_HOME.
+WITH_HUBS = (
+    *IMPORTED, "accelerate", "datasets", "rotationzoo.calibration.job",
+    "rotationzoo.evaluation.job", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 _STREAMS = 3
 # It hands on its own streams, and waits for the exit code. It is a script, because shells start it
@@ -47,15 +54,21 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[list[str]]:
-    """Inside the block a server runs; yields the words to start a process of the command line with,
-    in place of `python -m rotationzoo`."""
+def server(
+    folder: Path, modules: Iterable[str] = IMPORTED, environment: dict[str, str] | None = None
+) -> Iterator[list[str]]:
+    """Inside the block a server runs that has imported these modules, in this environment; yields
+    the words to start a process of the command line with, in place of `python -m rotationzoo`."""
     client, path = folder / "client.py", folder / "socket"
     client.write_text(CLIENT)
-    words = [sys.executable, __file__, str(path)]
+    words = [sys.executable, __file__, str(path), *modules]
     # In a session of its own, where Ctrl-C does not reach it.
     running = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        words,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         assert running.stdout.readline() == b"ready\n"
@@ -87,9 +100,13 @@ def _answer(connection: socket.socket) -> list[str] | None:
     streams = array.array("i", rights[0][2][:size])
     request = json.loads(connection.makefile().read())
     if child := os.fork():
+        if path := request["environment"].get("PROCESS_ID"):
+            Path(path).write_text(str(child))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         connection.sendall(str(code).encode())
         os._exit(0)
+    # A suite that runs in the background of a shell ignores Ctrl-C, and so would this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -101,12 +118,13 @@ def _answer(connection: socket.socket) -> list[str] | None:
 
 
 if __name__ == "__main__":
-    for module in IMPORTED:
-        __import__(module)
+    socket_path, *modules = sys.argv[1:]
+    for module in modules:
+        importlib.import_module(module)
     early = {"huggingface_hub", "transformers", "datasets", "modelscope"} & set(sys.modules)
-    assert not early, f"these read the environment: {early}"
+    assert not early or modules == [*WITH_HUBS], f"these read the environment: {early}"
     gc.freeze()  # what is shared stays shared
-    sys.argv = ["rotationzoo", *serve(sys.argv[1])]
+    sys.argv = ["rotationzoo", *serve(socket_path)]
     sys.path[0] = os.getcwd()  # as `python -m` has it
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115

@@ -63,6 +63,7 @@ def test_a_dry_run_reaches_no_hub(zoo, made):
     files = ok(zoo.run("push", made, ZOO, "--dry-run", "--json"))["files"]
     assert {Path(file["path"]).name for file in files} == {path.name for path in made.iterdir()}
     assert not zoo.hf.requests
+    assert not any(Path(file["path"]).name == "model.sig" for file in files)
     without = ok(zoo.run("push", made, ZOO, "--dry-run", "--no-statistics", "--json"))["files"]
     assert len(without) == len(files) - 1
 

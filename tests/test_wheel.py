@@ -1,0 +1,170 @@
+"""What `pip install rotationzoo` brings: the distributions hold the package and nothing else, and
+the wheel works in an environment that does not know this repository."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from packaging.metadata import Metadata
+from support.places import ROOT
+
+from rotationzoo import Artifact, __version__
+from rotationzoo.checks.verify import verify
+
+NAME = f"rotationzoo-{__version__}"
+NEEDED = {
+    "py.typed",
+    "codec/attention.cu",
+    "codec/int2.cu",
+    "data/demo/NOTICE",
+    "data/demo/calibration.jsonl",
+    "data/demo/model/model.safetensors",
+    "data/zoo_index.json",
+    "pages/page.css",
+    "pages/templates/report.html.jinja",
+}
+# How the files of a distribution are named by setuptools, besides those of the package.
+ADDED = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
+TOP_LEVEL = {
+    "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"
+}  # fmt: skip
+
+
+def run(*words, **options) -> str:
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Both distributions of a clean copy of the tree, and a wheel that was made from the tree
+    itself."""
+    folder = tmp_path_factory.mktemp("built")
+    tree = folder / "tree"
+    for name in ("rotationzoo", "scripts", "tests", "docs", ".github"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith(".coverage"):
+            shutil.copy(path, tree)
+    package = files_below(tree / "rotationzoo")
+    # Every file of an archive has the same time.
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    words = [sys.executable, "scripts/build_package.py", folder / "dist"]
+    run(*words, cwd=tree, env=environment)
+    direct = "from pathlib import Path; import build_package; build_package.build_wheel"
+    direct += f"(Path({str(tree)!r}), Path({str(folder)!r}))"
+    run(sys.executable, "-c", direct, cwd=tree / "scripts", env=environment)
+    (direct_wheel,) = folder.glob("*.whl")
+    wheel, sdist = sorted((folder / "dist").iterdir(), key=lambda path: path.suffix != ".whl")
+    return SimpleNamespace(package=package, wheel=wheel, sdist=sdist, direct=direct_wheel)
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    assert built.wheel.name == f"{NAME}-py3-none-any.whl"
+    names = contents(built.wheel).keys()
+    inside = {
+        name.removeprefix("rotationzoo/") for name in names if name.startswith("rotationzoo/")
+    }
+    assert inside == built.package
+    assert inside >= NEEDED
+    others = {name for name in names if not name.startswith("rotationzoo/")}
+    assert others == {f"{NAME}.dist-info/{name}" for name in ADDED}
+
+
+def test_the_source_distribution_makes_the_same_wheel_and_has_no_tests(built):
+    assert built.sdist.name == f"{NAME}.tar.gz"
+    with tarfile.open(built.sdist) as archive:
+        members = [member.name for member in archive.getmembers() if not member.isdir()]
+    names = {name.removeprefix(f"{NAME}/") for name in members}
+    inside = {
+        name.removeprefix("rotationzoo/") for name in names if name.startswith("rotationzoo/")
+    }
+    assert inside == built.package
+    others = {
+        name for name in names if not name.startswith(("rotationzoo/", "rotationzoo.egg-info/"))
+    }
+    assert others == TOP_LEVEL
+    assert contents(built.wheel) == contents(built.direct)
+
+
+def test_what_the_wheel_asks_for(built):
+    """Names and versions are ones that installers take, and every extra that an error tells a
+    reader to install is there."""
+    metadata = Metadata.from_email(contents(built.wheel)[f"{NAME}.dist-info/METADATA"])
+    extras = set(metadata.provides_extra)
+    marks = [str(line.marker) for line in metadata.requires_dist if line.marker]
+    assert {extra for extra in extras if any(f'"{extra}"' in mark for mark in marks)} == extras
+    named = set()
+    for path in sorted((ROOT / "rotationzoo").rglob("*.py")):
+        named |= set(re.findall(r"rotationzoo\[(\w+)\]", path.read_text("utf-8")))
+    assert named
+    assert extras == named | {"dev"}
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """An environment with the wheel, which has the dependencies of this one and not the checkout.
+    An editable installation is not read from a folder that a .pth file names."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
+    pip = [sys.executable, "-m", "pip", "--python", folder / "env", "install", "--no-index"]
+    run(*pip, "--no-deps", "--no-compile", "--quiet", built.wheel, env=clean())
+    (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+    folders = [path for path in map(Path, sys.path) if path.is_dir()]
+    known = [path for path in folders if "site-packages" in path.parts or not is_checkout(path)]
+    (packages / "dependencies.pth").write_text("\n".join(map(str, known)))
+    (folder / "work").mkdir()
+    return SimpleNamespace(bin=folder / "env" / "bin", work=folder / "work", packages=packages)
+
+
+def is_checkout(path: Path) -> bool:
+    return path.resolve() == ROOT or ROOT in path.resolve().parents
+
+
+def clean() -> dict[str, str]:
+    kept = ("PATH", "HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS")
+    variables = {name: os.environ[name] for name in kept if name in os.environ}
+    return variables | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_commands_of_an_installed_wheel(installed):
+    options = {"cwd": installed.work, "env": clean()}
+    command = installed.bin / "rotationzoo"
+    assert run(command, "--version", **options).split()[-1] == __version__
+    assert json.loads(run(command, "list", "--index", "bundled", "--json", **options))["entries"]
+
+
+# One process, because importing torch and transformers takes seconds.
+PROGRAM = """
+import torch, rotationzoo
+from rotationzoo.cli.app import main
+from rotationzoo.codec.cuda import Variant
+assert "__global__" in Variant(64, 64, torch.float32).source
+print(rotationzoo.__file__)
+main("calibrate demo --tokens 1024 --length 512 --quiet".split())
+"""
+
+
+def test_an_installed_wheel_calibrates_the_demo_model_and_finds_the_kernels(installed):
+    shown = run(installed.bin / "python", "-c", PROGRAM, cwd=installed.work, env=clean())
+    file, artifact = shown.splitlines()
+    assert Path(file).parent == installed.packages / "rotationzoo"
+    assert verify(Artifact.open(installed.work / artifact)).ok
