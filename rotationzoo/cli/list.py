@@ -13,6 +13,7 @@ from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
+    from rotationzoo.zoo.lookup import LoadedIndex
 
 _PRESENCE = {True: "yes", False: "no", None: "not known"}
 _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
@@ -53,14 +54,27 @@ def list_command(
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
     presence = check_availability(zoo_index, entries) if remote else None
-    options = {"--index": index, "--repo": repo, "--from": None if from_ == DEFAULT_HUB else from_}
-    place = [word for name, value in options.items() if value for word in (name, str(value))]
     if html is not None:
         from rotationzoo.pages.zoo_page import render_zoo_page
         from rotationzoo.storage.files import replace
 
+        place = _place_options(index, repo, zoo_index, from_)
         replace(html, render_zoo_page(zoo_index, entries, place).encode())
     show_list(out, entries, presence, html)
+
+
+def _place_options(
+    index: str | None, repo: str | None, zoo_index: "LoadedIndex", hub: str
+) -> list[str]:
+    """The options with which `pull` reads the same index."""
+    place = []
+    if index is not None:
+        place = ["--index", index]
+    elif repo is not None:
+        place = ["--repo", repo]
+    if zoo_index.hub is not None and hub != DEFAULT_HUB:
+        place += ["--from", hub]
+    return place
 
 
 def show_list(
