@@ -91,7 +91,7 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     return Row(
         model=entry.model,
         model_url=address,
-        recipe=f"{entry.recipe}, {entry.rope_scaling}" if entry.rope_scaling else entry.recipe,
+        recipe=", ".join(filter(None, (entry.recipe, entry.rope_scaling))),
         figures=_figures(entry),
         signed=f"signed by {entry.signer}" if entry.signer else "not signed",
         kind=_KINDS.get(entry.format),
