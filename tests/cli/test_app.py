@@ -64,8 +64,8 @@ def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = inside("--help").stdout
     journey = (
-        "plan calibrate inspect verify evaluate generate validate report export import list pull "
-        "push"
+        "demo plan calibrate inspect verify evaluate generate validate report export import list "
+        "pull push"
     )
     places = [shown.index(f"│ {name} ") for name in journey.split()]
     assert places == sorted(places)
@@ -80,12 +80,6 @@ def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
 def test_the_version_and_short_help(inside):
     assert inside("--version").stdout.strip().count(".") == 2
     assert "Usage" in inside("calibrate", "-h").stdout
-
-
-def test_no_command_shows_the_help_and_is_wrong_usage(inside):
-    shown = inside()
-    assert (shown.returncode, shown.stderr) == (2, "")
-    assert "│ calibrate " in shown.stdout
 
 
 def test_wrong_usage_exits_with_2(inside):
