@@ -41,9 +41,13 @@ gpu: $(VENV)/.ready-dev  ## the tests that need an NVIDIA GPU
 coverage: $(VENV)/.ready-dev  ## all tests with coverage: the lines that no test runs
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing $(ARGS)
 
-docs: $(VENV)/.ready  ## write the lists and tables in docs/ that are made from the code
+docs: $(VENV)/.ready  ## write what docs/ takes from the code, and build the site into build/docs
+	$(BIN)/python -m pip $(INSTALL) -e '.[docs]'
 	$(BIN)/python scripts/write_architecture.py
+	$(BIN)/python scripts/write_cli_reference.py
 	$(BIN)/python scripts/engines_table.py
+	$(BIN)/python -m sphinx -q -W --keep-going -n docs build/docs
+	@echo "Open build/docs/index.html"
 
 security: $(VENV)/.ready-dev  ## print the table of hostile inputs for docs/security.md
 	$(BIN)/python scripts/count_hostile.py

@@ -125,7 +125,7 @@ def pull(
     """Fetch published rotations, check every hash, and log what is known of the signature.
 
     * `model`: the model whose rotations to fetch, such as `Qwen/Qwen3-8B`;
-    * `recipe`: only rotations of this recipe;
+    * `recipe`: only rotations of this recipe; those for scaled RoPE are the last choice without it;
     * `revision`: the model revision that the rotations must be made for; by default the newest;
     * `repo`: the repository of a zoo, as `owner/name`; by default that of this project;
     * `hub`: the hub to fetch from, such as `huggingface`; by default any of them;

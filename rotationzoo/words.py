@@ -1,7 +1,7 @@
 """The words of messages: numbers with their nouns, and names that were probably meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
 
@@ -9,6 +9,11 @@ _LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anythin
 def counted(number: int, noun: str) -> str:
     """A number with its noun, given in the singular: `1 layer`, `2,048 layers`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def differing(names: Sequence[str]) -> str:
+    """Names with their verb: `batch differs`, `batch, dtype differ`."""
+    return f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from support.places import ROOT
 from write_architecture import PACKAGE, PAGE, first_sentence, listing, order, page, rooms
 
 TEXT = PAGE.read_text("utf-8")
-DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 # A path from the root of the repository, as documents write it.
 NAMED = re.compile(
     r"`((?:rotationzoo|tests|scripts|configs|docs|\.github)/[\w./-]+\.\w+)(?:::\w+)?`"

@@ -11,7 +11,7 @@ from support.makefile import TEXT, recipe_of
 from support.places import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = "engines", "sign", "tasks"  # what CI installs with the package; `cuda` needs a GPU
+EXTRAS = "docs", "engines", "sign", "tasks"  # what CI installs with the package; `cuda` needs a GPU
 
 
 def requirements() -> list[Requirement]:
@@ -62,7 +62,7 @@ def test_pre_commit_runs_what_make_lint_runs():
     assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
 
 
-@pytest.mark.parametrize("target", ["lint", "format", "test", "demo", "gpu", "coverage"])
+@pytest.mark.parametrize("target", ["lint", "format", "test", "demo", "gpu", "coverage", "docs"])
 def test_every_target_says_what_it_does(target):
     assert re.search(rf"^{target}: .*## \w+", TEXT, re.MULTILINE)
     assert recipe_of(target)

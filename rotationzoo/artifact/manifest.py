@@ -122,7 +122,8 @@ class Run(Strict):
     dtype: str | None = None
     passes: dict[str, Count] = Field(default_factory=dict)
     """Purpose -> the tokens that passed through the model for it, such as `statistics` or
-    `samples`. Empty in artifacts of earlier versions, and without a model."""
+    `samples`, also in earlier runs that were stopped. Empty in artifacts of earlier versions, and
+    without a model."""
 
 
 class Versions(Strict):

@@ -2,7 +2,7 @@
 
 import shlex
 
-from rotationzoo.artifact.manifest import Manifest
+from rotationzoo.artifact.manifest import Manifest, Model
 from rotationzoo.recipe import PRESETS, Recipe, override
 
 RECIPE_FILE = "recipe.yaml"
@@ -27,10 +27,17 @@ def reproduce_command(manifest: Manifest) -> str | None:
     """
     if manifest.imported is not None:
         return None
-    words = ["rotationzoo", "calibrate", manifest.model.id]
+    words = ["rotationzoo", "calibrate", name_in_commands(manifest.model)]
     if manifest.model.revision:
         words += ["--revision", manifest.model.revision]
     return shlex.join([*words, *_recipe_words(Recipe.model_validate(manifest.recipe))])
+
+
+def name_in_commands(model: Model) -> str:
+    """The model's name in commands for readers: a hub id or `demo`, else the placeholder `MODEL`,
+    because a folder is on one machine alone."""
+    published = model.config_sha256 is not None and model.revision is not None
+    return model.id if published or model.id == "demo" else "MODEL"
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:

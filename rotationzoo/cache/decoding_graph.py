@@ -19,7 +19,7 @@ from rotationzoo.errors import UnsupportedModel, UsageError
 
 
 class DecodingGraph:
-    """Decoding steps of a model with a `RotatedCache` that has read a prompt.
+    """Decoding steps of a model with a `RotatedCache` that has read a prompt::
 
         with DecodingGraph(model, cache) as step:
             for _ in range(100):

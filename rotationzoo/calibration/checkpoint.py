@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
 from rotationzoo.artifact.layout import matrix_name
 from rotationzoo.artifact.results import ChosenSides
 from rotationzoo.artifact.writer import replace_tensors
-from rotationzoo.calibration.identity import Identity, differences
-from rotationzoo.errors import RotationZooError
+from rotationzoo.calibration.checkpoint_file import damaged, read_field, read_tensors
+from rotationzoo.calibration.identity import Identity
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
+from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.rotations import SIDES
-from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import size_of
 
 # The parts of a job's identity that decide the text that the model writes.
 _TEXT_PARTS = ("config", "weights", "text", "data", "sampling", "generation_config")
@@ -52,6 +50,13 @@ def rank_files(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*.safetensors"))
 
 
+class _SoFar(BaseModel):
+    """What a file keeps of the run beside its tensors."""
+
+    rows: PositiveInt | None = None
+    passes: dict[str, NonNegativeInt] = {}
+
+
 class Checkpoint:
     """The files of a checkpoint, bound to a job by its `identity`.
 
@@ -65,6 +70,10 @@ class Checkpoint:
     def __init__(self, path: Path, identity: Identity):
         self.path = path
         self.identity = identity
+        self.limit = RowLimit()
+        """How many rows of a batch fit the device's memory; saved with every file."""
+        self.passes: dict[str, int] = {}
+        """Purpose -> tokens that passed through the model so far; saved with every file."""
         self._text_path, self._search_path, self._scores_path, _ = checkpoint_files(path)
         self._due: float | None = None
 
@@ -72,6 +81,20 @@ class Checkpoint:
         """The checkpoint of the same job once its text is written, so that sums over another text
         are refused."""
         return Checkpoint(self.path, {**self.identity, "written": fingerprint})
+
+    def resume_counts(self) -> None:
+        """Go on with the `limit` and the `passes` of the run that saved sums, layers or scores.
+
+        Raises `RotationZooError` if a file is damaged or of another job.
+        """
+        for path in (self.path, self._search_path, self._scores_path):
+            content = read_field(path, self.identity, "so_far", _SoFar)
+            so_far = _SoFar(**content or {})
+            # The file that was saved last has the fewest rows, and the most tokens.
+            rows = [rows for rows in (self.limit.rows, so_far.rows) if rows is not None]
+            self.limit.rows = min(rows, default=None)
+            for purpose, tokens in so_far.passes.items():
+                self.passes[purpose] = max(tokens, self.passes.get(purpose, 0))
 
     def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
         """The saved sums and the number of batches in them, or None if nothing was saved.
@@ -84,7 +107,7 @@ class Checkpoint:
             return None
         sums, done = saved
         if _shapes(sums) != _shapes(to_raw(zeros)) or done < 0:
-            raise self._damaged(self.path)
+            raise damaged(self.path)
         return from_raw(sums), done
 
     def save(self, statistics: Statistics, done: int, at_once: bool = False) -> bool:
@@ -110,7 +133,7 @@ class Checkpoint:
         texts = [tensors.get(str(number), torch.empty(())) for number in range(len(tensors))]
         valid = all(text.dtype == torch.long and text.ndim == 1 for text in texts)
         if count != len(texts) or not valid:
-            raise self._damaged(self._text_path)
+            raise damaged(self._text_path)
         return texts
 
     def save_text(self, texts: Sequence[torch.Tensor]) -> None:
@@ -128,13 +151,22 @@ class Checkpoint:
             (int(layer), side): matrix_name(int(layer), side) for layer in record for side in SIDES
         }
         if tensors.keys() != set(names.values()):
-            raise self._damaged(self._search_path)
+            raise damaged(self._search_path)
         return {place: tensors[name] for place, name in names.items()}, record
 
-    def save_search(self, matrices: Matrices, record: dict[str, Any]) -> None:
-        """Save the finished layers of a search, no more often than `save` does."""
-        tensors = {matrix_name(*place): matrix for place, matrix in matrices.items()}
-        self._save(self._search_path, lambda: tensors, {"record": record})
+    def save_search(
+        self, matrices: Matrices, record: dict[str, Any], at_once: bool = False
+    ) -> bool:
+        """Save the finished layers of a search, and return whether that was done. Unless they are
+        to be saved at once, this is done no more often than in `save`."""
+        if at_once:
+            self._due = None
+        tensors = {
+            matrix_name(layer, side): matrix
+            for (layer, side), matrix in matrices.items()
+            if str(layer) in record  # Ctrl-C may come before the record of a layer is there
+        }
+        return self._save(self._search_path, lambda: tensors, {"record": record})
 
     def read_scores(self) -> dict[str, torch.Tensor]:
         """The scores that a search has measured, by name."""
@@ -156,42 +188,10 @@ class Checkpoint:
     def _read(
         self, path: Path, field: str, kind: Any, parts: Sequence[str] | None = None
     ) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """The tensors of a file and one `field` of its metadata, validated as `kind`; None if there
-        is no file.
-
-        `parts` are the keys of the identity that must agree; None means all of them.
-        """
-        if size_of(path) is None:
-            return None
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-            identity = strict_json.parse(metadata["identity"], str(path))
-            content = strict_json.parse(metadata[field], str(path))
-            strict_json.validate(dict[str, str], identity, str(path))
-            strict_json.validate(kind, content, str(path))
-            tensors = load_file(path)
-        # A damaged file can fail in any of these ways.
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            SafetensorError,
-            RotationZooError,
-        ) as error:
-            raise self._damaged(path) from error
-        if changed := differences(identity, self.identity, parts):
-            raise RotationZooError(
-                f"the checkpoint {path} is of another job: {', '.join(changed)} differ",
-                hint="start afresh with --restart, or choose another --output",
-            )
-        return tensors, content
-
-    def _damaged(self, path: Path) -> RotationZooError:
-        return RotationZooError(
-            f"the checkpoint {path} is damaged", hint="start afresh with --restart"
-        )
+        """The tensors of a file and one `field` of its metadata, as `read_field` returns it; None
+        if there is no file."""
+        content = read_field(path, self.identity, field, kind, parts)
+        return None if content is None else (read_tensors(path), content)
 
     def _save(
         self,
@@ -202,7 +202,8 @@ class Checkpoint:
         start = time.monotonic()
         if self._due is not None and start < self._due:
             return False
-        content = {"identity": dict(self.identity), **fields}
+        so_far = _SoFar(rows=self.limit.rows, passes=self.passes)
+        content = {"identity": dict(self.identity), "so_far": so_far.model_dump(), **fields}
         metadata = {name: json.dumps(value) for name, value in content.items()}
         replace_tensors(path, dict(tensors()), metadata)
         now = time.monotonic()

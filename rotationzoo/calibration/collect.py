@@ -13,7 +13,6 @@ from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver
 from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
 from rotationzoo.calibration.running_sums import RunningSums
 from rotationzoo.calibration.totals import sum_over_ranks
-from rotationzoo.calibration.undo import keep_sums
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model.capture import capture, decoder, intercept
@@ -46,8 +45,9 @@ def collect(
     takes a second pass over the same rows, because its weights depend on the queries of all of
     them. `peaked_query` counts sampled queries of the first pass.
 
-    A batch that runs out of memory is halved, and so are those that follow. Raises
-    `RotationZooError` where a single row is too large, and in one of several processes.
+    A batch that runs out of memory is halved, and so are those that follow, also after a resume:
+    the `limit` of the checkpoint says how many rows were left. Raises `RotationZooError` where a
+    single row is too large, and in one of several processes.
 
     Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError`, naming
     the layer, if an activation is not finite. Raises `UnsupportedModel` too if the recipe has error
@@ -57,7 +57,7 @@ def collect(
     sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
     # The sink stays exact in the cache, so its outliers need not shape the rotations.
     skip = recipe.sink if recipe.exclude_sink else 0
-    limit = RowLimit()
+    limit = RowLimit() if checkpoint is None else checkpoint.limit
     shared = ranks.share(batches)
     progress = in_tokens(progress, [ids.numel() for ids in shared] * passes)
     progress("calibrating", sums.done, passes * len(shared))
@@ -74,7 +74,7 @@ def collect(
             forward = partial(_observe, model, observer, peaked if sampling else None)
             first = number * len(shared)
             for ids in shared[max(sums.done - first, 0) :]:
-                limit.run(ids, forward, partial(keep_sums, sums.batch))
+                limit.run(ids, forward, sums.keep_batch)
                 sums.finish_batch(kinds)
                 progress("calibrating", sums.done, passes * len(shared))
                 ranks.beat()

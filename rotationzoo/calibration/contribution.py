@@ -12,6 +12,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.source import fetch
 from rotationzoo.progress import silent
 from rotationzoo.recipe import SELF
+from rotationzoo.words import differing
 
 # What must agree between processes. Their GPUs may differ.
 _PARTS = ("recipe", "config", "weights", "text", "batch", "dtype", "versions")
@@ -36,7 +37,7 @@ def contribute(job: Job) -> None:
     identity = identify_job(planned.job, planned.source, text)
     if changed := differences(first, identity, _PARTS):
         raise RotationZooError(
-            f"process {ranks.rank()} would add sums of another job: {', '.join(changed)} differ",
+            f"process {ranks.rank()} would add sums of another job: {differing(changed)}",
             hint="give every machine the same command, files and versions",
         )
     checkpoint = Checkpoint(rank_file(planned.job.checkpoint, ranks.rank()), identity)

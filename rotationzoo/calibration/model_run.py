@@ -37,10 +37,11 @@ from rotationzoo.calibration.soundness import check_before_search
 from rotationzoo.calibration.totals import notes_of_idle
 from rotationzoo.linalg.moments import Statistics, average
 from rotationzoo.model import loading
-from rotationzoo.model.capture import check_transparent
-from rotationzoo.model.centering import layers_moved
+from rotationzoo.model.capture import attend_as_is
+from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
+from rotationzoo.model.transparency import check_transparent
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import SELF, Recipe, tries
 from rotationzoo.rotations import Rotations
@@ -64,7 +65,8 @@ class CalibrationResult:
     dtype: str | None = None
     """The dtype that the model was loaded in; None if it was not loaded."""
     passes: Mapping[str, int] = field(default_factory=dict)
-    """Purpose -> the tokens that this run passed through the model for it."""
+    """Purpose -> the tokens that passed through the model for it. Those of earlier runs count as
+    far as their checkpoint was saved."""
     search: dict[str, Any] | None = None
     """The record of a search for the manifest."""
     notes: Sequence[str] = ()
@@ -103,7 +105,8 @@ def run_model(
             checkpoint = checkpoint.of_text(text.fingerprint)
         fitted, held_out = _split_rows(text, recipe)
         batches = fitted.batches(job.batch)
-        passes = Passes()
+        checkpoint.resume_counts()
+        passes = Passes(checkpoint.passes)
         counting.enter_context(passes.counting(model))
         with passes.of("statistics"):
             statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
@@ -130,10 +133,12 @@ def run_model(
             fitted.rows,
             held_out,
             tokenizer,
-            batch=job.batch,
+            # Batches that were too large for the statistics are too large for the search.
+            batch=checkpoint.limit.cut(job.batch),
             passes=passes,
         )
-        chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
+        with loading.forward_errors(job.model, task.batch, recipe.data.length):
+            chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
         # The metric of errors depends on the rotation, and the search has judged nearest codes.
         rotations = add_factors(chosen.rotations, statistics, chosen.recipe)
         result = replace(result, recipe=chosen.recipe, rotations=rotations, search=chosen.record)
@@ -149,7 +154,8 @@ def collect_share(planned: Plan, text: Corpus, checkpoint: Checkpoint) -> None:
         ids = _first_tokens(model, text)
         geometry = planned.geometry or _look_at_model(model, ids, job.recipe)
         recipe, _ = _check_capture(model, ids, job.recipe, geometry)
-        passes = Passes()
+        checkpoint.resume_counts()
+        passes = Passes(checkpoint.passes)
         with passes.counting(model), passes.of("statistics"):
             collect(model, geometry, text.batches(job.batch), recipe, checkpoint)
         passes.of_all()
@@ -188,10 +194,10 @@ def _check_capture(
 
     Returns the recipe to follow, and notes for the user.
     """
+    shift = ShiftCheck()
     with torch.no_grad():
-        check_transparent(model, ids)
-    moved = layers_moved(model, ids) if tries(recipe, "center_keys") else []
-    return settle_centering(recipe, sorted({*shifted_layers(geometry), *moved}))
+        check_transparent(model, ids, shift if tries(recipe, "center_keys") else attend_as_is)
+    return settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers}))
 
 
 def _write_text(

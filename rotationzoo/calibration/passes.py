@@ -16,11 +16,12 @@ OTHER = "checks"
 class Passes:
     """Tokens by purpose, such as `statistics`, of every pass through a model.
 
-    A pass that ends at an early layer counts like a whole one.
+    A pass that ends at an early layer counts like a whole one. `tokens` are those of earlier runs
+    of the job, and are counted on.
     """
 
-    def __init__(self) -> None:
-        self.tokens: dict[str, int] = {}
+    def __init__(self, tokens: dict[str, int] | None = None) -> None:
+        self.tokens = {} if tokens is None else tokens
         self._purpose = OTHER
 
     @contextmanager

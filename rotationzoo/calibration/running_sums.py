@@ -11,9 +11,11 @@ import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import zero_statistics
+from rotationzoo.calibration.undo import keep_sums
 from rotationzoo.errors import ProcessLost, Unsound
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.out_of_memory import Undo
 from rotationzoo.recipe import Recipe
 
 
@@ -39,7 +41,22 @@ class RunningSums:
         if saved is not None:
             self.whole, self.done = saved
         self._saved = self.done
-        self._torn = False
+        self._torn = self._begun = False
+
+    def keep_batch(self) -> Undo:
+        """Return what takes back all that a forward pass is about to add to `batch`. Called before
+        each pass that may run out of memory."""
+        if self._begun:
+            return keep_sums(self.batch)
+        self._begun = True
+        return self._clear_batch
+
+    def _clear_batch(self) -> None:
+        """Set the sums of the batch under way back to zero. Before the first of its rows, that
+        spares a copy."""
+        moments = itertools.chain.from_iterable(kinds.values() for kinds in self.batch.values())
+        torch._foreach_zero_([tensor for moment in moments for tensor in _sums(moment)])
+        self._begun = False
 
     def finish_batch(self, kinds: tuple[str, ...]) -> None:
         """Add the sums of the batch under way, of these kinds, to the others, and save them if the
@@ -65,7 +82,7 @@ class RunningSums:
         torch._foreach_add_(totals, parts)
         torch._foreach_zero_(parts)
         self.done += 1
-        self._torn = False
+        self._torn = self._begun = False
         if self._checkpoint is not None and self._checkpoint.save(self.whole, self.done):
             self._saved = self.done
 

@@ -29,21 +29,23 @@ def draw_bars(
     bars: Sequence[Bar],
     scale: str,
     limits: tuple[float, float] | None = None,
-    format: str = "~g",
+    format: str | None = None,
 ) -> Chart:
     """A chart of bars from top to bottom, as they are given. `scale`: the title of the axis, with
     its unit. `limits`: its ends; by default it begins at 0 and holds all bars. `format`: of the
     axis' numbers, as d3 writes it."""
-    rows = [{**asdict(bar), "label": f"{bar.name}: {bar.words}"} for bar in bars]
+    rows = []
+    for bar in bars:
+        colour = ACCENT if bar.accent else PLAIN
+        rows.append({**asdict(bar), "label": f"{bar.name}: {bar.words}", "colour": colour})
     base = altair.Chart(rows_of(rows)).encode(
         y=altair.Y("name:N", sort=None, title=None, axis=altair.Axis(labelLimit=_NAME, ticks=False))
     )
     domain = altair.Scale() if limits is None else altair.Scale(domain=list(limits))
-    axis = altair.Axis(format=format, tickCount=3)
-    colour = altair.condition("datum.accent", altair.value(ACCENT), altair.value(PLAIN))
+    axis = altair.Axis(tickCount=3) if format is None else altair.Axis(tickCount=3, format=format)
     drawn = base.mark_bar(height=14).encode(
         x=altair.X("value:Q", title=scale, scale=domain, axis=axis),
-        color=colour,
+        color=altair.Color("colour:N", scale=None),
         description="label:N",
     )
     errors = (

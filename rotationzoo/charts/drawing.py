@@ -45,14 +45,19 @@ CONFIG: dict[str, Any] = {
 }
 # Vega describes a mark's kind to screen readers, which the words of its label make superfluous.
 _KIND = re.compile(r' aria-roledescription="[^"]*"')
+_ID = re.compile(r' id="((?:gradient|clip)_?\d+)"')
 _PNG_SCALE = 2  # pixels per unit, for screens of today
 
 
-def draw_inline(chart: Chart, words: str) -> str:
+def draw_inline(chart: Chart, words: str, name: str) -> str:
     """An SVG for a page: its text takes the colour of the text around it. `words` say what it
-    shows; every mark has a label that says its value."""
+    shows; every mark has a label that says its value. `name` begins the ids in it."""
     svg = _KIND.sub("", vl_convert.vegalite_to_svg(_specification(chart)))
-    return svg.replace("<svg ", f'<svg role="graphics-document" aria-label={quoteattr(words)} ', 1)
+    # Vega counts ids over all drawings of a process, and a page is to have the same bytes always.
+    for number, identifier in enumerate(_ID.findall(svg)):
+        svg = re.sub(rf"\b{identifier}\b", f"{name}-{number}", svg)
+    svg = svg.replace('role="graphics-symbol"', 'role="graphics-symbol img"')
+    return svg.replace("<svg ", f'<svg role="group" aria-label={quoteattr(words)} ', 1)
 
 
 def draw_svg(chart: Chart, title: str) -> bytes:
@@ -73,7 +78,7 @@ def _specification(chart: Chart) -> dict[str, Any]:
 
 def _titled(chart: Chart, title: str) -> dict[str, Any]:
     config = {**CONFIG, "background": "white", "padding": 12}
-    return {**_specification(chart), "title": title, "config": config}
+    return {**_specification(chart), "title": {"text": title, "aria": False}, "config": config}
 
 
 def rows_of(rows: list[dict[str, Any]]) -> altair.InlineData:

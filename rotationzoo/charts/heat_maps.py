@@ -10,6 +10,7 @@ from rotationzoo.charts.drawing import Chart, rows_of
 
 _WIDTH, _HEIGHT = 250, 480  # pixels, at most
 _WIDEST, _TALLEST, _LOWEST = 46, 30, 4  # of a cell
+_BORDERED = 12  # the height from which cells have borders
 _EMPTY = "#8c959f33"
 _MANY = 30  # of largest to smallest, from which colours are logarithmic
 _DECADES = 1e-4  # of the largest value, below which all have one colour
@@ -55,12 +56,9 @@ def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -
     down = len({cell.row for cell in cells})
     width = min(_WIDEST, _WIDTH / across)
     height = max(_LOWEST, min(_TALLEST, _HEIGHT / down))
-    kept = {
-        "domain": [colours.low, colours.high],
-        "type": colours.type,
-        "scheme": "viridis",
-        "clamp": True,
-    }
+    scale = altair.Scale(
+        domain=[colours.low, colours.high], type=colours.type, scheme="viridis", clamp=True
+    )
     legend = altair.Legend(
         gradientLength=180,
         gradientThickness=10,
@@ -69,21 +67,33 @@ def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -
         titleLimit=240,
     )
     axis = altair.Axis(labelAngle=0, ticks=False, domain=False, labelOverlap=True)
-    base = altair.Chart(rows_of([asdict(cell) for cell in cells])).encode(
+    # viridis is dark in its lower half.
+    middle = (colours.low + colours.high) / 2
+    data = [{**asdict(cell), "ink": _ink(cell, middle)} for cell in cells]
+    base = altair.Chart(rows_of(data)).encode(
         x=altair.X("column:O", sort=None, title=columns, axis=axis),
         y=altair.Y("row:O", sort=None, title=rows, axis=axis),
     )
-    colour = altair.Color("value:Q", scale=altair.Scale(**kept), legend=legend, title=colours.title)
-    drawn = base.mark_rect(stroke="currentColor", strokeOpacity=0.15, strokeWidth=0.5).encode(
-        color=altair.condition("datum.value !== null", colour, altair.value(_EMPTY)),
-        description="label:N",
-    )
-    layers = [drawn]
-    if any(cell.text for cell in cells):
-        # viridis is dark in its lower part.
-        middle = (colours.low + colours.high) / 2
-        ink = altair.condition(
-            f"datum.value > {middle}", altair.value("#000"), altair.value("#fff")
+    # Between low cells, borders would be all that is seen.
+    border = {"stroke": "currentColor", "strokeOpacity": 0.15, "strokeWidth": 0.5}
+    if height < _BORDERED:
+        border = {}
+    measured = base.transform_filter("datum.value !== null").mark_rect(**border)
+    layers = [
+        measured.encode(
+            color=altair.Color("value:Q", scale=scale, legend=legend, title=colours.title),
+            description="label:N",
         )
+    ]
+    if any(cell.value is None for cell in cells):
+        empty = base.transform_filter("datum.value === null").mark_rect(color=_EMPTY, **border)
+        layers.append(empty.encode(description="label:N"))
+    if any(cell.text for cell in cells):
+        ink = altair.Fill("ink:N", scale=None)
         layers.append(base.mark_text(aria=False).encode(text="text:N", fill=ink))
     return altair.layer(*layers).properties(width=width * across, height=height * down)
+
+
+def _ink(cell: Cell, middle: float) -> str:
+    """The colour of the text in a cell."""
+    return "#000" if cell.value is not None and cell.value > middle else "#fff"

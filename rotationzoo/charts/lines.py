@@ -13,6 +13,7 @@ _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07C00", "#7f868f", "#
 _DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 1], [1, 3], [10, 4]]
 _SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "stroke"]
 _WIDTH, _HEIGHT = 250, 190
+_POINT, _DOT, _MANY = 45, 14, 24  # areas of points, and from how many on a line they are small
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Axes:
     x_type: Literal["quantitative", "ordinal"] = "quantitative"
     x_scale: Literal["linear", "log"] = "linear"
     y_scale: Literal["linear", "log"] = "linear"
-    y_format: str = "~g"
+    percent: bool = False
+    """Whether y is a share, shown in percent."""
 
 
 def draw_lines(points: Sequence[Point], axes: Axes) -> Chart:
@@ -50,7 +52,8 @@ def draw_lines(points: Sequence[Point], axes: Axes) -> Chart:
     dash = altair.StrokeDash("line:N", scale=altair.Scale(domain=names, range=dashes))
     shape = altair.Shape("line:N", scale=altair.Scale(domain=names, range=shapes))
     lines = base.mark_line(aria=False, strokeWidth=1.5).encode(color=colour, strokeDash=dash)
-    marks = base.mark_point(filled=True, size=45, opacity=1).encode(
+    places = len({point.x for point in points})
+    marks = base.mark_point(filled=True, size=_POINT if places < _MANY else _DOT, opacity=1).encode(
         color=colour, shape=shape, description="label:N"
     )
     return altair.layer(lines, marks).properties(width=_WIDTH, height=_HEIGHT)
@@ -73,9 +76,10 @@ def draw_bundle(points: Sequence[Point], axes: Axes, legend: str) -> Chart:
 
 
 def _base(points: Sequence[Point], axes: Axes) -> altair.Chart:
-    y = altair.Y("y:Q", title=axes.y, scale=altair.Scale(type=axes.y_scale))
+    vertical = altair.Axis(tickCount=5, format="~%") if axes.percent else altair.Axis(tickCount=5)
+    scale = altair.Scale(type=axes.y_scale)
     return altair.Chart(rows_of([asdict(point) for point in points])).encode(
-        x=_horizontal(axes), y=y.axis(format=axes.y_format, tickCount=5)
+        x=_horizontal(axes), y=altair.Y("y:Q", title=axes.y, scale=scale, axis=vertical)
     )
 
 
@@ -84,5 +88,5 @@ def _horizontal(axes: Axes) -> altair.X:
         return altair.X("x:O", sort=None, title=axes.x).axis(labelAngle=-35, labelOverlap=True)
     scale = altair.Scale(type=axes.x_scale, zero=False, nice=False)
     return altair.X("x:Q", title=axes.x, scale=scale).axis(
-        labelOverlap=True, tickCount=5, tickMinStep=1, format="~g"
+        labelOverlap=True, tickCount=5, tickMinStep=1, format=",d"
     )

@@ -18,6 +18,7 @@ from rotationzoo.cli.export import export_command
 from rotationzoo.cli.generate import generate_command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
+from rotationzoo.cli.library_logs import divert_native_output
 from rotationzoo.cli.list import list_command
 from rotationzoo.cli.output import print_traceback, say, show_error, start_output
 from rotationzoo.cli.plan import plan_command
@@ -67,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Exit codes: 0 done; 1 failed; 2 wrong usage; 3 partly done; 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    start_output()
     if (rank := ranks.launched_rank()) is not None:
+        divert_native_output()
+    start_output()
+    if rank is not None:
         ranks.use_one_gpu()
         if rank > 0:
             _close_output()

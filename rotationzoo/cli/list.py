@@ -1,5 +1,6 @@
 """`rotationzoo list`: show the rotations that have been published."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,9 +10,11 @@ from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
+from rotationzoo.zoo.summary import Summary
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
+    from rotationzoo.zoo.lookup import LoadedIndex
 
 _PRESENCE = {True: "yes", False: "no", None: "not known"}
 _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
@@ -23,6 +26,9 @@ def list_command(
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
     from_: Annotated[HubName, typer.Option("--from", help="Whose index.")] = DEFAULT_HUB,
+    html: Annotated[
+        Path | None, typer.Option(help="Write all of it as one page to this file.")
+    ] = None,
     remote: Annotated[
         bool, typer.Option("--remote", help="Ask the hubs whether the files are there.")
     ] = False,
@@ -34,6 +40,8 @@ def list_command(
     """Show the rotations that have been published.
 
     rotationzoo list qwen3
+
+    rotationzoo list --repo my-org/rotationzoo --html zoo.html
     """
     out = Output(json, quiet)
     hush_libraries(models=False)
@@ -47,11 +55,36 @@ def list_command(
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
     presence = check_availability(zoo_index, entries) if remote else None
-    show_list(out, entries, presence)
+    if html is not None:
+        from rotationzoo.pages.zoo_page import render_zoo_page
+        from rotationzoo.storage.files import replace
+
+        place = _place_options(index, repo, zoo_index, from_)
+        replace(html, render_zoo_page(zoo_index, entries, place).encode())
+    show_list(out, entries, presence, html)
 
 
-def show_list(out: Output, entries: list["Entry"], presence: list[bool | None] | None) -> None:
-    """Print the entries of an index.
+def _place_options(
+    index: str | None, repo: str | None, zoo_index: "LoadedIndex", hub: str
+) -> list[str]:
+    """The options with which `pull` reads the same index."""
+    place = []
+    if index is not None:
+        place = ["--index", index]
+    elif repo is not None:
+        place = ["--repo", repo]
+    if zoo_index.hub is not None and hub != DEFAULT_HUB:
+        place += ["--from", hub]
+    return place
+
+
+def show_list(
+    out: Output,
+    entries: list["Entry"],
+    presence: list[bool | None] | None,
+    page: Path | None = None,
+) -> None:
+    """Print the entries of an index, or the page that they were written to.
 
     `presence`: for each entry, whether its files are on a hub. None if no hub was asked.
     """
@@ -59,6 +92,11 @@ def show_list(out: Output, entries: list["Entry"], presence: list[bool | None] |
     if presence is not None:
         for content, is_there in zip(contents, presence, strict=True):
             content["there"] = is_there
+    if page is not None:
+        listed = counted(len(entries), "published rotation")
+        data = {"entries": contents, "page": str(page)}
+        out.result(data, str(page), lambda: say(f"{page}: {listed}; open it in a browser"))
+        return
     names = dict.fromkeys(entry.model for entry in entries)
     out.result({"entries": contents}, "\n".join(names), lambda: _show_entries(entries, presence))
 
@@ -67,7 +105,7 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
     if not entries:
         say("No published rotations match; without a name and --recipe, list shows all there are")
         return
-    columns = ["model", "recipe", "files", "revision", "hubs", "cost"]
+    columns = ["model", "recipe", "files", "revision", "hubs", "answers", "cost"]
     rows = [_row(entry) for entry in entries]
     if presence is not None:
         columns.append("there")
@@ -83,12 +121,14 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
 
 
 def _row(entry: "Entry") -> list[str]:
-    arms = list((entry.evaluation or {}).get("arms", {}).values())
-    cost = f"{arms[0]['perplexity_increase']:+.2%}" if arms else "-"
+    figures = entry.summary or Summary()
+    share, increase = figures.share_answered, figures.perplexity_increase
+    answers = "-" if share is None else f"{share:.0%}"
+    cost = "-" if increase is None else f"{increase:+.2%}"
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
     revision = (entry.model_revision or "-")[:8]
     format = _FORMATS[entry.format]
-    return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), cost]
+    return [entry.model, entry.recipe, format, revision, "+".join(sorted(hubs)), answers, cost]
 
 
 def _without_empty_columns(

@@ -37,6 +37,10 @@ def pull_command(
         str | None, typer.Option(help="The model's revision that they should be made for.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(help="Only rotations for RoPE scaled so, as yarn:4. By default unscaled."),
+    ] = None,
     local_dir: Annotated[
         Path | None, typer.Option(help="Put them here and not into the cache.")
     ] = None,
@@ -75,7 +79,7 @@ def pull_command(
     out.note(f"Read {zoo_index.origin}")
     if finding := check_index(zoo_index, demand):
         out.notes([finding.note])
-    entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs)
+    entry, copies, why = choose_entry(zoo_index, model, revision, recipe, hubs, rope_scaling)
     with show_progress(out) as progress:
         pulled = pull_first(zoo_index, entry, copies, follow_link(local_dir), progress, demand)
     out.note(f"Took {why}, from {pulled.copy.repo} on {pulled.copy.hub}")

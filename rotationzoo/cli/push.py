@@ -58,6 +58,7 @@ def push_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.ownership import check_model
     from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, push
+    from rotationzoo.zoo.signed_index import root_names
     from rotationzoo.zoo.upload import prepare_upload
 
     tool = choose_tool(sign, trust_config)
@@ -65,7 +66,8 @@ def push_command(
     opened = Artifact.open(artifact)
     upload = prepare_upload(opened, repo, not no_statistics)
     if dry_run:
-        show_push_plan(out, repo, upload.listing())
+        signs = tool is not None and (sign is not None or not upload.is_signed)
+        show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))
         return
     # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
@@ -78,15 +80,25 @@ def push_command(
     show_push(out, repo, upload.path, published)
 
 
-def show_push_plan(out: Output, repo: str, files: list[dict[str, Any]]) -> None:
-    """Print what would be uploaded. `files`: path and size in bytes of each file."""
-    rows = [[file["path"], f"{file['size']:,}"] for file in files]
+def show_push_plan(
+    out: Output, repo: str, files: list[dict[str, Any]], root_files: list[str]
+) -> None:
+    """Print what would be uploaded.
+
+    - `files`: path and size in bytes of each file; None for a signature that is still to be made.
+    - `root_files`: the names of the repository's own files, which a push writes anew.
+    """
+    rows = []
+    for file in files:
+        size = "not made yet" if file["size"] is None else f"{file['size']:,}"
+        rows.append([file["path"], size])
     names = [file["path"] for file in files]
     out.result(
-        {"repo": repo, "files": files},
+        {"repo": repo, "files": files, "root_files": root_files},
         "\n".join(names),
         lambda: table(f"would go to {repo}", ["file", "bytes"], rows),
     )
+    out.note(f"Note: the commit also writes {', '.join(root_files)}")
 
 
 def show_push(out: Output, repo: str, path: str, published: dict[str, "Published"]) -> None:

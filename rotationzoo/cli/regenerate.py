@@ -96,7 +96,7 @@ def regenerate_command(
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.plan import Job
     from rotationzoo.evaluation.job import Evaluation
-    from rotationzoo.pages.report import save_report
+    from rotationzoo.pages.report import make_report, save_report
     from rotationzoo.recipe import load, override
     from rotationzoo.zoo.regenerate import regenerate
 
@@ -117,7 +117,8 @@ def regenerate_command(
     evaluation = Evaluation(model=model, artifacts=[], data=text.data, tasks=asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
-    save_report(Artifact.open(job.output))
+    made = Artifact.open(job.output)
+    save_report(made, make_report(made))
     places: dict[str, Published] = {}
     if to is not None:
         from rotationzoo.zoo.ownership import check_model

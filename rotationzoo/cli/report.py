@@ -38,6 +38,7 @@ def report_command(
     rotationzoo report rotations/demo-oscar --compare rotations/demo-oscar-v1
     """
     out = Output(json, quiet)
+    from rotationzoo.artifact.reproduce import name_in_commands
     from rotationzoo.artifact.store import EVALUATION, Artifact
     from rotationzoo.pages.report import make_report, save_report, write_pictures
     from rotationzoo.storage import files
@@ -52,7 +53,7 @@ def report_command(
         if folder is not None:
             pictures += write_pictures(report, folder, kind)
     if save:
-        save_report(opened, others)
+        save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
     data = {
         "report": str(output),
@@ -62,7 +63,8 @@ def report_command(
     }
     out.result(data, str(output), lambda: say(*_lines(output, artifact, pictures, save)))
     if not evaluated:
-        out.note(f"Next, measure what it costs: rotationzoo evaluate MODEL {artifact} --save")
+        name = name_in_commands(opened.manifest.model)
+        out.note(f"Next, measure what it costs: rotationzoo evaluate {name} {artifact} --save")
     elif not save:
         out.suggest(f"Next, add it to the artifact: rotationzoo report {artifact} --save")
 

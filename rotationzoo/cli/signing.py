@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from rotationzoo.zoo.upload import Upload
 
 KEYLESS, NONE = "keyless", "none"
+_IN_CI = (
+    "a job of GitHub Actions with `id-token: write` signs what it publishes unless told otherwise, "
+    "and that"
+)
 
 
 def choose_tool(sign: str | None, trust_config: Path | None) -> "SigningTool | None":
@@ -22,9 +26,9 @@ def choose_tool(sign: str | None, trust_config: Path | None) -> "SigningTool | N
     """
     from rotationzoo.zoo.signing.make import SigningTool, can_sign_in_ci
 
-    if sign is None:
-        sign = KEYLESS if can_sign_in_ci() else NONE
-    if sign == NONE:
+    if sign is None and can_sign_in_ci():
+        return SigningTool(None, trust_config, _IN_CI)
+    if sign in (None, NONE):
         return None
     if sign == KEYLESS:
         return SigningTool(None, trust_config)

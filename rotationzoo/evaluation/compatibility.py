@@ -13,7 +13,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, same_shapes, shifted_layers
 from rotationzoo.model.groups import check_group_size, head_dims
-from rotationzoo.model.rope import same_scaling, scaling_of
+from rotationzoo.model.loading import load_config
+from rotationzoo.model.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
 from rotationzoo.recipe.rope_scaling import RopeScaling
 from rotationzoo.text.rows import Corpus
@@ -56,12 +57,13 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
         check_group_size(artifact.recipe.group_size, head_dims(geometry))
 
 
-def settle_rope_scaling(asked: str | None, artifacts: list[Artifact]) -> str | None:
+def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:
     """The scaling of RoPE that the model runs with: the one that was asked for, or else that of the
     artifacts which were calibrated with one.
 
-    Raises `UsageError` for a scaling that cannot be, and `RotationZooError` for artifacts that were
-    calibrated with another.
+    `yarn:2` and `yarn:2:8192` are the same for a model of 8,192 positions. Raises `UsageError` for
+    a scaling that cannot be, and `RotationZooError` for artifacts that were calibrated with
+    another.
     """
     try:
         scaling = None if asked is None else str(RopeScaling.parse(asked))
@@ -70,7 +72,10 @@ def settle_rope_scaling(asked: str | None, artifacts: list[Artifact]) -> str | N
     for artifact in artifacts:
         calibrated = artifact.recipe.rope_scaling
         scaling = scaling or calibrated
-        if calibrated not in (None, scaling):
+        if calibrated is None or scaling is None or calibrated == scaling:
+            continue
+        config = load_config(source)
+        if complete_scaling(calibrated, config) != complete_scaling(scaling, config):
             others = f"give it alone, or with artifacts of --rope-scaling {calibrated}"
             raise RotationZooError(
                 f"{artifact.folder} was calibrated with the rope scaling {calibrated}, "

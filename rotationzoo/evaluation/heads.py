@@ -32,14 +32,14 @@ class HeadSums:
     def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
         """Add attention outputs `[B, T, H, N]`: the arm's and the exact ones, where N channels
         belong to a KV head."""
-        errors = norms = torch.zeros((), dtype=torch.float64)
+        errors, norms = [], []
         parts = output.split(COMPARED_TOKENS, dim=1), exact.split(COMPARED_TOKENS, dim=1)
         for part, exact_part in zip(*parts, strict=True):
             exact_part = exact_part.float()
             difference = part.float() - exact_part
-            errors = errors + difference.square_().sum(-1).double().sum(1).cpu()
-            norms = norms + exact_part.square().sum(-1).double().sum(1).cpu()
-        self._add(_ERROR, layer, errors, norms)
+            errors.append(difference.square_().sum(-1).double().sum(1))
+            norms.append(exact_part.square().sum(-1).double().sum(1))
+        self._add(_ERROR, layer, torch.stack(errors).sum(0), torch.stack(norms).sum(0))
 
     def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
         """Add the ranges `[B, H, T]` of the rows of a side."""
@@ -59,11 +59,11 @@ class HeadSums:
 
     def _add_mean(self, name: str, layer: int, values: torch.Tensor) -> None:
         """Add values `[B, H, N]` of which the mean is reported."""
-        sums = values.double().sum(2).cpu()
+        sums = values.double().sum(2)
         self._add(name, layer, sums, torch.full_like(sums, values.shape[2]))
 
     def _add(self, name: str, layer: int, above: torch.Tensor, below: torch.Tensor) -> None:
-        self.parts[f"{name} {layer}"].append(torch.stack([above, below], dim=-1))
+        self.parts[f"{name} {layer}"].append(torch.stack([above, below], dim=-1).cpu())
 
     def _ratios(self, name: str, layer: int) -> torch.Tensor:
         """The ratios `[H]` of both sums over all texts; none where nothing was added."""

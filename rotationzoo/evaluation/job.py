@@ -103,7 +103,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
-    scaling = settle_rope_scaling(job.rope_scaling, artifacts)
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
     config = loading.load_config(source, scaling)
     device = loading.torch_device(job.device)
     check_loadable(config, source.name, device)

@@ -88,8 +88,10 @@ class EvaluationFootprint:
         query, cache = layer.query_heads * widths, layer.kv_heads * widths
         rows = (query + 3 * cache) * self._tokens * self.item
         codec = _CODEC * 4 * layer.kv_heads * widths // 2 * min(self._tokens, self.batch * TOKENS)
-        parts = [codec, self._reading(layer), self._divergence(layer), self._comparison]
-        return rows + max(parts)
+        # The layer's output is kept while the same queries read the exact cache.
+        kept = layer.query_heads * layer.value_dim * self._tokens * self.item
+        compared = kept + max(self._reading(layer), self._comparison(layer))
+        return rows + max(codec, self._divergence(layer), compared)
 
     def _reading(self, layer: Layer) -> int:
         """What a block of queries reads: keys and values, picked and repeated for each query head,
@@ -112,12 +114,13 @@ class EvaluationFootprint:
         scores = min(SCORES, heads * self.queries * 2 * self.length)
         return keys + _DIVERGENCE * max(scores, heads * 2 * self.length)
 
-    @property
-    def _comparison(self) -> int:
-        """The block's output beside the exact one, and float32 copies of some tokens of both."""
+    def _comparison(self, layer: Layer) -> int:
+        """The block's output beside the exact one, and float32 copies of some tokens of both, or of
+        what the heads gave before the output projection."""
         hidden: int = self._text.hidden_size
+        wider = max(hidden, layer.query_heads * layer.value_dim)
         compared = self.batch * min(self.length, COMPARED_TOKENS)
-        return hidden * (2 * self._tokens * self.item + 4 * 4 * compared)
+        return 2 * hidden * self._tokens * self.item + 4 * 4 * wider * compared
 
 
 def largest_batch(text: Corpus, batch: int, device: str) -> tuple[int, int]:

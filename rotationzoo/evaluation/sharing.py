@@ -8,6 +8,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import library_versions
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import Source, weights_fingerprint
+from rotationzoo.words import differing
 
 
 def check_shareable(harness: object, device_map: str | None) -> None:
@@ -46,7 +47,6 @@ def check_same(settings: object, source: Source, artifacts: Sequence[Artifact]) 
     changed = [name for name in present if present[name] != first.get(name)]
     if changed:
         raise RotationZooError(
-            f"process {ranks.rank()} would add results of another evaluation: "
-            f"{', '.join(changed)} differ",
+            f"process {ranks.rank()} would add results of another evaluation: {differing(changed)}",
             hint="give every machine the same command, files and versions",
         )

@@ -61,7 +61,7 @@ def generate(
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     artifacts = [artifact] if artifact else []
-    scaling = settle_rope_scaling(job.rope_scaling, artifacts)
+    scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
     config = loading.load_config(source, scaling)
     check_loadable(config, source.name, device)
     geometry = geometry_on_meta(loading.on_meta(config, source.name))

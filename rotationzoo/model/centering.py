@@ -10,14 +10,11 @@ with and without a shift.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rotationzoo.model.capture import Attention, decoder, eager_attention, intercept
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from rotationzoo.model.capture import Attention, eager_attention
 
 # Changes of the output up to this, relative to the largest output, count as none. On tiny models
 # of 20 families the change is at most 2e-6 where a shift cancels, and .5 or more where it does not.
@@ -108,26 +105,33 @@ def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:
     return None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
 
 
-@torch.no_grad()
-def layers_moved(model: "PreTrainedModel", ids: torch.Tensor) -> list[int]:
-    """The layers of a loaded model whose attention weights for `ids` `[B, T]` change when the keys
-    lose their mean. `ignores_shift` tries this without weights; this check on the real ones is
-    final."""
-    _, hidden = _causal_masks(ids.shape[1], torch.float32)
-    moved: dict[int, float] = {}
+class ShiftCheck:
+    """An `Intercept` that finds the layers of a loaded model whose attention weights change when
+    the keys lose their mean, and changes nothing. `ignores_shift` tries this without weights; this
+    check on the real ones is final."""
 
-    def compare(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
+    def __init__(self) -> None:
+        self._moved: dict[int, float] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attend: Attention,
     ) -> torch.Tensor:
+        _, hidden = _causal_masks(query.shape[2], torch.float32)
         reading = replace(attend, mask=hidden.to(query.device))
         centered = key.float() - key.float().mean(2, keepdim=True)
         change = reading.weights(query, centered) - reading.weights(query, key)
-        moved[layer] = change.abs().max().item()
+        self._moved[layer] = change.abs().max().item()
         return attend(query, key, value)
 
-    with intercept(model, compare):
-        decoder(model)(input_ids=ids, use_cache=False)
-    return sorted(layer for layer, change in moved.items() if not change <= NONE)
+    @property
+    def layers(self) -> list[int]:
+        """The layers where a shift of all keys changes attention."""
+        return sorted(layer for layer, change in self._moved.items() if not change <= NONE)
 
 
 def reason(layers: Sequence[int]) -> str:

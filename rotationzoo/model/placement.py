@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rotationzoo import ranks
 from rotationzoo.errors import UsageError
 from rotationzoo.model.files import weight_files
 from rotationzoo.model.offload_folder import offload_folder
@@ -91,17 +92,22 @@ def devices_of(on_cpu: bool) -> list[int | str]:
     return ["cpu"] if on_cpu else list(range(torch.cuda.device_count()))
 
 
-def free_memory(device: int | str) -> int:
-    """Bytes that are free on a GPU, or in main memory (in a container, below its limit)."""
-    if isinstance(device, int):
-        return torch.cuda.mem_get_info(device)[0]
+def free_memory(device: torch.device | int | str) -> int:
+    """Bytes that can still be allocated on a GPU, which may be named by its number, or in main
+    memory: within the limit of a container, and divided among the processes of a launcher."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # torch keeps what it has freed for itself.
+        reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        return free + reserved - used
     free = _available_memory()
     with suppress(OSError, ValueError):  # no such limit, or the word "max"
         limit, used = (
             int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
         )
         free = min(free, limit - used + _cached_in_container())
-    return max(free, 0)
+    return max(free, 0) // ranks.local_world()
 
 
 def _cached_in_container() -> int:

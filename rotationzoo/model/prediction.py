@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotationzoo.model.capture import Attention, decoder, intercept
+from rotationzoo.model.capture import attend_as_is, decoder, intercept
 from rotationzoo.model.loading import input_device
 
 if TYPE_CHECKING:
@@ -71,11 +71,6 @@ def run_decoder(model: "PreTrainedModel", ids: torch.Tensor) -> HiddenStates:
 
     def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
         outputs.append(output)
-
-    def attend_as_is(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attention
-    ) -> torch.Tensor:
-        return attend(query, key, value)
 
     hook = decoder(model).register_forward_hook(keep)
     try:

@@ -79,6 +79,17 @@ def same_scaling(wanted: str, present: str) -> bool:
     return wanted == present or (wanted.count(":") == 1 and present.startswith(f"{wanted}:"))
 
 
+def complete_scaling(scaling: str, config: "PretrainedConfig") -> str:
+    """The scaling with the positions that a model of this config was trained on, where it states
+    none itself. Linear scaling has none."""
+    stated = RopeScaling.parse(scaling)
+    if stated.kind == "linear":
+        return str(RopeScaling(stated.kind, stated.factor))
+    original = _parameters(config).get("original_max_position_embeddings")
+    positions = stated.positions or original or position_count(config)
+    return str(RopeScaling(stated.kind, stated.factor, positions))
+
+
 def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> str:
     """What to do about rows of more tokens than the model has positions: `shorter`, or scale its
     RoPE."""

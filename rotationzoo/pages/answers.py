@@ -4,12 +4,14 @@ from collections import defaultdict
 from math import log2
 
 from rotationzoo.artifact.evaluation_file import Summary
+from rotationzoo.cache.size import EXACT_BITS
 from rotationzoo.charts.bars import Bar, draw_bars
 from rotationzoo.charts.heat_maps import Cell, Colours, draw_map
 from rotationzoo.pages.arms import Arms
+from rotationzoo.pages.cost import draw_perplexity
 from rotationzoo.pages.figures import Figure, Section, Table, number, percent
 
-EXACT, EXACT_BITS = "exact model", 16
+EXACT, DECISION = "exact model", "What it keeps, and what it costs"
 _ABOUT = (
     "Questions about statements hidden in the text, which the model answers from the 2-bit part of "
     "its cache. Only questions of tasks that the exact model can do are counted."
@@ -19,7 +21,15 @@ _ABOUT = (
 def describe_decision(arms: Arms) -> Section:
     """The first section: answers, cost and bits of every arm, and the verdict."""
     evaluation = arms.evaluation
-    rows = [_row(EXACT, evaluation.exact.all_tasks, f"{evaluation.exact.perplexity:.3f}", None, 16)]
+    rows = [
+        _row(
+            EXACT,
+            evaluation.exact.all_tasks,
+            f"{evaluation.exact.perplexity:.3f}",
+            None,
+            EXACT_BITS,
+        )
+    ]
     for arm in arms.shown:
         figures = arm.figures
         named = arm.label if arm.label == arm.name else f"{arm.label} [{arm.name}]"
@@ -39,13 +49,15 @@ def describe_decision(arms: Arms) -> Section:
         f"are exact; {evaluation.tokens:,} tokens of {evaluation.text.source}. Cost: the increase "
         "of perplexity over the exact model. Bits: per cached element, at 131,072 tokens."
     ]
+    answers, verdict = draw_answers(arms), window.verdict.words
     return Section(
         "decide",
-        "What it keeps, and what it costs",
+        DECISION,
         words,
-        [figure for figure in (draw_answers(arms),) if figure is not None],
+        [*([answers] if answers else []), draw_perplexity(arms)],
         Table(columns, rows),
-        [*window.verdict.words, *arms.notes],
+        [*verdict[1:], *arms.notes],
+        lead=verdict[0] if verdict else "",
     )
 
 

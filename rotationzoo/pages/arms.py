@@ -73,6 +73,12 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     return Arms(evaluation, shown, notes)
 
 
+def arms_of(evaluation: Evaluation, label: str) -> Arms:
+    """The arms of one evaluation, its own under `label`, where there is no artifact's folder."""
+    of_artifact, baselines = _split_arms(evaluation, label, True)
+    return Arms(evaluation, _with_unique_labels([*of_artifact, *baselines]), [])
+
+
 def _split_arms(
     evaluation: Evaluation, label: str, own: bool = False
 ) -> tuple[list[ShownArm], list[ShownArm]]:
@@ -105,7 +111,7 @@ def _why_apart(evaluation: Evaluation, other: Evaluation | None) -> str:
         return "it has not been evaluated"
     conditions, others = evaluation.conditions(), other.conditions()
     differing = [words for words in conditions if conditions[words] != others[words]]
-    return f"it was evaluated with another {differing[0]}" if differing else ""
+    return f"its evaluation differs from this one's in the {differing[0]}" if differing else ""
 
 
 def _with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:

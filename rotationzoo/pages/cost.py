@@ -1,4 +1,4 @@
-"""The sections on predictions: perplexity, and how the cost grows with the context."""
+"""Predictions: what each arm adds to perplexity, and how the cost grows with the context."""
 
 from rotationzoo.charts.bars import Bar, draw_bars
 from rotationzoo.charts.lines import Axes, Point, draw_lines
@@ -7,14 +7,12 @@ from rotationzoo.pages.figures import Figure, Section, Table, number, percent
 from rotationzoo.words import counted
 
 
-def describe_perplexity(arms: Arms) -> Section:
-    """The increase of perplexity of every arm, with standard errors."""
-    texts = arms.evaluation.window.verdict.texts
-    about = f"Perplexity of the exact model: {arms.evaluation.exact.perplexity:.4g}. "
-    if texts is not None and texts > 1:
-        about += f"The thin lines are one standard error over {counted(texts, 'text')}."
-    else:
-        about += "A single text gives no standard error."
+def draw_perplexity(arms: Arms) -> Figure:
+    """The increase of perplexity of every arm as bars, with standard errors over texts."""
+    texts = arms.evaluation.window.verdict.texts or 1
+    precision = "a single text, without standard errors"
+    if texts > 1:
+        precision = f"± one standard error over {counted(texts, 'text')}"
     bars, rows = [], []
     for arm in arms.shown:
         cost, error = (
@@ -28,8 +26,8 @@ def describe_perplexity(arms: Arms) -> Section:
         rows.append([arm.label, perplexity, f"{cost:+.3%}", percent(error, 3)])
     columns = ["", "perplexity", "increase", "standard error"]
     chart = draw_bars(bars, "increase over the exact model", format="~%")
-    figure = Figure("perplexity", "Increase of perplexity", chart, Table(columns, rows))
-    return Section("perplexity", "Perplexity", [about], [figure])
+    title = f"Increase of perplexity ({precision})"
+    return Figure("perplexity", title, chart, Table(columns, rows))
 
 
 def describe_growth(arms: Arms) -> Section:
@@ -39,11 +37,11 @@ def describe_growth(arms: Arms) -> Section:
         return Section("growth", title, ["The stored evaluation has no figures by length."])
     about = "Each point is for the tokens at these positions of a text, from their first."
     measures = {
-        "perplexity_increase": ("Increase of perplexity", ".1%", ".2%"),
-        "attention_kl": ("Attention KL, in nats", "~g", ".4g"),
+        "perplexity_increase": ("Increase of perplexity", ".2%"),
+        "attention_kl": ("Attention KL, in nats", ".4g"),
     }
     figures = []
-    for measure, (words, axis, format) in measures.items():
+    for measure, (words, format) in measures.items():
         points, columns = [], ["positions"]
         rows: dict[str, list[str]] = {}
         for arm in arms.shown:
@@ -56,7 +54,7 @@ def describe_growth(arms: Arms) -> Section:
                     label = f"{arm.label}, positions {positions}: {value:{format}}"
                     points.append(Point(arm.label, f"{bucket.from_:,}", value, label))
         if points:
-            axes = Axes("position, from", words, x_type="ordinal", y_format=axis)
+            axes = Axes("position, from", words, x_type="ordinal", percent="%" in format)
             table = Table(columns, list(rows.values()))
             name = f"growth-{measure.replace('_', '-')}"
             figures.append(Figure(name, words, draw_lines(points, axes), table))

@@ -29,7 +29,7 @@ class Figure:
     @cached_property
     def svg(self) -> Markup:
         """The drawing for a page. The library that draws it escapes names."""
-        return Markup(draw_inline(self.chart, self.title))
+        return Markup(draw_inline(self.chart, self.title, self.name))
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Section:
 
     anchor: str
     title: str
+    lead: str = field(default="", kw_only=True)
+    """What to take away, set apart."""
     words: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     table: Table | None = None

@@ -2,7 +2,7 @@
 // is one stop of the Tab key; arrow keys move from mark to mark, Home and End to the ends.
 "use strict";
 
-const MARK = "[role='graphics-symbol'][aria-label]";
+const MARK = "[role~='graphics-symbol'][aria-label]";
 const bubble = document.body.appendChild(document.createElement("div"));
 bubble.id = "value";
 bubble.hidden = true;

@@ -12,8 +12,14 @@ from markupsafe import Markup
 _FOLDER = Path(__file__).parent
 
 
-def render_page(template: str, scripts: tuple[str, ...] = ("page.js",), **values: Any) -> str:
-    """The HTML of a template in `pages/templates`, which extends `base.html.jinja`.
+def render_page(
+    template: str,
+    scripts: tuple[str, ...] = ("page.js",),
+    folders: tuple[Path, ...] = (),
+    **values: Any,
+) -> str:
+    """The HTML of a template in `pages/templates`, or in one of the `folders`, which extends
+    `base.html.jinja`.
 
     Every value is escaped, unless it is `Markup`. `scripts` are files of this package. The page's
     own policy allows a browser to run these and nothing else, and to load nothing at all, so a
@@ -22,7 +28,7 @@ def render_page(template: str, scripts: tuple[str, ...] = ("page.js",), **values
     sources = [_read(name) for name in scripts]
     hashes = " ".join(map(_policy_hash, sources))
     return (
-        _environment()
+        _environment(*folders)
         .get_template(template)
         .render(
             style=Markup(_read("page.css")),
@@ -34,9 +40,9 @@ def render_page(template: str, scripts: tuple[str, ...] = ("page.js",), **values
 
 
 @cache
-def _environment() -> Environment:
+def _environment(*folders: Path) -> Environment:
     return Environment(
-        loader=FileSystemLoader(_FOLDER / "templates"),
+        loader=FileSystemLoader([*folders, _FOLDER / "templates"]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

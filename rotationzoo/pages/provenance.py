@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rotationzoo.artifact.reproduce import RECIPE_FILE, reproduce_command
+from rotationzoo.artifact.reproduce import RECIPE_FILE, name_in_commands, reproduce_command
 from rotationzoo.artifact.results import ValidationSummary
-from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.pages.figures import Section, Table
@@ -42,11 +42,9 @@ def describe_identity(artifact: Artifact) -> list[tuple[str, str]]:
     return [
         ("Model", model.id if artifact.bound else "nobody has said which"),
         ("Revision", model.revision or "a local folder"),
-        ("Architecture", f"{model.architecture}: {shape}"),
+        ("Shape", f"{model.architecture}, {shape}"),
         ("Recipe", artifact.recipe.name),
         ("Calibration text", _describe_text(artifact)),
-        ("Orthogonality", f"largest |R R^T - I| {manifest.metrics.orthogonality_error:.1e}"),
-        ("Identity", f"sha256 {artifact.identity}"),
     ]
 
 
@@ -81,7 +79,7 @@ def _validation(summary: ValidationSummary | None) -> Badge:
 
 def describe_use(artifact: Artifact) -> Section:
     """The commands that fetch, check, export and run the artifact."""
-    name = _name_in_commands(artifact)
+    name = name_in_commands(artifact.manifest.model)
     commands = [
         f"rotationzoo pull {name} --recipe {artifact.recipe.name} --local-dir FOLDER",
         f"rotationzoo verify FOLDER --model {name}",
@@ -100,8 +98,10 @@ def describe_use(artifact: Artifact) -> Section:
 def describe_making(artifact: Artifact) -> Section:
     """The command that makes it again, and the hashes of its files."""
     manifest = artifact.manifest
-    files = manifest.files.items()
-    rows = [[name, f"{file.size:,}", file.sha256] for name, file in sorted(files)]
+    rows = []
+    for name, file in sorted(manifest.files.items()):
+        if name not in (ANSWERS, SPECTRA, REPORT):  # which are made from the others
+            rows.append([name, f"{file.size:,}", file.sha256])
     table = Table(["file", "bytes", "sha256"], rows)
     command = reproduce_command(manifest)
     title = "How it was made"
@@ -111,18 +111,14 @@ def describe_making(artifact: Artifact) -> Section:
     words = [
         f"By rotationzoo {manifest.versions.rotationzoo} on {manifest.run.device or 'a CPU'} in "
         f"{manifest.run.seconds:.0f} seconds. The same command on the same machine writes the same "
-        "bytes."
+        "bytes. Largest |R R^T - I|: "
+        f"{manifest.metrics.orthogonality_error:.1e}."
     ]
     commands = [command]
     if RECIPE_FILE in command:
         words.append(f"{RECIPE_FILE} holds the recipe that stands below.")
         commands.append(artifact.recipe.yaml().strip())
     return Section("made", title, words, table=table, commands=commands)
-
-
-def _name_in_commands(artifact: Artifact) -> str:
-    model = artifact.manifest.model
-    return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
 def _describe_text(artifact: Artifact) -> str:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotationzoo.artifact.spectra import summarize
+from rotationzoo.artifact.reproduce import name_in_commands
 from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.artifact.writer import add_files
 from rotationzoo.charts.drawing import draw_png, draw_svg
-from rotationzoo.pages.answers import describe_decision, describe_needles, draw_answers
+from rotationzoo.pages.answers import DECISION, describe_decision, describe_needles
 from rotationzoo.pages.arms import gather_arms
-from rotationzoo.pages.cost import describe_growth, describe_perplexity
+from rotationzoo.pages.cost import describe_growth
 from rotationzoo.pages.figures import Figure, Section
 from rotationzoo.pages.heads import describe_heads, describe_ranges
 from rotationzoo.pages.memory import describe_memory
@@ -22,13 +22,17 @@ from rotationzoo.pages.provenance import (
     describe_making,
     describe_use,
 )
-from rotationzoo.pages.spectra import describe_clips, describe_spectra, draw_spectrum
+from rotationzoo.pages.spectra import describe_clips, describe_spectra
 from rotationzoo.storage import files
 
 _UNMEASURED = (
     "Nothing has been measured of what these rotations keep and cost. To measure it and to see it "
-    "here, run: rotationzoo evaluate MODEL ARTIFACT --save"
+    "here, run: rotationzoo evaluate {} ARTIFACT --save"
 )
+
+
+_ON_CARD = {"answers": ANSWERS, "spectra-keys": SPECTRA}
+"""The pictures of the page that a card shows -> their files."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,13 @@ def make_report(artifact: Artifact, others: Sequence[Artifact] = ()) -> Report:
     Raises `RotationZooError` for a damaged file.
     """
     arms = gather_arms(artifact, others)
-    decision = Section("decide", "What it keeps, and what it costs", [_UNMEASURED])
+    model = artifact.manifest.model
+    decision = Section("decide", DECISION, [_UNMEASURED.format(name_in_commands(model))])
     measured: list[Section] = []
     if arms is not None:
         decision = describe_decision(arms)
         measured = [
             describe_needles(arms),
-            describe_perplexity(arms),
             describe_growth(arms),
             *describe_heads(arms),
             describe_ranges(arms),
@@ -75,13 +79,12 @@ def make_report(artifact: Artifact, others: Sequence[Artifact] = ()) -> Report:
         *measured,
         describe_spectra(artifact),
         describe_clips(artifact),
-        describe_memory(artifact, arms and arms.evaluation),
+        describe_memory(artifact, None if arms is None else arms.evaluation),
         describe_use(artifact),
         describe_making(artifact),
     ]
-    model = artifact.manifest.model.id if artifact.bound else "a model that nobody has named"
     return Report(
-        model=model,
+        model=model.id if artifact.bound else "a model that nobody has named",
         recipe=artifact.recipe.name,
         identity=describe_identity(artifact),
         badges=describe_badges(artifact),
@@ -90,16 +93,13 @@ def make_report(artifact: Artifact, others: Sequence[Artifact] = ()) -> Report:
     )
 
 
-def save_report(artifact: Artifact, others: Sequence[Artifact] = ()) -> Artifact:
+def save_report(artifact: Artifact, report: Report) -> Artifact:
     """Add the page and the card's pictures to an artifact and its card. Raises `RotationZooError`
-    for a damaged file, and if the disk refuses."""
-    added = {REPORT: make_report(artifact, others).html().encode()}
-    arms = gather_arms(artifact, others)
-    answers = arms and draw_answers(arms)
-    spectra = draw_spectrum(artifact, summarize(artifact), "key")
-    for name, figure in ((ANSWERS, answers), (SPECTRA, spectra)):
-        if figure is not None:
-            added[name] = draw_png(figure.chart, figure.title)
+    if the disk refuses."""
+    added = {REPORT: report.html().encode()}
+    for figure in report.figures:
+        if figure.name in _ON_CARD:
+            added[_ON_CARD[figure.name]] = draw_png(figure.chart, figure.title)
     return add_files(artifact, added, {})
 
 

@@ -19,7 +19,7 @@ _STATISTICS = {
     "key_energy": "values, weighted by key energy",
 }
 _DRAWN = 24  # directions of a spectrum that are drawn, evenly spaced on the logarithmic axis
-_LEAST = 1e-12  # of a spectrum's sum; a logarithmic axis has no 0
+_LEAST = 1e-9  # of a spectrum's sum; a logarithmic axis has no 0
 
 
 def describe_spectra(artifact: Artifact) -> Section:
@@ -57,7 +57,7 @@ def draw_spectrum(artifact: Artifact, layers: list[LayerSummary], side: str) -> 
     recipe = artifact.recipe
     statistic = recipe.key_statistic if side == "key" else recipe.value_statistic
     title = f"{side.capitalize()}s: second moment of the {_STATISTICS[statistic]}"
-    axes = Axes("direction", "share of the sum", x_scale="log", y_scale="log", y_format="~e")
+    axes = Axes("direction", "share of the sum", x_scale="log", y_scale="log", percent=True)
     columns = ["layer", "dimension", "effective rank", "first direction", "first 8"]
     return Figure(
         f"spectra-{side}s", title, draw_bundle(points, axes, "layer"), Table(columns, rows)

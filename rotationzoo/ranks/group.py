@@ -16,18 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from rotationzoo.errors import (
-    ProcessLost,
-    RotationZooError,
-    Unsound,
-    UsageError,
-    first_sentence,
-)
+from rotationzoo.errors import ProcessLost, RotationZooError, Unsound, UsageError, first_sentence
 from rotationzoo.ranks.launcher import read_timeout
 
 _PAUSE = 0.02  # seconds between two looks at the store
 _RARELY = 20  # looks at a collective, which is quick, between two at the store
 _BROKEN = "onnection closed", "onnection reset", "roken pipe"
+_FULL = "out of memory"  # torch's words, and those of CUDA that NCCL quotes
 _DONE, _INTERRUPTED = "done", "interrupted"
 _ERRORS = {kind.__name__: kind for kind in (RotationZooError, UsageError, Unsound, ProcessLost)}
 
@@ -235,11 +230,17 @@ def _lost(how: str) -> ProcessLost:
 
 @contextmanager
 def _as_lost() -> Iterator[None]:
-    """Turn torch's errors about connections into the sentence about a lost process."""
+    """Turn torch's errors about connections into the sentence about a lost process. Memory that is
+    full in this process is no such error."""
     try:
         yield
     except RuntimeError as error:
         reason = first_sentence(error)
+        if isinstance(error, torch.OutOfMemoryError) or _FULL in str(error):
+            raise RotationZooError(
+                f"a process has no memory left to add up its results with the others: {reason}",
+                hint="run the same command again with a smaller --batch",
+            ) from error
         # gloo says in many words that the process at the other end is gone.
         is_gone = any(sign in reason for sign in _BROKEN)
         raise _lost("is gone" if is_gone else f"cannot be reached: {reason}") from error

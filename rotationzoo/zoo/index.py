@@ -10,9 +10,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rotationzoo.artifact.manifest import ROTATIONS, Sha256
 from rotationzoo.artifact.results import EvaluationSummary
 from rotationzoo.errors import RotationZooError
+from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.storage import files, strict_json
 from rotationzoo.zoo.hubs.registry import HubName
 from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.summary import Summary
 
 SCHEMA = 1
 NAME = "zoo_index.json"
@@ -26,8 +28,17 @@ _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 
 class _Frozen(BaseModel):
-    # Unknown keys are refused, because an index decides what is downloaded.
+    # Where files are and what they are is read by this version in full, or not at all.
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class _Growing(BaseModel):
+    # Later versions may describe an entry further. This one ignores what it does not know, but
+    # keeps it when it extends the index. A key that changes what is downloaded or trusted raises
+    # `SCHEMA`.
+    model_config = ConfigDict(
+        extra="allow", frozen=True, protected_namespaces=(), populate_by_name=True
+    )
 
 
 class Copy(_Frozen):
@@ -54,7 +65,7 @@ class File(_Frozen):
     sha256: Sha256 | None = None
 
 
-class Entry(_Frozen):
+class Entry(_Growing):
     """One published rotation of one model."""
 
     model: RepoId | PlainName
@@ -73,12 +84,16 @@ class Entry(_Frozen):
     """One sentence for people who read the list."""
     recipe: PlainName
     recipe_sha256: Sha256 | None = None
+    rope_scaling: Annotated[str, AfterValidator(normalize)] | None = None
+    """The scaling of RoPE that the model was calibrated with, as `yarn:4`."""
     geometry: list[dict[str, bool | int]] | None = None
     files: dict[PlainName, File]
     copies: list[Copy]
     evaluation: dict[str, Any] | None = None
     """A summary of what `evaluate` measured."""
     validation: dict[str, Any] | None = None
+    summary: Summary | None = None
+    """The figures to list it with. None in entries of files that others made."""
     created: Annotated[str, Field(pattern=r"^[0-9T:Z.+-]{1,40}$")] | None = None
     """The day of publication, in ISO 8601."""
     signer: Signer | None = None
@@ -124,15 +139,11 @@ class Entry(_Frozen):
         return f"{self.copies[0].repo}/{self.copies[0].path}"
 
 
-class Index(_Frozen):
+class Index(_Growing):
     """The content of `zoo_index.json`: everything that a repository has published."""
 
     schema_: Annotated[int, Field(alias="schema")] = SCHEMA
     entries: list[Entry] = []
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True
-    )
 
     @model_validator(mode="after")
     def _no_duplicates(self) -> "Index":
@@ -158,7 +169,7 @@ class Index(_Frozen):
                 entry = _merged(listed, entry)
             else:
                 entries.append(listed)
-        return Index(entries=_sorted([*entries, entry]))
+        return self.model_copy(update={"entries": _sorted([*entries, entry])})
 
     def text(self) -> str:
         """The index as JSON, with sorted entries and keys to keep diffs between versions small.
@@ -172,7 +183,7 @@ class Index(_Frozen):
             row["copies"] = [copy.model_dump() for copy in entry.copies]
             row["files"] = {name: file.model_dump() for name, file in entry.files.items()}
             entries.append(row)
-        content = {"schema": self.schema_, "entries": entries}
+        content = {**(self.model_extra or {}), "schema": self.schema_, "entries": entries}
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 

@@ -5,8 +5,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotationzoo.errors import HubError, RotationZooError, first_sentence
+from rotationzoo.errors import HubError, RotationZooError, UsageError, first_sentence
 from rotationzoo.network import limits
+from rotationzoo.recipe.rope_scaling import RopeScaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, open_hub
@@ -104,13 +105,20 @@ def load_published_index(place: str | None, repo: str, hub_name: str) -> LoadedI
 
 
 def choose_entry(
-    loaded: LoadedIndex, model: str, revision: str | None, recipe: str | None, hubs: list[str]
+    loaded: LoadedIndex,
+    model: str,
+    revision: str | None,
+    recipe: str | None,
+    hubs: list[str],
+    rope_scaling: str | None = None,
 ) -> tuple[Entry, list[Copy], str]:
     """The best entry of a model, its copies on these hubs, and a phrase that describes the choice.
 
-    An entry for the requested revision of the model wins, then an artifact over other formats, then
-    the newest. `hubs` is also the order of the copies. Raises `RotationZooError` if the model has
-    no entry that can be pulled.
+    Only entries for the requested scaling of RoPE count, or without one those for the model as its
+    config says, if there are any. Among them, an entry for the requested revision of the model
+    wins, then an artifact over other formats, then the newest. `hubs` is also the order of the
+    copies. Raises `RotationZooError` if the model has no entry that can be pulled, and `UsageError`
+    for a scaling that cannot be.
     """
     matching = []
     for listed in loaded.content.entries:
@@ -132,18 +140,50 @@ def choose_entry(
             hint=f"it is at {entry.copies[0].repo}; "
             f"or make rotations with: rotationzoo calibrate {entry.model}",
         )
-    exact = [entry for entry in pullable if revision and entry.model_revision == revision]
-    entry = max(exact or pullable, key=_preference)
+    chosen, others = _of_scaling(pullable, rope_scaling, model)
+    exact = [entry for entry in chosen if revision and entry.model_revision == revision]
+    entry = max(exact or chosen, key=_preference)
     calibrated_for = "a revision that nobody recorded"
     if entry.model_revision:
         calibrated_for = f"revision {entry.model_revision}"
     reason = f"{entry.recipe} for {calibrated_for} of {entry.model}"
     if revision and not exact:
         reason += f": there is none for {revision}, this is the newest"
+    if entry.rope_scaling:
+        reason += f", with RoPE scaled by {entry.rope_scaling}"
+    if others:
+        reason += f" (there are also some for --rope-scaling {' and '.join(others)})"
     copies = sorted(
         (copy for copy in entry.copies if copy.hub in hubs), key=lambda copy: hubs.index(copy.hub)
     )
     return entry, copies, reason
+
+
+def _of_scaling(
+    entries: list[Entry], asked: str | None, model: str
+) -> tuple[list[Entry], list[str]]:
+    """The entries for a scaling of RoPE, and the scalings of the others.
+
+    Rotations for a scaled model are of no use to one that is not, so without a wish they are the
+    last choice.
+    """
+    scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
+    if asked is None:
+        plain = [entry for entry in entries if entry.rope_scaling is None]
+        return (plain, scalings) if plain else (entries, [])
+    try:
+        wanted = RopeScaling.parse(asked)
+    except ValueError as error:
+        raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
+    fitting = [name for name in scalings if wanted.agrees(RopeScaling.parse(name))]
+    if not fitting:
+        known = f"those that there are: {', '.join(scalings)}" if scalings else "leave it out"
+        make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
+        raise RotationZooError(
+            f"there is no rotation for {model} with its RoPE scaled by {wanted}",
+            hint=f"{known}; or make one with: {make}",
+        )
+    return [entry for entry in entries if entry.rope_scaling in fitting], []
 
 
 def _preference(entry: Entry) -> tuple[bool, str]:

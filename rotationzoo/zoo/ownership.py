@@ -19,6 +19,7 @@ _DESCRIPTIONS = {
     "weights_fingerprint": "weights",
     "recipe": "recipe",
     "recipe_sha256": "recipe's hash",
+    "rope_scaling": "rope scaling",
     "geometry": "geometry",
 }
 """Field of an entry -> its name in an error message."""
@@ -77,6 +78,7 @@ def check_entry(entry: Entry, artifact: Artifact, what: str) -> None:
         "weights_fingerprint": manifest.model.weights_fingerprint,
         "recipe": artifact.recipe.name,
         "recipe_sha256": manifest.recipe_sha256,
+        "rope_scaling": artifact.recipe.rope_scaling,
         "geometry": artifact.content["geometry"],
     }
     for key, description in _DESCRIPTIONS.items():

@@ -23,14 +23,18 @@ Orthogonal matrices for 2-bit key/value caches, one folder each. \
 |---|---|---|---|
 {rows}"""
 
+ROOT_FILES = index.NAME, "README.md", "config.json"
+"""The files at the root of a repository."""
+
 
 def render_root_files(repo: str, content: Index) -> dict[str, bytes]:
     """Path -> content of the root files of a repository with this index."""
-    return {
-        index.NAME: content.text().encode(),
-        "README.md": _render_card(repo, content).encode(),
-        "config.json": b'{"library_name": "rotationzoo"}\n',
-    }
+    contents = (
+        content.text().encode(),
+        _render_card(repo, content).encode(),
+        b'{"library_name": "rotationzoo"}\n',
+    )
+    return dict(zip(ROOT_FILES, contents, strict=True))
 
 
 def _render_card(repo: str, content: Index) -> str:

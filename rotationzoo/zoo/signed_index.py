@@ -10,6 +10,7 @@ from rotationzoo.zoo.hubs.protocol import Hub
 from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Index
 from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.repository_files import ROOT_FILES
 from rotationzoo.zoo.signing.check import Finding, Signed, check_signature
 from rotationzoo.zoo.signing.demand import Demand
 from rotationzoo.zoo.signing.make import SigningTool
@@ -51,12 +52,26 @@ class IndexSigner:
         earlier index is not signed by the same signer: a signature vouches for every entry, and
         whoever controls the repository may have added some.
         """
-        signature, signer = self.tool.sign({index.NAME: data}, "index")
-        if self.adopt or not before.content.entries:
-            return signature
-        demand = Demand((signer,), True, self.tool.trust_config)
+        checks = not self.adopt and bool(before.content.entries)
+        earlier = before.signature if checks and data == before.data else None
+        if checks:
+            # First, because a keyless signature is entered in a public log for good.
+            self._check(before, repo)
+        if earlier is not None and self.tool.signer is not None:
+            return earlier
+        signature, _ = self.tool.sign({index.NAME: data}, "index")
+        if checks:
+            self._check(before, repo)  # now the signer of a keyless signature is known, too
+        return earlier or signature
+
+    def _check(self, before: OwnIndex, repo: str) -> None:
+        """Check that the earlier index is signed, and by the same signer if that is known."""
+        what, signer = f"the index of {repo}", self.tool.signer
+        signers = () if signer is None else (signer,)
         try:
-            what = f"the index of {repo}"
+            if before.signature is None and signer is None:
+                raise RotationZooError(f"{what} has no signature")
+            demand = Demand(signers, bool(signers), self.tool.trust_config)
             check_signature(_as_signed(what, before.data, before.signature), demand)
         except RotationZooError as error:
             listed = len(before.content.entries)
@@ -65,9 +80,11 @@ class IndexSigner:
                 hint=f"look at what it lists ({listed:,}), and to sign that too, add: "
                 "--adopt-index",
             ) from error
-        if before.signature is not None and data == before.data:
-            return before.signature
-        return signature
+
+
+def root_names(signed: bool) -> list[str]:
+    """The names of the files that a push writes at the root of a repository."""
+    return [*ROOT_FILES, NAME] if signed else list(ROOT_FILES)
 
 
 def check_unsigned_push(before: OwnIndex, repo: str) -> None:

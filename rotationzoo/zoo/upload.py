@@ -8,8 +8,11 @@ from typing import Any
 
 from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
+from rotationzoo.artifact.results import EvaluationSummary
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
+from rotationzoo.cache.size import bits_per_element
 from rotationzoo.checks.verify import verify
+from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest, regular_file, sha256
@@ -22,6 +25,7 @@ from rotationzoo.zoo.signing.bundle import parse_bundle
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.signer import Signer
 from rotationzoo.zoo.signing.verifier import claimed_signer
+from rotationzoo.zoo.summary import BITS_FORMAT, Summary
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,12 @@ class Upload:
             signer = claimed_signer(bundle.certificate, str(folder))
         return self._with_signature(signature, signer)
 
-    def listing(self) -> list[dict[str, Any]]:
-        """Path, size and sha256 of each file, for `--dry-run`."""
+    def listing(self, signs: bool = False) -> list[dict[str, Any]]:
+        """Path, size and sha256 of each file, for `--dry-run`. `signs`: whether a signature is
+        still to be made, whose size and sha256 are None."""
+        files = {**self.entry.files, SIGNATURE: File()} if signs else self.entry.files
         rows = []
-        for name, file in self.entry.files.items():
+        for name, file in sorted(files.items()):
             rows.append({"path": f"{self.path}/{name}", "size": file.size, "sha256": file.sha256})
         return rows
 
@@ -140,13 +146,35 @@ def _make_entry(
         weights_fingerprint=described.weights_fingerprint,
         recipe=artifact.recipe.name,
         recipe_sha256=artifact.manifest.recipe_sha256,
+        rope_scaling=artifact.recipe.rope_scaling,
         geometry=artifact.content["geometry"],
         files={name: _describe_file(content) for name, content in sorted(files.items())},
         copies=[copy],
         evaluation=metrics.get("evaluation"),
         validation=metrics.get("validation"),
+        summary=_summarize(artifact),
         created=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
+
+
+def _summarize(artifact: Artifact) -> Summary:
+    """The figures that a list of published rotations shows."""
+    recipe, windows = artifact.recipe, (artifact.recipe.sink, artifact.recipe.recent)
+    bits = bits_per_element(artifact.geometry, recipe.group_size, FORMATS[BITS_FORMAT], *windows)
+    figures = _measured(artifact.manifest.metrics.evaluation)
+    return Summary(bits_per_element=round(bits, 4), **figures)
+
+
+def _measured(evaluation: EvaluationSummary | None) -> dict[str, Any]:
+    if evaluation is None or not evaluation.arms:
+        return {}
+    # `evaluate --save` puts the artifact's own arm before error feedback and baselines.
+    arm = next(iter(evaluation.arms.values()))
+    figures: dict[str, Any] = {"perplexity_increase": arm.perplexity_increase}
+    if scores := arm.tasks.values():
+        figures["answered"] = sum(score.answered for score in scores)
+        figures["questions"] = sum(score.questions for score in scores)
+    return figures
 
 
 def _describe_file(content: Path | bytes) -> File:

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.utils import OffloadedWeightsLoader
 from safetensors.torch import load_file, save_file
 from support import architectures
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
@@ -17,6 +19,7 @@ from support.quantized import quantize_to_fp8
 from rotationzoo.artifact.layout import statistics_tensors
 from rotationzoo.artifact.spectra import summarize
 from rotationzoo.calibration import plan as plans
+from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import plan
@@ -31,8 +34,9 @@ from rotationzoo.recipe import PRESETS, Data, Search
 
 def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
     model = save_tiny(tmp_path / "model", num_hidden_layers=4)
-    plain = calibrate(job(model, tmp_path / "plain", dtype="float32"))
-    places = []
+    recipe = RECIPE.model_copy(update={"center_keys": True})
+    plain = calibrate(job(model, tmp_path / "plain", recipe, dtype="float32", batch=8))
+    places, fetched = [], Counter()
     load = loading.load
 
     def load_and_note(*arguments):
@@ -40,13 +44,31 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
         places.extend(loaded.hf_device_map.values())
         return loaded
 
+    fetch = OffloadedWeightsLoader.__getitem__
+    monkeypatch.setattr(
+        OffloadedWeightsLoader,
+        "__getitem__",
+        lambda weights, name: fetched.update([name]) or fetch(weights, name),
+    )
     monkeypatch.setattr(loading, "load", load_and_note)
     # Nothing but the embedding would fit in main memory: accelerate fetches the layers from disk
     # one by one.
     spread = calibrate(
-        job(model, tmp_path / "spread", dtype="float32", device_map="auto", max_memory="cpu=150KB")
+        job(
+            model,
+            tmp_path / "spread",
+            recipe,
+            dtype="float32",
+            batch=SIZED,
+            device_map="auto",
+            max_memory="cpu=150KB",
+        )
     )
     assert "disk" in places
+    # The checks of the capture and of centred keys share their two runs, and the text is one batch.
+    counts = [count for name, count in fetched.items() if ".layers." in name]
+    assert len(counts) >= 9, "the weights of a layer at least"
+    assert set(counts) == {3}
     statistics = spread.statistics_tensors()
     for name, tensor in plain.statistics_tensors().items():
         assert torch.equal(tensor, statistics[name])

@@ -15,12 +15,12 @@ def test_list_has_no_equal_rows_and_no_empty_columns(inside):
     assert lines[-2].startswith("(1) from the folder ")
     assert sum("(1)" in line for line in lines) == 2
     content = json.loads(WHEEL_COPY.read_text())
-    measured = {"text": "x", "tokens": 9, "perplexity": 2.0, "format": "sglang"}
-    measured |= {"sink": 0, "recent": 0}
-    arm = {"perplexity_increase": 0.0123, "attention_kl": None, "output_error": 0.1}
+    measured = {"answered": 61, "questions": 64, "perplexity_increase": 0.0123}
     for entry in content["entries"]:
-        entry["evaluation"] = {**measured, "arms": {"mine": arm}}
+        entry["summary"] = measured
     (inside.folder / "index.json").write_text(json.dumps(content))
     lines = inside("list", "--index", "index.json").stdout.splitlines()
+    assert "answers" in lines[1]
     assert "cost" in lines[1]
+    assert all("95%" in line for line in lines[2:-2])
     assert all("+1.23%" in line for line in lines[2:-2])

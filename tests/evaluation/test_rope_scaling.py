@@ -11,8 +11,12 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.compatibility import settle_rope_scaling
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.model.loading import load_config
+from rotationzoo.model.rope import scaling_of
+from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe, with_rope_scaling
 
 LONG = Data(tokens=1024, length=512)
@@ -58,6 +62,15 @@ def test_evaluate_scales_as_the_artifact_was_calibrated(model, scaled):
         evaluate(Evaluation(str(model), [scaled.folder], LONG, rope_scaling="yarn:4", **OPTIONS))
     with pytest.raises(UsageError, match="--rope-scaling must be written as"):
         evaluate(Evaluation(str(model), [], LONG, rope_scaling="4", **OPTIONS))
+
+
+def test_positions_that_are_those_of_the_config_need_not_be_said(model, scaled):
+    source = find(str(model))
+    for same in ("yarn:2:256", "yarn:2", "yarn:2.0"):
+        settled = settle_rope_scaling(same, [scaled], source)
+        assert scaling_of(load_config(source, settled)) == "yarn:2:256"
+    with pytest.raises(RotationZooError, match="scaling yarn:2, not yarn:2:128"):
+        settle_rope_scaling("yarn:2:128", [scaled], source)
 
 
 def test_an_artifact_without_the_scaling_is_noted(model, tmp_path):

@@ -31,6 +31,7 @@ from rotationzoo.model.geometry import (
     geometry_on_meta,
     shifted_layers,
 )
+from rotationzoo.model.transparency import check_transparent
 from rotationzoo.recipe import PRESETS, Data, Search
 from rotationzoo.zoo import due
 from rotationzoo.zoo.index import Entry
@@ -70,8 +71,11 @@ def test_a_look_without_weights_says_what_the_loaded_model_does(name):
     assert shifted_layers(geometry) == MOVED.get(name, [])
     ids = torch.randint(3, 59, (1, 24), generator=torch.Generator().manual_seed(0))
     model = architectures.build(name)
-    assert centering.layers_moved(model, ids) == MOVED.get(name, [])
-    assert centering.layers_moved(model.bfloat16(), ids) == MOVED.get(name, [])
+    for weights in (model, model.bfloat16()):
+        check = centering.ShiftCheck()
+        with torch.no_grad():
+            check_transparent(weights, ids, check)
+        assert check.layers == MOVED.get(name, [])
 
 
 def test_what_cannot_be_tried_is_not_trusted():

@@ -11,6 +11,7 @@ from support.full_memory import room_for
 
 from rotationzoo import ranks
 from rotationzoo.cache.windows import Cache
+from rotationzoo.calibration import running_sums
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
 from rotationzoo.errors import RotationZooError
@@ -55,6 +56,17 @@ def test_the_sums_are_those_of_smaller_batches(name, model, caplog):
     (line,) = caplog.messages
     assert line == "Memory ran out with 4 rows of 32 tokens in a forward pass; going on with 2"
     assert_same(sums, expected)
+
+
+def test_nothing_is_copied_before_the_first_rows_of_a_batch(model, monkeypatch):
+    """Its sums are zeros then, and copies would take as much memory as they do."""
+    geometry, copied, keep = geometry_of(model), [], running_sums.keep_sums
+    monkeypatch.setattr(running_sums, "keep_sums", lambda sums: copied.append(1) or keep(sums))
+    with room_for(model, 4) as passes:
+        collect(model, geometry, [IDS[:4], IDS[:4]], RECIPE)
+        assert (passes, copied) == ([4, 4], [])
+        collect(model, geometry, [IDS[:6]], RECIPE)
+    assert (passes[2:], copied) == ([6, 3, 3], [1]), "the second half is added to the first"
 
 
 def test_offloaded_weights_go_back_after_a_pass_that_failed(model, tmp_path):

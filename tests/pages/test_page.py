@@ -7,9 +7,9 @@ from support.browser import scrolls_sideways, serious_findings
 from rotationzoo.pages import page
 
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
-CHART = """<svg width="120" height="40" role="graphics-document" aria-label="two values">
-<g><path role="graphics-symbol" aria-label="layer 0: 1.5" d="M0,0h50v30h-50Z"/></g>
-<g><path role="graphics-symbol" aria-label="layer 1: 2.5" d="M60,0h50v30h-50Z"/></g></svg>"""
+CHART = """<svg width="120" height="40" role="group" aria-label="two values">
+<g><path role="graphics-symbol img" aria-label="layer 0: 1.5" d="M0,0h50v30h-50Z"/></g>
+<g><path role="graphics-symbol img" aria-label="layer 1: 2.5" d="M60,0h50v30h-50Z"/></g></svg>"""
 TEMPLATE = """{% extends "base.html.jinja" %}
 {% block title %}{{ name }}{% endblock %}
 {% block header %}<h1>{{ name }}</h1>{% endblock %}

@@ -7,8 +7,9 @@ import torch
 from support.ranks import Beside
 
 from rotationzoo import ranks
-from rotationzoo.calibration.search.shelf import free_memory
-from rotationzoo.errors import RotationZooError, Unsound, UsageError
+from rotationzoo.errors import ProcessLost, RotationZooError, Unsound, UsageError
+from rotationzoo.model.placement import free_memory
+from rotationzoo.ranks.group import Group
 
 
 def cpu() -> str:
@@ -60,6 +61,30 @@ def test_a_process_that_gives_no_sign_of_life_is_given_up(beside):
         ranks.all_reduce(torch.ones(1))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        # NCCL has no type of error for it. These are its words.
+        RuntimeError(
+            "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+            "Last error:\nCuda failure 2 'out of memory'"
+        ),
+    ],
+)
+def test_full_memory_is_not_taken_for_a_lost_process(beside, monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    beside.tell("sum 1/1", True)
+    monkeypatch.setattr(Group, "_wait_for_connection", fail)
+    with pytest.raises(RotationZooError, match="no memory left") as raised, ranks.joined(cpu):
+        ranks.all_reduce(torch.ones(1))
+    assert not isinstance(raised.value, ProcessLost)
+    assert "--batch" in raised.value.hint
+
+
 def test_processes_without_a_gpu_are_refused_beside_others(beside):
     beside.say_hello(device="cuda")
     with pytest.raises(UsageError, match="1 of 2 processes have no GPU"), ranks.joined(cpu):
@@ -94,9 +119,9 @@ def test_one_process_under_a_launcher_is_alone(monkeypatch):
 
 
 def test_processes_share_the_memory_of_their_machine(monkeypatch):
-    whole = free_memory(torch.device("cpu"))
+    whole = free_memory("cpu")
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert 0.5 < 8 * free_memory(torch.device("cpu")) / whole < 2  # other programs come and go
+    assert 0.5 < 8 * free_memory("cpu") / whole < 2  # other programs come and go

@@ -63,3 +63,46 @@ def test_an_entry_twice_is_refused_and_merged_when_it_is_added():
         content["entries"][0]["files"]["rotations.safetensors"] |= change
         with pytest.raises(Exception, match="it is damaged"):
             index.parse(json.dumps(content), "it")
+
+
+ENTRY = index.Entry(
+    model="a/b",
+    recipe="oscar",
+    files={"rotations.safetensors": index.File(size=1, sha256="0" * 64)},
+    copies=[index.Copy(hub="huggingface", repo="x/y", path="p", revision="r1")],
+)
+
+
+def test_what_later_versions_add_is_ignored_and_kept():
+    """Only where it describes an entry: what says where files are is known in full."""
+    content = json.loads(index.Index().extended(ENTRY).text())
+    content["mirrors"] = ["z"]
+    # These are also the names of methods and properties, which no file may replace.
+    later = {"rating": {"stars": 5}, "identity": "mine", "pullable": False, "text": "x"}
+    content["entries"][0] |= later
+    content["entries"][0]["summary"] = {"answered": 3, "questions": 4, "seconds": 1.5}
+    parsed = index.parse(json.dumps(content), "it")
+    assert parsed.entries[0].identity == "0" * 64
+    assert parsed.entries[0].pullable
+    other = ENTRY.model_copy(update={"model": "c/d"})
+    rewritten = json.loads(parsed.extended(other).text())
+    assert rewritten["mirrors"] == ["z"]
+    assert rewritten["entries"][0] == content["entries"][0]
+    for part in (
+        content["entries"][0]["copies"][0],
+        content["entries"][0]["files"]["rotations.safetensors"],
+    ):
+        part["later"] = 1
+        with pytest.raises(Exception, match="later: Extra inputs are not permitted"):
+            index.parse(json.dumps(content), "it")
+        del part["later"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"answered": -1}, {"bits_per_element": 0}, {"perplexity_increase": "much"}]
+)
+def test_a_summary_that_cannot_be_is_refused(wrong):
+    content = json.loads(index.Index().extended(ENTRY).text())
+    content["entries"][0]["summary"] = wrong
+    with pytest.raises(Exception, match=r"it is damaged: entries\.0\.summary"):
+        index.parse(json.dumps(content), "it")

@@ -10,6 +10,7 @@ from support.hubs.calls import Fault
 from support.published import ZOO, ok, refused
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import add_files
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli import progress_log
 from rotationzoo.progress import Bytes
@@ -62,6 +63,7 @@ def test_a_dry_run_reaches_no_hub(zoo, made):
     files = ok(zoo.run("push", made, ZOO, "--dry-run", "--json"))["files"]
     assert {Path(file["path"]).name for file in files} == {path.name for path in made.iterdir()}
     assert not zoo.hf.requests
+    assert not any(Path(file["path"]).name == "model.sig" for file in files)
     without = ok(zoo.run("push", made, ZOO, "--dry-run", "--no-statistics", "--json"))["files"]
     assert len(without) == len(files) - 1
 
@@ -182,3 +184,24 @@ def test_a_download_tells_how_much_has_arrived(tmp_path, monkeypatch):
     assert told[-1] == ("downloading", 1000, 1000), "not more than there is to come"
     assert {type(count) for step in told for count in step[1:]} == {Bytes}
     assert not any(thread.name == "growth" for thread in threading.enumerate())
+
+
+def test_an_index_has_the_figures_of_the_artifact_and_not_of_a_baseline(zoo, made, tmp_path):
+    """Also once it is read again, when the arms of its evaluation are sorted by name."""
+    artifact = Artifact.open(shutil.copytree(made, tmp_path / "made"))
+    task = {"answered": 7, "questions": 8, "log_probability": -0.5}
+    costs = {"perplexity_increase": 0.5, "attention_kl": None, "output_error": 0.5}
+    arms = {
+        "made": {**costs, "perplexity_increase": 0.01, "tasks": {"needles": task, "copy": task}},
+        "hadamard": {**costs, "tasks": {"needles": {**task, "answered": 1}}},
+    }
+    evaluated = {"text": "x", "tokens": 9, "perplexity": 2.0, "format": "sglang", "arms": arms}
+    summary = {**evaluated, "sink": 64, "recent": 256}
+    add_files(artifact, {"evaluation.json": b"{}"}, {"evaluation": summary})
+    ok(zoo.run("push", artifact.folder, ZOO, "--json"))
+    (listed,) = ok(zoo.run("list", "--repo", ZOO, "--json"))["entries"]
+    assert list(listed["evaluation"]["arms"]) == ["hadamard", "made"]
+    bits = listed["summary"].pop("bits_per_element")
+    # Measured by `plan` from the model's shape: 388.0625 bytes a token of 1,024 elements.
+    assert bits == pytest.approx(388.0625 * 8 / 1024, abs=1e-4)
+    assert listed["summary"] == {"answered": 14, "questions": 16, "perplexity_increase": 0.01}

@@ -20,11 +20,12 @@ from rotationzoo.calibration.search.learn import LearningSettings
 from rotationzoo.calibration.search.learn_group import learn_side
 from rotationzoo.calibration.search.memory import LayerFootprint, TextLengths
 from rotationzoo.calibration.search.sampling import take_samples
-from rotationzoo.calibration.search.shelf import Shelf, free_memory
+from rotationzoo.calibration.search.shelf import Shelf
 from rotationzoo.calibration.search.stored import Samples
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.calibration.search.threads import start_in_threads
 from rotationzoo.model.geometry import Layer, cached_layers
+from rotationzoo.model.placement import free_memory
 from rotationzoo.model.projection import OutputProjection, output_projections
 from rotationzoo.progress import Progress, silent
 from rotationzoo.rotations import SIDES
@@ -59,13 +60,19 @@ def search_layers(
     layers = cached_layers(task.geometry)
     chosen, record = checkpoint.read_search() if checkpoint is not None else ({}, {})
     remaining = [layer for layer in ranks.share(layers) if str(layer.index) not in record]
-    for done in choose_layers(task, remaining, deadline, progress):
-        for side, choice in done.sides.items():
-            chosen[done.layer.index, side] = choice.matrix.cpu().contiguous()
-        record[str(done.layer.index)] = done.record
-        # Saved after every group of layers, so a stopped search loses at most one.
-        if checkpoint is not None:
-            checkpoint.save_search(chosen, record)
+    saved = len(record)
+    try:
+        for done in choose_layers(task, remaining, deadline, progress):
+            for side, choice in done.sides.items():
+                chosen[done.layer.index, side] = choice.matrix.cpu().contiguous()
+            record[str(done.layer.index)] = done.record
+            if checkpoint is not None and checkpoint.save_search(chosen, record):
+                saved = len(record)
+    finally:
+        # Layers take minutes, so Ctrl-C, the loss of another process or an error loses none that
+        # is done. Nor does whatever stops the stages that follow.
+        if checkpoint is not None and len(record) > saved:
+            checkpoint.save_search(chosen, record, at_once=True)
     return _gather(layers, chosen, record)
 
 

@@ -11,8 +11,9 @@ from rotationzoo import ranks
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
-from rotationzoo.calibration.search.shelf import HOST_SHARE, free_memory
+from rotationzoo.calibration.search.shelf import HOST_SHARE
 from rotationzoo.model.geometry import Geometry
+from rotationzoo.model.placement import free_memory
 from rotationzoo.model.prediction import HiddenStates, run_decoder
 from rotationzoo.rotations import Rotations
 
@@ -79,7 +80,7 @@ class ModelDivergence:
         if kept is None:
             states = self._predicting(run_decoder(self.model, ids))
             size = states.output.last_hidden_state.nbytes
-            if size <= HOST_SHARE * free_memory(torch.device("cpu")):
+            if size <= HOST_SHARE * free_memory("cpu"):
                 self._kept[numbers] = _moved(states, torch.device("cpu"))
             return states
         return _moved(kept, kept.ids.device)

@@ -2,8 +2,7 @@
 
 import torch
 
-from rotationzoo import ranks
-from rotationzoo.model import placement
+from rotationzoo.model.placement import free_memory
 
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 """The shares of the memory that is free which samples may take: on a device, beside a reserve for
@@ -11,17 +10,6 @@ what is computed on them; and in host memory, where other programs run."""
 _PINNED = 2  # torch rounds pinned allocations up to powers of two
 
 _HOST = torch.device("cpu")
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device; for a CPU, in main memory, within the limit of
-    a container, and divided among the processes of a launcher."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # torch keeps what it has freed for itself.
-        reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        return free + reserved - used
-    return placement.free_memory("cpu") // ranks.local_world()
 
 
 class Buffer:

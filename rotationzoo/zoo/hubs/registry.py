@@ -22,11 +22,36 @@ class HubEntry:
     module: str
     """A module of `zoo/hubs`. It is imported only on use, so that `--help` does not wait for it."""
     class_name: str
+    main: str
+    """The branch that a repository begins with."""
+    repo_page: str
+    """The address of a repository's page for people; below, that of a file's page, and of the file
+    itself. They are `str.format` templates of `repo`, `revision` and `path`."""
+    file_page: str
+    file: str
 
 
 HUBS = {
-    "huggingface": HubEntry("Hugging Face", "hf", "huggingface", "HuggingFace"),
-    "modelscope": HubEntry("ModelScope", "ms", "modelscope", "ModelScope"),
+    "huggingface": HubEntry(
+        title="Hugging Face",
+        abbreviation="hf",
+        module="huggingface",
+        class_name="HuggingFace",
+        main="main",
+        repo_page="https://huggingface.co/{repo}",
+        file_page="https://huggingface.co/{repo}/blob/{revision}/{path}",
+        file="https://huggingface.co/{repo}/resolve/{revision}/{path}",
+    ),
+    "modelscope": HubEntry(
+        title="ModelScope",
+        abbreviation="ms",
+        module="modelscope",
+        class_name="ModelScope",
+        main="master",
+        repo_page="https://modelscope.cn/models/{repo}",
+        file_page="https://modelscope.cn/models/{repo}/file/view/{revision}/{path}",
+        file="https://modelscope.cn/models/{repo}/resolve/{revision}/{path}",
+    ),
 }
 HUB_NAMES = tuple(HUBS)
 DEFAULT_HUB = HUB_NAMES[0]  # where to look and publish if the user names no hub

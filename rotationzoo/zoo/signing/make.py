@@ -31,14 +31,17 @@ def can_sign_in_ci() -> bool:
 class SigningTool:
     """Signs files, any number of times, always as the same signer."""
 
-    def __init__(self, key: Path | None, trust_config: Path | None = None):
+    def __init__(self, key: Path | None, trust_config: Path | None = None, why: str = "signing"):
         """`key` is the file of a private key in PEM, or None for keyless signing. `trust_config`
-        names another instance of Sigstore than the public one. Raises `RotationZooError` if the
-        extra `sign` is missing, or there is no such key."""
-        check_installed("signing", "; or publish unsigned, with: --sign none")
+        names another instance of Sigstore than the public one; `why` there is something to sign.
+        Raises `RotationZooError` if the extra `sign` is missing, or there is no such key."""
+        check_installed(why, "; or publish unsigned, with: --sign none")
         if key is not None:
             _check_key(key)
         self.key, self.trust_config = key, trust_config
+        self.signer = None if key is None else Signer(public_key=self._public_key())
+        """Who its signatures show as their signer. None before the first keyless one, whose
+        certificate says it."""
 
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
         """The signature of these files (name -> file or content), and who it shows as its signer.
@@ -61,8 +64,9 @@ class SigningTool:
             data = target.read_bytes()
         bundle = parse_bundle(data, "the new signature")
         if bundle.certificate is not None:
-            return data, claimed_signer(bundle.certificate, name)
-        return data, Signer(public_key=self._public_key())
+            self.signer = claimed_signer(bundle.certificate, name)
+        assert self.signer is not None
+        return data, self.signer
 
     def _make_config(self) -> "Config":
         """The library's configuration for one signature: the token of a CI job's identity expires

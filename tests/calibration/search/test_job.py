@@ -1,12 +1,17 @@
 """Recipes that search, as whole jobs."""
 
-import pytest
+from contextlib import ExitStack
 
+import pytest
+from support.full_memory import room_for
+
+from rotationzoo.calibration import model_run
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.search_view import search_sentences, show_search
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model import loading
 from rotationzoo.recipe import PRESETS, Data, Search, from_dict
 
 # Small windows, so that short rows have room for questions.
@@ -42,6 +47,31 @@ def test_best_makes_an_artifact_of_the_demo_model(tmp_path):
     assert passes["samples"] == 3 * 512, "of all rows, in one pass"
     assert passes["statistics"] + passes["samples"] <= 2 * 1536, "twice the passes of oscar"
     assert min(passes["predictions"], passes["answers"]) > 512
+
+
+def test_a_search_goes_on_with_the_batch_that_fitted(tmp_path, monkeypatch):
+    """After a stop, too, and then with the passes that were counted before it."""
+    data = Data(tokens=1024, length=128)
+    recipe = PRESETS["oscar-clip"].model_copy(update={**SHORT, "data": data})
+    load, tasks = loading.load, []
+
+    def load_on_a_small_device(*arguments):
+        model = load(*arguments)
+        small_device.enter_context(room_for(model, 3))
+        return model
+
+    def stop(task, *_):
+        tasks.append((task.batch, task.passes.tokens["statistics"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "load", load_on_a_small_device)
+    monkeypatch.setattr(model_run, "search_rotations", stop)
+    for _ in range(2):
+        with ExitStack() as small_device, pytest.raises(KeyboardInterrupt):
+            calibrate(Job("demo", recipe, tmp_path / "out", device="cpu", batch=8))
+    # Two of the eight rows are held out. The first run failed with the others at once, and the
+    # second reads none of them.
+    assert tasks == 2 * [(3, 128 * (6 + 3 + 3))]
 
 
 def test_a_budget_leaves_out_learning_and_clip_ratios(tmp_path):

@@ -13,7 +13,9 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import add_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.zoo import index
+from rotationzoo.zoo.signed_index import IndexSigner, OwnIndex
 from rotationzoo.zoo.signing import extra
+from rotationzoo.zoo.signing.make import SigningTool
 
 SIGNATURE = "zoo_index.json.sig"
 
@@ -129,6 +131,42 @@ def test_a_signed_index_on_the_second_hub_leaves_the_work_half_done(zoo, made, k
     ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--sign", keys.ours, "--json"))
     text = refused(zoo.run("push", made, ZOO, "--to", "both"), code=3)
     assert f"huggingface took it and modelscope did not: the index of {ZOO} is signed" in text
+
+
+def test_a_dry_run_lists_the_signatures(zoo, made, keys):
+    words = ["push", made, ZOO, "--dry-run"]
+    plan = ok(zoo.run(*words, "--json", "--sign", keys.ours))
+    (signature,) = [file for file in plan["files"] if file["path"].endswith("/model.sig")]
+    assert (signature["size"], signature["sha256"]) == (None, None), "made when it is published"
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    sent = {file["path"] for file in plan["files"]} | set(plan["root_files"])
+    assert sent == zoo.hf.files(ZOO).keys() - {".gitattributes"}, "which the hub writes"
+    shown = zoo.run(*words)
+    assert "model.sig" not in shown.stdout
+    assert "the commit also writes zoo_index.json, README.md, config.json\n" in shown.stderr
+
+
+def test_a_job_that_signs_unasked_says_why_it_needs_the_extra(zoo, made, monkeypatch):
+    """Before it opens the artifact. It must not publish without a signature, and not say so."""
+    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    for name in ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"):
+        monkeypatch.setenv(name, "true")
+    text = refused(zoo.run("push", "no-artifact", ZOO))
+    assert "`id-token: write` signs what it publishes unless told otherwise, and that needs" in text
+    assert f"{extra.INSTALL}; or publish unsigned, with: --sign none" in text
+    ok(zoo.run("push", made, ZOO, "--sign", "none", "--json"))
+
+
+@pytest.mark.parametrize("keyless", [False, True])
+def test_nothing_is_signed_before_the_earlier_index_is_checked(keys, keyless):
+    tool = SigningTool(keys.ours)
+    if keyless:
+        tool.signer = None
+    tool.sign = lambda *_: pytest.fail("it was signed")
+    entry = index.read(index.WHEEL_COPY).entries[0]
+    before = OwnIndex(index.Index(entries=[entry]), b"the file")
+    with pytest.raises(RotationZooError, match="the index of a/b has no signature"):
+        IndexSigner(tool).sign(before, b"extended", "a/b")
 
 
 @pytest.mark.hostile("hub")

@@ -1,0 +1,125 @@
+"""The page of a zoo: every published rotation of an index in one table, to search and to sort."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from rotationzoo.pages.page import render_page
+from rotationzoo.zoo.hubs.registry import HUBS
+from rotationzoo.zoo.index import Entry
+from rotationzoo.zoo.links import Link, copy_links, pull_command
+from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.summary import Summary
+
+_KINDS = {
+    "oscar": "a pair of .pt files by OSCAR's makers",
+    "latent": "for a latent cache",
+    "gguf": "a whole model as GGUF",
+}
+"""Format of an entry -> what it is; an artifact needs no words."""
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure in words, and the number or text to sort it by; None if it is not known."""
+
+    words: str
+    value: float | str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the page shows of one entry."""
+
+    model: str
+    model_url: str | None
+    recipe: str
+    figures: list[Cell]
+    """One for each of `COLUMNS`."""
+    signed: str
+    kind: str | None
+    note: str | None
+    command: str | None
+    copies: list[tuple[str, list[Link]]]
+    """Where its files are: a repository on a hub, and the addresses to read there."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures: its title, and whether the best are the largest."""
+
+    title: str
+    largest_first: bool = False
+
+
+COLUMNS = (
+    Column("Answers", largest_first=True),
+    Column("Cost"),
+    Column("Bits"),
+    Column("Size"),
+    Column("Date", largest_first=True),
+)
+
+
+def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[str]) -> str:
+    """The HTML page of these entries of an index, sorted by model.
+
+    `place`: the options of `pull` that name the index, as `["--repo", "owner/zoo"]`.
+    """
+    rows = sorted((make_row(loaded, entry, place) for entry in entries), key=order_of)
+    return render_page(
+        "zoo.html.jinja", ("zoo.js",), rows=rows, columns=COLUMNS, origin=loaded.origin
+    )
+
+
+def order_of(row: Row) -> tuple[str, str]:
+    """What rows are sorted by until the reader sorts them."""
+    return row.model.lower(), row.recipe
+
+
+def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
+    """The row of one entry in `zoo_table.html.jinja`; `place` as for `render_zoo_page`."""
+    copies = []
+    for copy in entry.copies:
+        name = f"{copy.repo} on {HUBS[copy.hub].title}"
+        copies.append((name, copy_links(loaded, entry, copy)))
+    # Models are always fetched from Hugging Face; a name without an owner is on no hub.
+    address = None
+    if "/" in entry.model:
+        address = f"https://huggingface.co/{quote(entry.model)}"
+    return Row(
+        model=entry.model,
+        model_url=address,
+        recipe=entry.recipe,
+        figures=_figures(entry),
+        signed=f"signed by {entry.signer}" if entry.signer else "not signed",
+        kind=_KINDS.get(entry.format),
+        note=entry.note,
+        command=pull_command(entry, place),
+        copies=copies,
+    )
+
+
+def _figures(entry: Entry) -> list[Cell]:
+    figures = entry.summary or Summary()
+    share = figures.share_answered
+    answers = Cell(_UNKNOWN)
+    if share is not None:
+        answers = Cell(f"{share:.0%} of {figures.questions:,}", share)
+    sizes = [file.size for file in entry.files.values()]
+    size = None
+    if sizes and None not in sizes:
+        size = sum(filter(None, sizes))
+    date = entry.created and entry.created[:10]
+    return [
+        answers,
+        _cell(figures.perplexity_increase, "{:+.2%}"),
+        _cell(figures.bits_per_element, "{:.2f}"),
+        Cell(_UNKNOWN) if size is None else Cell(f"{size / 1e6:,.1f} MB", size),
+        Cell(date or _UNKNOWN, date),
+    ]
+
+
+def _cell(value: float | None, format: str) -> Cell:
+    return Cell(_UNKNOWN) if value is None else Cell(format.format(value), value)

@@ -1,0 +1,152 @@
+"""The pages of the Space: plans, the zoo with its answers, and requests for rotations."""
+
+import logging
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from planning import CONTEXTS, GPUS, check_model, make_plan
+from regeneration import RECIPES, Asked, ask_for
+from settings import Settings
+from sign_in import CALLBACK, Sessions
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from zoo_entries import Zoo
+
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.pages.page import render_page
+from rotationzoo.pages.zoo_page import COLUMNS
+
+TEMPLATES = Path(__file__).parent / "templates"
+HEADERS = {
+    # The hub shows a Space in a frame of its own page.
+    "Content-Security-Policy": "frame-ancestors 'self' https://huggingface.co",
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+_LARGEST_FORM = 4096  # bytes
+
+
+class Pages:
+    """Answers the requests of the Space's visitors."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.sessions = Sessions(settings)
+        self.zoo = Zoo(settings.zoo)
+
+    def home(self, request: Request) -> Response:
+        """The form for a plan, and the zoo."""
+        entries = self.zoo.entries()
+        values = {"rows": entries.rows(), "columns": COLUMNS, "origin": entries.loaded.origin}
+        return self._show(request, "home.html.jinja", scripts=("zoo.js",), **values)
+
+    def plan(self, request: Request) -> Response:
+        """The plan for the model, the GPU and the context that a visitor chose."""
+        query = request.query_params
+        context = query.get("context", "131072")
+        if not context.isascii() or not context.isdigit():
+            raise UsageError("that context is no number", hint="choose one of the list")
+        plan = make_plan(query.get("model", ""), query.get("gpu", "H100"), int(context))
+        listed = self.zoo.entries().of_model(plan["model"])
+        return self._show(request, "plan.html.jinja", plan=plan, listed=listed)
+
+    def answers(self, request: Request) -> Response:
+        """The heat maps of one entry: its answers by distance and depth."""
+        entries = self.zoo.entries()
+        entry = entries.entry(request.path_params["identity"])
+        values = {"entry": entry, "section": entries.answers(entry)}
+        return self._show(request, "answers.html.jinja", scripts=("page.js",), **values)
+
+    async def ask(self, request: Request) -> Response:
+        """A pull request for the model in the form, in the name of the visitor."""
+        form = await _read_form(request)
+        asked = await run_in_threadpool(self._ask, request, form)
+        return self._show(request, "asked.html.jinja", asked=asked)
+
+    def _ask(self, request: Request, form: dict[str, str]) -> Asked:
+        session = self.sessions.signed_in(request)
+        if session is None or session.token is None:
+            raise UsageError("a request is made in your name", hint="sign in first")
+        model = check_model(form.get("model", ""))
+        # So that nobody asks for a model that does not exist or can have no rotations.
+        plan = make_plan(model, GPUS[0], CONTEXTS[0])
+        if plan["refusal"]:
+            raise RotationZooError(f"{model} can have no rotations: {plan['refusal']}")
+        return ask_for(model, form.get("recipe", ""), self.settings.zoo, session.token)
+
+    def sign_in(self, request: Request) -> Response:
+        """To the hub, which sends the visitor back."""
+        return self.sessions.start()
+
+    def signed_in(self, request: Request) -> Response:
+        """Back from the hub."""
+        return self.sessions.finish(request)
+
+    def sign_out(self, request: Request) -> Response:
+        """Forget the visitor's token."""
+        return self.sessions.end(request)
+
+    def error(self, request: Request, error: Exception) -> Response:
+        """What went wrong, in one sentence; never a traceback or the path of a file."""
+        sentence, hint, status = "something went wrong here, or at the hub", "try again later", 502
+        if isinstance(error, RotationZooError):
+            sentence, hint, status = str(error), error.hint, 400
+        else:
+            logging.getLogger("space").error("%s", type(error).__name__)
+        return self._show(request, "error.html.jinja", status=status, sentence=sentence, hint=hint)
+
+    def _show(
+        self,
+        request: Request,
+        template: str,
+        scripts: tuple[str, ...] = (),
+        status: int = 200,
+        **values: Any,
+    ) -> Response:
+        session = self.sessions.signed_in(request)
+        html = render_page(
+            template,
+            scripts,
+            folders=(TEMPLATES,),
+            form_action="'self'",
+            user=session.name if session else None,
+            can_sign_in=self.settings.oauth is not None,
+            zoo=self.settings.zoo,
+            gpus=GPUS,
+            contexts=CONTEXTS,
+            recipes=RECIPES,
+            **values,
+        )
+        return HTMLResponse(html, status, HEADERS)
+
+
+async def _read_form(request: Request) -> dict[str, str]:
+    """The fields of a small form."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _LARGEST_FORM:
+            raise UsageError("that form is too large")
+    fields = parse_qs(body.decode("ascii", "replace"))
+    return {name: values[0] for name, values in fields.items()}
+
+
+def make_app(settings: Settings) -> Starlette:
+    """The web application."""
+    pages = Pages(settings)
+    routes = [
+        Route("/", pages.home),
+        Route("/plan", pages.plan),
+        Route("/answers/{identity}", pages.answers),
+        Route("/ask", pages.ask, methods=["POST"]),
+        Route("/sign-in", pages.sign_in),
+        Route(CALLBACK, pages.signed_in),
+        Route("/sign-out", pages.sign_out, methods=["POST"]),
+    ]
+    handlers = {RotationZooError: pages.error, Exception: pages.error}
+    return Starlette(routes=routes, exception_handlers=handlers)

@@ -1,0 +1,112 @@
+"""The zoo that the Space shows: its index, read again every few minutes, and its evaluations."""
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from planning import check_model
+
+from rotationzoo.artifact.evaluation_file import Evaluation
+from rotationzoo.artifact.store import EVALUATION
+from rotationzoo.errors import HubError, RotationZooError
+from rotationzoo.pages.answers import describe_needles
+from rotationzoo.pages.arms import arms_of
+from rotationzoo.pages.figures import Section
+from rotationzoo.pages.zoo_page import Row, make_row, order_of
+from rotationzoo.storage import strict_json
+from rotationzoo.storage.files import digest
+from rotationzoo.zoo.hubs.registry import open_hub
+from rotationzoo.zoo.index import Entry
+from rotationzoo.zoo.links import Link
+from rotationzoo.zoo.lookup import BUNDLED_INDEX, LoadedIndex, find_index, read_index
+
+_FRESH = 300  # seconds for which an index is not read again
+
+
+@dataclass(frozen=True)
+class ZooEntries:
+    """What a zoo lists at one time."""
+
+    loaded: LoadedIndex
+    place: list[str]
+    """The options of `pull` that name the index."""
+
+    def rows(self) -> list[Row]:
+        """The rows of the table, with a link to the answers of each entry that has any."""
+        rows = []
+        for entry in self.loaded.content.entries:
+            row = make_row(self.loaded, entry, self.place)
+            if EVALUATION in entry.files:
+                link = Link("answers by distance and depth", f"/answers/{entry.identity}")
+                (name, links), *others = row.copies
+                row = replace(row, copies=[(name, [*links, link]), *others])
+            rows.append(row)
+        return sorted(rows, key=order_of)
+
+    def of_model(self, model: str) -> list[Entry]:
+        """The entries of a model."""
+        name = check_model(model).lower()
+        return [entry for entry in self.loaded.content.entries if entry.model.lower() == name]
+
+    def entry(self, identity: str) -> Entry:
+        """The artifact with this sha256. Raises `RotationZooError` if none is listed."""
+        for entry in self.loaded.content.entries:
+            if entry.format == "rotationzoo" and entry.identity == identity:
+                return entry
+        raise RotationZooError("the zoo lists no such rotations", hint="choose some of the table")
+
+    def answers(self, entry: Entry) -> Section:
+        """Heat maps from an entry's `evaluation.json`, whose hash must be the listed one.
+
+        Raises `RotationZooError` if it has none, and `HubError` if no hub has the listed file.
+        """
+        listed = entry.files.get(EVALUATION)
+        if listed is None:
+            raise RotationZooError("these rotations were published without an evaluation")
+        copy = entry.copies[0]
+        revision = self.loaded.revision_of(copy)
+        data = _read(copy.hub, copy.repo, revision, copy.path_of(EVALUATION))
+        if data is None or digest(data) != listed.sha256:
+            raise HubError("the evaluation on the hub is not the one that the zoo lists")
+        return _draw(data, entry.recipe)
+
+
+@lru_cache(maxsize=32)
+def _read(hub: str, repo: str, revision: str | None, path: str) -> bytes | None:
+    return open_hub(hub).read(repo, revision, path)
+
+
+# A figure keeps its drawing, so that each is drawn once.
+@lru_cache(maxsize=32)
+def _draw(data: bytes, recipe: str) -> Section:
+    content = strict_json.parse(data, EVALUATION)
+    evaluation = strict_json.validate(Evaluation, content, EVALUATION)
+    return describe_needles(arms_of(evaluation, recipe))
+
+
+class Zoo:
+    """The entries of a zoo on Hugging Face, or what came with rotationzoo while it cannot be
+    read."""
+
+    def __init__(self, repo: str):
+        self.repo = repo
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._entries: ZooEntries | None = None
+
+    def entries(self) -> ZooEntries:
+        """What the zoo lists; a hub that fails is asked again after some minutes."""
+        with self._lock:
+            if self._entries is None or time.monotonic() - self._read_at > _FRESH:
+                self._entries = self._load()
+                self._read_at = time.monotonic()
+            return self._entries
+
+    def _load(self) -> ZooEntries:
+        try:
+            return ZooEntries(read_index(self.repo, "huggingface"), ["--repo", self.repo])
+        except RotationZooError:
+            if self._entries is not None:
+                return self._entries
+            return ZooEntries(find_index(BUNDLED_INDEX, None), ["--index", BUNDLED_INDEX])

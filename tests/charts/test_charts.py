@@ -1,0 +1,90 @@
+"""Charts: what they draw, whatever the number of layers and heads, and whatever the names."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from rotationzoo.charts.bars import Bar, draw_bars
+from rotationzoo.charts.drawing import draw_inline, draw_png, draw_svg
+from rotationzoo.charts.heat_maps import Cell, Colours, draw_map
+from rotationzoo.charts.lines import Axes, Point, draw_bundle, draw_lines
+
+PHONE = 390 - 2 * 16 - 2 * 13  # pixels inside a figure
+NAME = "<script>alert(1)</script>\"'&"
+
+
+def labels_of(svg: str) -> list[str]:
+    """The labels of all marks, as a screen reader reads them."""
+    marks = ElementTree.fromstring(svg).iter()
+    return [mark.get("aria-label") for mark in marks if "graphics-symbol" in mark.get("role", "")]
+
+
+def size_of(svg: str) -> tuple[float, float]:
+    root = ElementTree.fromstring(svg)
+    return float(root.get("width")), float(root.get("height"))
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (4, 2), (12, 1), (64, 8), (126, 8), (2, 64)])
+def test_a_map_of_any_model_fits_a_phone(layers, heads):
+    cells = [
+        Cell(str(head), str(layer), 0.01 * (layer + head), f"layer {layer}, head {head}")
+        for layer in range(layers)
+        for head in range(heads)
+    ]
+    colours = Colours.of([cell.value for cell in cells], "attention KL")
+    svg = draw_inline(draw_map(cells, "KV head", "layer", colours), "a map", "chart")
+    width, height = size_of(svg)
+    assert width <= PHONE
+    assert height <= 620
+    assert sorted(labels_of(svg)) == sorted(cell.label for cell in cells)
+
+
+def test_sparse_layers_have_rows_of_their_numbers_alone():
+    cells = [Cell("0", str(layer), 1.0 + layer, f"layer {layer}") for layer in (3, 7, 11)]
+    cells.append(Cell("1", "3", None, "not measured"))
+    svg = draw_inline(draw_map(cells, "KV head", "layer", Colours("KL", 0, 12)), "a map", "chart")
+    assert labels_of(svg) == ["layer 3", "layer 7", "layer 11", "not measured"]
+
+
+def test_names_are_escaped_in_labels_texts_and_titles():
+    chart = draw_bars([Bar(NAME, 0.5, NAME, accent=True, low=0.4, high=0.6)], NAME)
+    for svg in (draw_inline(chart, NAME, "chart"), draw_svg(chart, NAME).decode()):
+        assert "<script" not in svg
+        assert labels_of(svg) == [f"{NAME}: {NAME}"]
+    assert draw_png(chart, NAME).startswith(b"\x89PNG")
+
+
+def test_colours_of_text_are_those_of_the_page_and_files_are_black_on_white():
+    chart = draw_bars([Bar("one", 1.0, "1")], "number")
+    assert "currentColor" in draw_inline(chart, "bars", "chart")
+    assert "white" not in draw_inline(chart, "bars", "chart")
+    assert 'fill="white"' in draw_svg(chart, "bars").decode()
+
+
+def test_lines_differ_in_dashes_and_shapes_and_have_a_label_for_each_point():
+    points = [
+        Point(f"line {line}", x, line + x, f"line {line} at {x}")
+        for line in range(5)
+        for x in (1, 2, 3)
+    ]
+    svg = draw_inline(draw_lines(points, Axes("layer", "value")), "lines", "chart")
+    assert sorted(labels_of(svg)) == sorted(point.label for point in points)
+    assert len({part.split('"')[0] for part in svg.split('stroke-dasharray="')[1:]}) >= 5
+    assert size_of(svg)[0] <= PHONE
+
+
+def test_a_bundle_has_one_label_for_each_line():
+    points = [Point(str(layer), x, 1 / x, f"layer {layer}") for layer in (0, 9) for x in (1, 8)]
+    svg = draw_inline(draw_bundle(points, Axes("direction", "share"), "layer"), "spectra", "chart")
+    assert labels_of(svg) == ["layer 0", "layer 9"]
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([0.1, 0.2], (0, 0.2, "linear")), ([0.0, 9.0], (0, 9, "linear")),
+     ([0.01, 1.0], (0.01, 1, "log")), ([1e-9, 1.0], (1e-4, 1, "log")),
+     ([0.0], (0, 1, "linear")), ([], (0, 1, "linear"))],
+)  # fmt: skip
+def test_colours_are_logarithmic_for_values_that_are_far_apart(values, scale):
+    colours = Colours.of(values, "KL")
+    assert (colours.low, colours.high, colours.type) == scale

@@ -1,0 +1,101 @@
+"""The Space of `scripts/space` in a process of its own, on a loopback hub."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from support.hubs.server import running
+from support.hubs.sign_in import CLIENT, SECRET, SignInHub
+from support.places import ROOT
+
+ZOO = "someone/zoo"
+OWNERS_TOKEN = "hf_of_the_owner"
+_SECONDS = 90  # until it must answer
+
+
+class _Stay(HTTPRedirectHandler):
+    def redirect_request(self, *_):
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running_space(log) -> Iterator[SimpleNamespace]:
+    """`hub`, `address`, and `ask(path, form, cookie)`, which returns status, headers and text.
+
+    The Space has a token of its owner, and writes to the file `log`.
+    """
+    with running(SignInHub()) as hub:
+        port = _free_port()
+        environment = {
+            **os.environ,
+            "PORT": str(port),
+            "ZOO_REPO": ZOO,
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_TOKEN": OWNERS_TOKEN,
+            "OAUTH_CLIENT_ID": CLIENT,
+            "OAUTH_CLIENT_SECRET": SECRET,
+            "OAUTH_SCOPES": "openid profile write-discussions",
+            "OPENID_PROVIDER_URL": hub.endpoint,
+        }
+        environment.pop("HF_HUB_OFFLINE", None)
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, ROOT / "scripts" / "space" / "app.py"],
+                env=environment, stdout=file, stderr=file,
+            )  # fmt: skip
+        address = f"http://127.0.0.1:{port}"
+        opener = build_opener(_Stay)
+
+        def ask(path: str, form: dict | None = None, cookie: str = ""):
+            data = None if form is None else urlencode(form).encode()
+            request = Request(address + path, data, {"Cookie": cookie})
+            try:
+                with opener.open(request, timeout=_SECONDS) as answer:
+                    return answer.status, answer.headers, answer.read().decode()
+            except HTTPError as error:
+                return error.code, error.headers, error.read().decode()
+
+        try:
+            _wait_for(process, port, log)
+            yield SimpleNamespace(hub=hub, address=address, ask=ask)
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _wait_for(process: subprocess.Popen, port: int, log) -> None:
+    ends = time.monotonic() + _SECONDS
+    while process.poll() is None and time.monotonic() < ends:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except (OSError, URLError):
+            time.sleep(0.05)
+    raise AssertionError(f"the Space has not started: {log.read_text()}")
+
+
+def publish_model(hub: SignInHub, name: str, **changes) -> None:
+    """A model of which only the config is on the hub."""
+    config = {
+        "model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151936, "head_dim": 128,
+        "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    hub.create(name)
+    hub.commit(name, {"config.json": json.dumps(config | changes).encode()})

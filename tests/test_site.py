@@ -1,0 +1,112 @@
+"""The site that Sphinx makes of docs/: no warning, no broken link, pages that are current, and
+nothing that a browser or axe complains about."""
+
+import io
+import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import write_cli_reference
+from support.browser import scrolls_sideways, serious_findings
+from support.places import ROOT
+
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+SOURCES = sorted(DOCS.rglob("*.md"))
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> tuple[Path, str]:
+    """The built site and Sphinx's warnings. It is built in this process, which has torch already:
+    autodoc imports the package."""
+    from sphinx.application import Sphinx
+
+    folder, warnings = tmp_path_factory.mktemp("site"), io.StringIO()
+    app = Sphinx(DOCS, DOCS, folder / "html", folder / "trees", "html", None, None, warnings)
+    assert app.config.nitpicky
+    app.build()
+    return folder / "html", warnings.getvalue()
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """The site on the loopback: unlike a file, it has an origin that requests must not leave."""
+    serve = partial(_Quiet, directory=str(site[0]))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_site_builds_without_a_warning(site):
+    folder, warnings = site
+    assert not warnings
+    built = {path.relative_to(folder).with_suffix("") for path in folder.rglob("*.html")}
+    assert {path.relative_to(DOCS).with_suffix("") for path in SOURCES} <= built
+
+
+def test_formulas_are_mathml_and_no_script_is_loaded_for_them(site):
+    page = (site[0] / "idea.html").read_text("utf-8")
+    assert page.count("<math ") > 20
+    assert not re.search("<script[^>]*mathjax", page, re.IGNORECASE)
+
+
+def test_no_page_loads_anything_from_elsewhere(site):
+    loaded = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*")
+    assert not [path.name for path in site[0].rglob("*.html") if loaded.search(path.read_text())]
+
+
+@pytest.mark.parametrize("name", ["index", "idea"])
+def test_a_page_opens_in_a_browser(address, browser, name):
+    page = browser.open_page(f"{address}/{name}.html", 390)
+    drawings = page.locator("article img").all()
+    assert len(drawings) == (name == "idea")
+    assert all(drawing.evaluate("image => image.naturalWidth") for drawing in drawings)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert not serious_findings(page)
+        for width in (1440, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert not scrolls_sideways(page)
+
+
+def anchors(path: Path) -> set[str]:
+    """What `#...` may follow a link to a Markdown file, as GitHub and MyST make it of headings."""
+    text = FENCED.sub("", path.read_text("utf-8"))
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("path", [*OUTSIDE, *SOURCES], ids=lambda path: path.name)
+def test_links_lead_somewhere_on_github(path):
+    """Sphinx checks the pages among themselves; GitHub shows them beside the rest."""
+    for target, anchor in LINK.findall(path.read_text("utf-8")):
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), f"{target} does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{target} has no heading #{anchor}"
+
+
+def test_the_reference_of_the_command_line_is_current():
+    text = write_cli_reference.PAGE.read_text("utf-8")
+    assert write_cli_reference.page(text) == text, "run: make docs"
+
+
+def test_the_reference_has_every_option_that_help_has(inside):
+    text = write_cli_reference.PAGE.read_text("utf-8")
+    for name in ("calibrate", "push"):
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        listed = set(re.findall(r"`(--[\w-]+)", section))
+        shown = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", inside(name, "--help").stdout))
+        assert shown - {"--help"} <= listed

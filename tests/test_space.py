@@ -1,0 +1,233 @@
+"""The Space of `scripts/space`, as it runs: its pages in a browser, its plans, and its requests."""
+
+import hashlib
+import json
+
+import pytest
+from support.browser import scrolls_sideways, serious_findings
+from support.published import ok
+from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
+from support.stored_figures import Made, make_evaluation
+
+pytest.importorskip("starlette", reason="it is in the extra `dev`")
+pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
+
+MODEL = "someone/Model-8B"
+LISTED, OLDER, CHANGED = "a" * 64, "b" * 64, "c" * 64  # the sha256 of what the zoo lists
+EVALUATION = make_evaluation(Made())
+
+
+def describe(content: bytes) -> dict:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def entry(folder: str, content: tuple) -> dict:
+    _, evaluation, sha256 = content
+    files = {"rotations.safetensors": {"size": 3, "sha256": sha256}, "evaluation.json": evaluation}
+    return {
+        "model": MODEL, "recipe": f"oscar-{folder}", "files": files,
+        "copies": [{"hub": "huggingface", "repo": ZOO, "path": folder}],
+        "summary": {"answered": 45, "questions": 50},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    """The Space on a hub with a model and a zoo."""
+    with running_space(tmp_path_factory.mktemp("space") / "log") as running:
+        publish_model(running.hub, MODEL)
+        running.hub.create(ZOO)
+        older = json.dumps(make_evaluation(Made(old=True))).encode()
+        files = {}
+        for sha256, content, listed in (
+            (LISTED, json.dumps(EVALUATION).encode(), None),
+            (OLDER, older, None),
+            (CHANGED, older, b"another file"),
+        ):
+            files[sha256[0]] = content, describe(listed or content), sha256
+        entries = [entry(*place) for place in files.items()]
+        data = {f"{name}/evaluation.json": content for name, (content, *_) in files.items()}
+        data["zoo_index.json"] = json.dumps({"schema": 1, "entries": entries}).encode()
+        running.hub.commit(ZOO, data)
+        yield running
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_pages_in_a_browser(space, browser, width, scheme):
+    page = browser.open_page(space.address, width, scheme)
+    assert page.locator("#zoo tbody").count() == 3
+    assert "90% of 50" in page.locator("#zoo").inner_text()
+    assert not serious_findings(page)
+    assert not scrolls_sideways(page)
+    # By keyboard alone, from the field to the plan.
+    page.get_by_label("Model on Hugging Face").focus()
+    page.keyboard.type(MODEL)
+    page.keyboard.press("Tab")
+    page.keyboard.type("H200")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=A cache for")
+    assert not serious_findings(page)
+    assert not scrolls_sideways(page)
+
+
+def test_a_plan_is_that_of_the_command(space, browser, inside, monkeypatch):
+    page = browser.open_page(f"{space.address}/plan?model={MODEL}&gpu=L40S&context=32768")
+    # The command reads the same config from a folder.
+    folder = inside.folder / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(space.hub.files(MODEL)["config.json"])
+    plan = ok(inside("plan", "model", "--gpu", "L40S", "--context", "32768", "--json"))
+    rows = page.locator("table").first.locator("tbody tr")
+    for row, cache in zip(rows.all(), ("bf16", "fp8", "int4", "int2"), strict=True):
+        fitting = plan["gpu"]["weights"]["published"]
+        assert row.locator("th, td").all_inner_texts() == [
+            cache,
+            f"{plan['kv_bytes_per_token'][cache]:,.0f}",
+            f"{plan['kv_bytes_per_request'][cache] / 1e9:,.2f} GB",
+            f"{fitting['max_context'][cache]:,}",
+            f"{fitting['max_requests'][cache]:,}",
+        ]
+    assert plan["answer"] in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_answers_by_distance_and_depth(space, browser, width):
+    scheme = {390: "dark", 1440: "light"}[width]
+    page = browser.open_page(space.address, width, scheme)
+    page.get_by_role(
+        "link", name="answers by distance and depth of someone/Model-8B, oscar-a"
+    ).press("Enter")
+    page.wait_for_selector("figure svg")
+    window = EVALUATION["windows"][0]
+    arms = [EVALUATION["exact"], *window["arms"].values()]
+    assert page.locator("figure").count() == len(arms)
+    labels = (
+        page.locator("figure")
+        .nth(1)
+        .locator("[aria-label*=distance]")
+        .evaluate_all("marks => marks.map(mark => mark.getAttribute('aria-label'))")
+    )
+    cells = window["arms"][EVALUATION["own_arm"]]["all_tasks"]["by_cell"]
+    for cell in cells:
+        distance = f"distance {cell['distance_from']:,} to {cell['distance_to']:,}"
+        place = f"{distance}, depth {cell['depth_from']:.0%} to {cell['depth_to']:.0%}"
+        words = f"{place}: {cell['answered']} of {cell['questions']}"
+        assert any(words in label for label in labels), words
+    assert not serious_findings(page)
+    assert not scrolls_sideways(page)
+
+
+def test_an_evaluation_that_says_less_or_was_changed(space):
+    status, _, text = space.ask(f"/answers/{OLDER}")
+    assert (status, "Evaluate again to see this" in text) == (200, True)
+    status, _, text = space.ask(f"/answers/{CHANGED}")
+    assert (status, "is not the one that the zoo lists" in text) == (400, True)
+    status, _, text = space.ask("/answers/" + "d" * 64)
+    assert (status, "the zoo lists no such rotations" in text) == (400, True)
+
+
+@pytest.mark.hostile("path")
+@pytest.mark.parametrize(
+    "model",
+    ["demo", ".", "../..", "/etc/passwd", "~root/x", "a/b/c", "--help/x", "-q/x", "a/..", "a/b c",
+     "file:///etc/passwd", "<script>/x", "https://huggingface.co.evil.example/a/b", "a/b" * 99],
+)  # fmt: skip
+def test_only_a_model_of_the_hub_is_planned_or_asked_for(space, model):
+    before = len(space.hub.requests)
+    for path in (f"/plan?{_query(model=model)}", f"/plan?{_query(model=MODEL, gpu=model)}"):
+        status, _, text = space.ask(path)
+        assert status == 400
+        assert "<script>" not in text.split("<main")[1].split("</main>")[0]
+    assert len(space.hub.requests) == before, "no hub was asked"
+
+
+def _query(**values) -> str:
+    from urllib.parse import urlencode
+
+    return urlencode(values)
+
+
+def test_what_cannot_be_planned_is_said_in_a_sentence(space):
+    status, _, text = space.ask("/plan?model=someone/nothing")
+    assert status == 400
+    assert "there is no model someone/nothing on the hub" in text
+    publish_model(
+        space.hub, "someone/latent", model_type="deepseek_v3", kv_lora_rank=512,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+    )  # fmt: skip
+    status, _, text = space.ask("/plan?model=someone/latent")
+    assert status == 200
+    assert "There can be no rotations for this model: it caches a compressed latent" in text
+
+
+def test_a_visitor_signs_in_and_asks_for_rotations(space, browser, inside, monkeypatch):
+    hub, form = space.hub, {"model": MODEL, "recipe": "oscar"}
+    assert "Sign in first" in space.ask("/ask", form)[2]
+    page = browser.open_page(space.address)
+    page.goto(f"{space.address}/sign-in")
+    # To sign in is to leave the page, for the hub and back.
+    assert all("/oauth/authorize" in fault for fault in browser.faults), browser.faults
+    browser.faults.clear()
+    assert page.url == f"{space.address}/"
+    assert "Signed in as tester" in page.locator("nav").inner_text()
+    assert hub.asked_scopes == ["openid profile write-discussions"]
+    (cookie,) = page.context.cookies()
+    assert cookie["httpOnly"]
+    assert cookie["sameSite"] == "Lax"
+    assert hub.token not in cookie["value"] + page.content()
+
+    page.goto(f"{space.address}/plan?model={MODEL}")
+    page.get_by_label("Recipe").select_option("oscar")
+    page.get_by_role("button", name="Open a pull request").press("Enter")
+    page.wait_for_selector("text=The pull request is open")
+    (pull,) = hub.repositories[ZOO].pulls
+    assert pull.title == f"Asks for rotations of {MODEL}"
+    assert page.locator("main a").get_attribute("href") == f"{hub.endpoint}/{ZOO}/discussions/1"
+    before, after = hub.files(ZOO), hub.files(ZOO, pull.ref)
+    assert {path for path in after if before.get(path) != after[path]} == {
+        "requests/someone__Model-8B.yaml"
+    }
+    assert not serious_findings(page)
+
+    # What arrived is a recipe file that `regenerate` reads.
+    (inside.folder / "requests").mkdir()
+    content = after["requests/someone__Model-8B.yaml"]
+    (inside.folder / "requests" / "model.yaml").write_bytes(content)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
+    (inside.folder / "index.json").write_text('{"schema": 1, "entries": []}')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    planned = ok(
+        inside("regenerate", "--plan", "--configs", "requests", "--index", "index.json", "--json")
+    )
+    assert [due["model"] for due in planned["models"]] == [MODEL]
+
+    # A second request is the first one.
+    session = f"{cookie['name']}={cookie['value']}"
+    status, _, text = space.ask("/ask", form, session)
+    assert (status, "Somebody has asked for this model" in text) == (200, True)
+    assert len(hub.repositories[ZOO].pulls) == 1
+    for wrong in ({"model": "../x", "recipe": "oscar"}, {"model": MODEL, "recipe": "../x"},
+                  {"model": "someone/nothing", "recipe": "oscar"}, {}):  # fmt: skip
+        assert space.ask("/ask", wrong, session)[0] == 400
+    assert space.ask("/ask", {"model": "x" * 5000}, session)[0] == 400
+    page.goto(space.address)
+    page.get_by_role("button", name="Sign out").press("Enter")
+    page.wait_for_selector("text=Sign in with Hugging Face")
+    assert "Sign in first" in space.ask("/ask", form, session)[2], "the token is forgotten"
+    assert OWNERS_TOKEN not in hub.credentials
+
+
+def test_a_code_for_another_visitor_signs_nobody_in(space):
+    status, headers, _ = space.ask("/sign-in")
+    assert status == 302
+    cookie = headers["Set-Cookie"].split(";")[0]
+    code = "0123456789abcdef"
+    for answer in (f"code={code}&state=guessed", f"code={code}", "error=access_denied"):
+        assert space.ask(f"/signed-in?{answer}", cookie=cookie)[0] == 400
+    assert space.ask(f"/signed-in?code={code}&state=x")[0] == 400, "without a session"
+    state = headers["Location"].split("state=")[1]
+    status, _, text = space.ask(f"/signed-in?code={code}&state={state}", cookie=cookie)
+    assert (status, "the hub has not signed you in" in text) == (400, True)
