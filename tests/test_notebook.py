@@ -25,7 +25,9 @@ def notebook(tmp_path_factory):
 
 
 def printed(notebook, begins: str) -> str:
-    (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and begins in cell.source)
+    (cell,) = (
+        cell for cell in notebook.cells if cell.cell_type == "code" and begins in cell.source
+    )
     return "".join(output.get("text", "") for output in cell.outputs if output.name == "stdout")
 
 
