@@ -38,8 +38,9 @@ def draw_bars(
     for bar in bars:
         colour = ACCENT if bar.accent else PLAIN
         rows.append({**asdict(bar), "label": f"{bar.name}: {bar.words}", "colour": colour})
+    names = altair.Axis(labelLimit=_NAME, labelPadding=6, ticks=False)
     base = altair.Chart(rows_of(rows)).encode(
-        y=altair.Y("name:N", sort=None, title=None, axis=altair.Axis(labelLimit=_NAME, ticks=False))
+        y=altair.Y("name:N", sort=None, title=None, axis=names)
     )
     domain = altair.Scale() if limits is None else altair.Scale(domain=list(limits))
     axis = altair.Axis(tickCount=3) if format is None else altair.Axis(tickCount=3, format=format)

@@ -78,7 +78,7 @@ def _specification(chart: Chart) -> dict[str, Any]:
 
 def _titled(chart: Chart, title: str) -> dict[str, Any]:
     config = {**CONFIG, "background": "white", "padding": 12}
-    return {**_specification(chart), "title": {"text": title, "aria": False}, "config": config}
+    return {**_specification(chart), "title": title, "config": config}
 
 
 def rows_of(rows: list[dict[str, Any]]) -> altair.InlineData:

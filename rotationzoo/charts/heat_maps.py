@@ -52,8 +52,10 @@ class Colours:
 def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -> Chart:
     """A chart of cells in the order in which columns and rows first occur. `columns` and `rows` are
     the titles of the axes."""
-    across = len({cell.column for cell in cells})
-    down = len({cell.row for cell in cells})
+    # Named in order, because cells that were not measured are a layer of their own.
+    across_names = list(dict.fromkeys(cell.column for cell in cells))
+    down_names = list(dict.fromkeys(cell.row for cell in cells))
+    across, down = len(across_names), len(down_names)
     width = min(_WIDEST, _WIDTH / across)
     height = max(_LOWEST, min(_TALLEST, _HEIGHT / down))
     scale = altair.Scale(
@@ -71,8 +73,8 @@ def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -
     middle = (colours.low + colours.high) / 2
     data = [{**asdict(cell), "ink": _ink(cell, middle)} for cell in cells]
     base = altair.Chart(rows_of(data)).encode(
-        x=altair.X("column:O", sort=None, title=columns, axis=axis),
-        y=altair.Y("row:O", sort=None, title=rows, axis=axis),
+        x=altair.X("column:O", sort=across_names, title=columns, axis=axis),
+        y=altair.Y("row:O", sort=down_names, title=rows, axis=axis),
     )
     # Between low cells, borders would be all that is seen.
     border = {"stroke": "currentColor", "strokeOpacity": 0.15, "strokeWidth": 0.5}

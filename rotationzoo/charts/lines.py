@@ -35,6 +35,8 @@ class Axes:
     x_type: Literal["quantitative", "ordinal"] = "quantitative"
     x_scale: Literal["linear", "log"] = "linear"
     y_scale: Literal["linear", "log"] = "linear"
+    from_zero: bool = True
+    """Whether y begins at 0."""
     percent: bool = False
     """Whether y is a share, shown in percent."""
 
@@ -78,6 +80,8 @@ def draw_bundle(points: Sequence[Point], axes: Axes, legend: str) -> Chart:
 def _base(points: Sequence[Point], axes: Axes) -> altair.Chart:
     vertical = altair.Axis(tickCount=5, format="~%") if axes.percent else altair.Axis(tickCount=5)
     scale = altair.Scale(type=axes.y_scale)
+    if axes.y_scale == "linear":
+        scale = altair.Scale(zero=axes.from_zero)
     return altair.Chart(rows_of([asdict(point) for point in points])).encode(
         x=_horizontal(axes), y=altair.Y("y:Q", title=axes.y, scale=scale, axis=vertical)
     )

@@ -91,8 +91,8 @@ def _split_arms(
         elif each in _WORDS:
             baselines.append(ShownArm(each, _WORDS[each], figures))
         else:  # the same rotations with error feedback
-            added = each.removeprefix(name).replace("+feedback", " + feedback")
-            of_artifact.append(ShownArm(each, label + added, figures))
+            written = "+ error feedback" if own else f"{label} + feedback"
+            of_artifact.append(ShownArm(each, written, figures))
     return of_artifact, baselines
 
 

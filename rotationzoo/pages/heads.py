@@ -112,7 +112,7 @@ def _draw_ranges(side: str, lines: dict[str, dict[int, float]]) -> Figure:
             points.append(Point(label, layer, value, words))
     layers = sorted({layer for line in lines.values() for layer in line})
     rows = [_row(layer, list(lines.values())) for layer in layers]
-    chart = draw_lines(points, Axes("layer", "range / RMS"))
+    chart = draw_lines(points, Axes("layer", "range / RMS", from_zero=False))
     table = Table(["layer", *lines], rows)
     return Figure(f"row-ranges-{side}", f"Row ranges of {side}", chart, table)
 

@@ -81,16 +81,17 @@ def describe_use(artifact: Artifact) -> Section:
     """The commands that fetch, check, export and run the artifact."""
     name = name_in_commands(artifact.manifest.model)
     commands = [
-        f"rotationzoo pull {name} --recipe {artifact.recipe.name} --local-dir FOLDER",
+        f"rotationzoo pull {name} --local-dir FOLDER",
         f"rotationzoo verify FOLDER --model {name}",
         "rotationzoo export FOLDER --to sglang",
-        f"rotationzoo generate {name} --artifact FOLDER --prompt 'Once upon a time'",
+        f"rotationzoo generate {name} --rotations FOLDER --prompt 'Once upon a time'",
     ]
     clips, recipe = artifact.clip_ratios, artifact.recipe
     words = (
         f"Serve with clip ratios {clips['key']:g} for keys and {clips['value']:g} for values, and "
-        f"with the first {recipe.sink} and the last {recipe.recent} tokens exact. If the artifact "
-        "has not been published, use its folder on your disk and leave out the first command."
+        f"with the first {recipe.sink} and the last {recipe.recent} tokens exact. FOLDER is the "
+        "artifact's. The first command fetches what has been published for the model; leave it "
+        "out if you have the artifact already."
     )
     return Section("use", "How to use it", [words], commands=commands)
 
@@ -110,7 +111,7 @@ def describe_making(artifact: Artifact) -> Section:
         return Section("made", title, words, table=table)
     words = [
         f"By rotationzoo {manifest.versions.rotationzoo} on {manifest.run.device or 'a CPU'} in "
-        f"{manifest.run.seconds:.0f} seconds. The same command on the same machine writes the same "
+        f"{manifest.run.seconds:.0f} s. The same command on the same machine writes the same "
         "bytes. Largest |R R^T - I|: "
         f"{manifest.metrics.orthogonality_error:.1e}."
     ]

@@ -46,11 +46,24 @@ def test_sparse_layers_have_rows_of_their_numbers_alone():
     assert labels_of(svg) == ["layer 3", "layer 7", "layer 11", "not measured"]
 
 
+def test_columns_and_rows_keep_their_order_whatever_was_measured():
+    cells = [
+        Cell(column, row, None if (column, row) == ("1st", "a") else 1.0, f"{column}{row}")
+        for row in "ab"
+        for column in ("1st", "2nd", "3rd")
+    ]
+    svg = draw_inline(draw_map(cells, "column", "row", Colours("KL", 0, 2)), "a map", "chart")
+    texts = [text.text for text in ElementTree.fromstring(svg).iter() if text.tag.endswith("text")]
+    assert [text for text in texts if text in ("1st", "2nd", "3rd")] == ["1st", "2nd", "3rd"]
+    assert [text for text in texts if text in ("a", "b")] == ["a", "b"]
+
+
 def test_names_are_escaped_in_labels_texts_and_titles():
     chart = draw_bars([Bar(NAME, 0.5, NAME, accent=True, low=0.4, high=0.6)], NAME)
-    for svg in (draw_inline(chart, NAME, "chart"), draw_svg(chart, NAME).decode()):
-        assert "<script" not in svg
-        assert labels_of(svg) == [f"{NAME}: {NAME}"]
+    inline, file = draw_inline(chart, NAME, "chart"), draw_svg(chart, NAME).decode()
+    assert "<script" not in inline + file
+    assert labels_of(inline) == [f"{NAME}: {NAME}"]
+    assert labels_of(file) == [f"{NAME}: {NAME}", f"Title text '{NAME}'"]
     assert draw_png(chart, NAME).startswith(b"\x89PNG")
 
 

@@ -1,8 +1,10 @@
 """The report page: every chart with its values, from stored figures alone, in a browser."""
 
 import json
+import shlex
 
 import pytest
+import typer
 from support.browser import scrolls_sideways, serious_findings
 from support.stored_figures import (
     BASELINES,
@@ -14,6 +16,7 @@ from support.stored_figures import (
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
+from rotationzoo.cli.app import app
 from rotationzoo.pages.report import make_report
 
 LABELS = "this one: oscar", "no rotation", "Hadamard", "random rotation", "KIVI"
@@ -136,6 +139,16 @@ def test_names_of_models_and_arms_are_shown_as_they_are(tmp_path, browser):
     assert HOSTILE in opened.locator("table").last.or_(opened.locator("main")).first.inner_text()
 
 
+def test_the_commands_on_the_page_are_ones_that_the_command_line_takes(folder):
+    group = typer.main.get_command(app)
+    sections = make_report(Artifact.open(folder)).sections
+    commands = [command for section in sections for command in section.commands]
+    assert len(commands) == 5
+    for line in commands:
+        _, name, *words = shlex.split(line)
+        group.commands[name].make_context(name, words)  # raises for what it does not take
+
+
 def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
     folder = make_artifact(tmp_path / "made", Made(layers=[0]), evaluated=False)
     result = inside("report", folder, "-o", tmp_path / "page.html")
@@ -173,7 +186,7 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
 
 
 def test_pictures_and_the_page_go_into_files_and_into_the_artifact(tmp_path, inside):
-    folder = make_artifact(tmp_path / "made", Made(layers=[0, 5], heads=1))
+    folder = make_artifact(tmp_path / "made", Made(layers=[0, 5], heads=1, old=True))
     words = "-o", "page.html", "--png", "png", "--svg", "svg", "--save", "--json"
     result = inside("report", folder, *words)
     assert result.returncode == 0

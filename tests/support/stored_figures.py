@@ -149,7 +149,7 @@ def _make_summary(made: Made, number: int) -> dict:
     cells = []
     for distance, (start, end) in enumerate(_RANGES):
         for depth, (top, bottom) in enumerate(_DEPTHS):
-            if distance + depth > 4:  # no question is so far away and so deep
+            if distance + depth in (0, 5):  # cells without questions, at the first corner too
                 continue
             cells.append(
                 {
