@@ -11,7 +11,6 @@ from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
-from rotationzoo.zoo.summary import Summary
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
@@ -139,8 +138,9 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
 
 
 def _row(entry: "Entry") -> list[str]:
-    figures = entry.summary or Summary()
-    share, increase = figures.share_answered, figures.perplexity_increase
+    figures = entry.summary
+    share = figures and figures.share_answered
+    increase = figures and figures.perplexity_increase
     answers = "-" if share is None else f"{share:.0%}"
     cost = "-" if increase is None else f"{increase:+.2%}"
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}
