@@ -59,10 +59,11 @@ def report_command(
     if save:
         save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
+    extended = str(artifact) if save else None
     data = {
         "report": str(output),
         "pictures": [str(path) for path in pictures],
-        "artifact": str(artifact) if save else None,
+        "artifact": extended,
         "evaluated": evaluated,
     }
     out.result(data, str(output), lambda: say(*_lines(output, artifact, pictures, save)))
