@@ -48,7 +48,7 @@ html_domain_indices = False
 
 CONTENTS = {
     "Start": ["quickstart", "idea", "which-recipe", "troubleshooting"],
-    "Use": ["cache", "plan", "engines", "zoo", "scale", "tasks", "python"],
+    "Use": ["cache", "plan", "engines", "zoo", "scale", "tasks", "report", "python"],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
     "Evidence": ["quality", "measurements", "security"],
     "The project": ["architecture", "contributing", "changelog"],

@@ -307,7 +307,7 @@ def test_who_waits_says_for_what_and_gives_up(inside, made, folder, monkeypatch,
     new = inside.folder / "new"
     words = {
         "evaluate": (made.parent / "tiny", folder, "--tasks", "none", "--save"),
-        "report": (folder,),
+        "report": (folder, "--save"),
         "export": (folder, "--to", "mlx", "-o", export_to),
         "calibrate": ("demo", "--recipe", "hadamard", "-o", new),
     }[what]
