@@ -55,9 +55,10 @@ def report_command(
     if save:
         save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
+    written = list(map(str, pictures))
     data = {
         "report": str(output),
-        "pictures": [str(path) for path in pictures],
+        "pictures": written,
         "artifact": str(artifact) if save else None,
         "evaluated": evaluated,
     }
