@@ -41,10 +41,6 @@ class Arms:
         """The arm of this artifact, with the nearest codes."""
         return next(arm for arm in self.shown if arm.is_own)
 
-    def named(self, name: str) -> ShownArm | None:
-        """The arm with this name, such as `identity`; None if there is none."""
-        return next((arm for arm in self.shown if arm.name == name), None)
-
 
 def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | None:
     """The arms of an artifact's evaluation, its own first, then those of `others` that can be
