@@ -18,9 +18,7 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.ready  ## calibrate the demo model and ask it about its context; needs no network
-	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo calibrate demo --recipe feedback --restart
-	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo evaluate demo rotations/demo-feedback \
-		--tasks needles,key-value --questions 32 --tokens 4096
+	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo demo --restart
 
 test: $(VENV)/.ready-dev  ## the linter, the type checker and all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -48,7 +48,7 @@ html_domain_indices = False
 
 CONTENTS = {
     "Start": ["quickstart", "idea", "which-recipe", "troubleshooting"],
-    "Use": ["cache", "plan", "engines", "zoo", "scale", "tasks", "report", "python"],
+    "Use": ["cache", "plan", "report", "engines", "zoo", "scale", "tasks", "python"],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
     "Evidence": ["quality", "measurements", "security"],
     "The project": ["architecture", "contributing", "changelog"],
@@ -91,10 +91,15 @@ def _toctree(caption: str) -> str:
     return f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
 
 
-def add_levels(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
-    """Give the captions in the sidebar, which Sphinx makes headings, the level that ARIA wants."""
-    navigation = context["furo_navigation_tree"]
+def help_keyboards(app: Sphinx, page: str, template: str, context: dict[str, Any], _: Any) -> None:
+    """Let keys scroll what is wider than a phone, and give the captions in the sidebar, which
+    Sphinx makes headings, the level that ARIA wants."""
+    for begin in ("<pre", '<div class="table-wrapper', '<div class="formula'):
+        tag, _, rest = begin.partition(" ")
+        focusable = f'{tag} tabindex="0" {rest}'.rstrip()
+        context["body"] = context.get("body", "").replace(begin, focusable)
     levelled = 'role="heading" aria-level="2"'
+    navigation = context["furo_navigation_tree"]
     context["furo_navigation_tree"] = navigation.replace('role="heading"', levelled)
 
 
@@ -113,5 +118,5 @@ def show_block(writer: HTML5Translator, node: nodes.math_block) -> None:
 def setup(app: Sphinx) -> None:
     """Sphinx calls this first."""
     app.connect("source-read", add_what_the_site_needs)
-    app.connect("html-page-context", add_levels, priority=900)  # after furo has made it
+    app.connect("html-page-context", help_keyboards, priority=900)  # after furo has made it
     app.add_html_math_renderer("mathml", (show_inline, None), (show_block, None))

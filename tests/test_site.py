@@ -7,6 +7,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import write_cli_reference
@@ -34,7 +35,9 @@ def site(tmp_path_factory) -> tuple[Path, str]:
     folder, warnings = tmp_path_factory.mktemp("site"), io.StringIO()
     app = Sphinx(DOCS, DOCS, folder / "html", folder / "trees", "html", None, None, warnings)
     assert app.config.nitpicky
-    app.build()
+    with catch_warnings():
+        simplefilter("ignore")  # MyST uses what a later Sphinx removes
+        app.build()
     return folder / "html", warnings.getvalue()
 
 
@@ -59,6 +62,14 @@ def test_formulas_are_mathml_and_no_script_is_loaded_for_them(site):
     page = (site[0] / "idea.html").read_text("utf-8")
     assert page.count("<math ") > 20
     assert not re.search("<script[^>]*mathjax", page, re.IGNORECASE)
+
+
+def test_the_idea_quotes_what_its_drawing_shows():
+    drawing = (DOCS / "_static" / "idea.svg").read_text("utf-8")
+    shares = set(re.findall(r"squared scores err by (\d+)%", drawing))
+    assert len(shares) == 3
+    text = (DOCS / "idea.md").read_text("utf-8")
+    assert all(f"{share} %" in text for share in shares)
 
 
 def test_no_page_loads_anything_from_elsewhere(site):

@@ -1,28 +1,10 @@
-"""The results on a model card: a validation on a GPU, and an evaluation with its table."""
+"""The results on a model card: the answers, and what an evaluation says of the cost."""
 
-from rotationzoo.artifact.results import EvaluationSummary, TaskSummary, ValidationSummary
+from rotationzoo.artifact.results import ArmSummary, EvaluationSummary, TaskSummary
 from rotationzoo.words import counted
 
 _MEASURES = {"perplexity_increase": "+.2%", "attention_kl": ".4f", "output_error": ".3f"}
 """Measure of an arm -> its number format."""
-
-
-def validation_section(validation: ValidationSummary | None) -> str:
-    """The section on whether the CUDA reference was run on these matrices, and with what result."""
-    if validation is None:
-        return "\nThe CUDA reference has not been run on these matrices.\n"
-    if not validation.on_gpu:
-        on_cpu = "only the codec's definition was run on these matrices, on a CPU"
-        return f"\nNot validated on a GPU: {on_cpu}.\n"
-    all_equal = validation.codes_equal and validation.dequantized_equal
-    equal = "bit-equal to" if all_equal else "NOT equal to"
-    result = f"codes and values {equal} the definition for {validation.rows:,} rows"
-    return f"""
-## Validation
-
-On {validation.device}, `int2.cu` gave {result} of all layers and heads
-(`validation.json`).
-"""
 
 
 ABOUT_KIVI = (
@@ -36,9 +18,51 @@ ABOUT_FEEDBACK = (
 )
 
 
+def own_arms(evaluation: EvaluationSummary) -> dict[str, ArmSummary]:
+    """The artifact's own arms, which come first: with the nearest codes and, if it has the factors,
+    with error feedback."""
+    first = next(iter(evaluation.arms), "")
+    names = first, f"{first}+feedback"
+    return {name: arm for name, arm in evaluation.arms.items() if name in names}
+
+
+def answers_section(evaluation: EvaluationSummary | None) -> str:
+    """The table of recall tasks, with a sentence on what they are; empty where no arm was asked."""
+    arms = {} if evaluation is None else evaluation.arms
+    tasks = list(next((arm.tasks for arm in arms.values()), {}))
+    if evaluation is None or not tasks:
+        return ""
+    lines = []
+    models = {"exact": evaluation.exact_tasks}
+    models |= {name: arm.tasks for name, arm in arms.items()}
+    for name, scores in models.items():
+        asked = [scores[task] for task in tasks if task in scores]
+        lines.append(f"| {name} | {_share(asked)} | {' | '.join(map(_score, asked))} |")
+    rows = "\n".join(lines)
+    lengths = " and ".join(f"{length:,}" for length in evaluation.task_lengths)
+    hidden = f"{lengths} tokens of text" if lengths else "the text"
+    return f"""Questions about statements hidden in {hidden}, read from the 2-bit part of the cache:
+the share answered exactly, and the mean log probability of the right answers in nats.
+
+| rotation | all | {" | ".join(tasks)} |
+|---|---|{"---|" * len(tasks)}
+{rows}
+
+"""
+
+
+def _share(scores: list[TaskSummary]) -> str:
+    """The share of all questions that is answered."""
+    if not scores:
+        return ""
+    answered = sum(score.answered for score in scores)
+    questions = sum(score.questions for score in scores)
+    return f"{answered / questions:.0%}"
+
+
 def evaluation_section(evaluation: EvaluationSummary | None) -> str:
-    """The section on what the rotations and the baselines cost the model; empty without an
-    evaluation."""
+    """The section on what the rotations and the baselines cost the model, and which differ clearly;
+    empty without an evaluation."""
     if evaluation is None:
         return ""
     lines = []
@@ -57,10 +81,9 @@ def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     about = f"\n{ABOUT_KIVI[0].upper()}{ABOUT_KIVI[1:]}.\n" if "kivi" in evaluation.arms else ""
     if any(name.endswith("+feedback") for name in evaluation.arms):
         about = f"\n{ABOUT_FEEDBACK}.\n{about}"
-    return f"""
-## What it costs the model
+    return f"""## What it costs the model
 
-{_answers_table(evaluation)}Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.
+Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.
 With a 2-bit cache of the format {evaluation.format} and windows {windows}{prefill},
 {_describe_errors(evaluation.texts)}:
 
@@ -68,28 +91,7 @@ With a 2-bit cache of the format {evaluation.format} and windows {windows}{prefi
 |---|---|---|---|
 {rows}
 {about}
-{verdict}"""
-
-
-def _answers_table(evaluation: EvaluationSummary) -> str:
-    """The table of recall tasks, with a sentence on what they are; empty where no arm was asked."""
-    tasks = list(next((arm.tasks for arm in evaluation.arms.values()), {}))
-    if not tasks:
-        return ""
-    lines = []
-    models = {"exact": evaluation.exact_tasks}
-    models |= {name: arm.tasks for name, arm in evaluation.arms.items()}
-    for name, scores in models.items():
-        cells = [_score(scores[task]) for task in tasks if task in scores]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    rows = "\n".join(lines)
-    return f"""Questions about statements hidden in the text, read from the 2-bit part of the cache:
-the share answered exactly, and the mean log probability of the right answers in nats.
-
-| rotation | {" | ".join(tasks)} |
-|---|{"---|" * len(tasks)}
-{rows}
-
+{verdict}
 """
 
 

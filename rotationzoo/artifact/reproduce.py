@@ -1,9 +1,18 @@
 """The command that makes an artifact again."""
 
 import shlex
+from typing import Any
 
 from rotationzoo.artifact.manifest import Manifest, Model
-from rotationzoo.recipe import PRESETS, Recipe, override
+from rotationzoo.errors import UsageError
+from rotationzoo.recipe import (
+    PRESETS,
+    Recipe,
+    equalized,
+    override,
+    with_feedback,
+    with_rope_scaling,
+)
 
 RECIPE_FILE = "recipe.yaml"
 _FLAGS = {
@@ -17,38 +26,96 @@ _FLAGS = {
     "length": "--length",
     "seed": "--seed",
 }
+_RUN_FLAGS = {
+    "batch": "--batch",
+    "device_map": "--device-map",
+    "max_memory": "--max-memory",
+    "budget": "--budget",
+}
+"""Keys of a job's identity -> their options."""
+_BATCH = "4"  # rows of a forward pass where nobody asked for others
+
+
+def name_in_commands(model: Model) -> str:
+    """The model's name in example commands: a hub id or `demo`, else the placeholder `MODEL`.
+
+    A local folder exists only on one machine, so its name would mean nothing to a reader.
+    """
+    if model.config_sha256 is None:
+        return "MODEL"
+    return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
 def reproduce_command(manifest: Manifest) -> str | None:
     """The `calibrate` command of an artifact; None for imported files.
 
-    A recipe that is no preset, nor one with other text, is named by the file `RECIPE_FILE`, which
-    is to hold the YAML of the recipe.
+    It names what decides the bytes: model and revision, recipe, text and seed, and how the model
+    ran. A recipe that is no preset, nor one with other options, is named by the file `RECIPE_FILE`,
+    which is to hold the YAML of the recipe.
     """
     if manifest.imported is not None:
         return None
-    words = ["rotationzoo", "calibrate", name_in_commands(manifest.model)]
+    words = ["calibrate", name_in_commands(manifest.model)]
     if manifest.model.revision:
         words += ["--revision", manifest.model.revision]
-    return shlex.join([*words, *_recipe_words(Recipe.model_validate(manifest.recipe))])
-
-
-def name_in_commands(model: Model) -> str:
-    """The model's name in commands for readers: a hub id or `demo`, else the placeholder `MODEL`,
-    because a folder is on one machine alone."""
-    published = model.config_sha256 is not None and model.revision is not None
-    return model.id if published or model.id == "demo" else "MODEL"
+    words += _recipe_words(Recipe.model_validate(manifest.recipe))
+    words += _run_words(manifest.identity, manifest.run.device)
+    processes = manifest.identity.get("processes")
+    start = ["rotationzoo"]
+    if processes:
+        start = ["torchrun", "--nproc-per-node", str(processes), "-m", "rotationzoo"]
+    return shlex.join([*start, *words])
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:
-    preset = PRESETS.get(recipe.name)
-    if preset is None:
-        return ["--recipe", RECIPE_FILE]
-    words, changes = ["--recipe", recipe.name], {}
+    # The longest name first: oscar-clip-equalized is the preset oscar-clip with an option.
+    for name in sorted(PRESETS, key=len, reverse=True):
+        if recipe.name == name or recipe.name.startswith(f"{name}-"):
+            words = _preset_words(PRESETS[name], recipe)
+            if words is not None:
+                return words
+    return ["--recipe", RECIPE_FILE]
+
+
+def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
+    """The options that make a recipe of a preset; None if there are none that do."""
+    words, changes = ["--recipe", preset.name], {}
     for key, flag in _FLAGS.items():
         value = getattr(recipe.data, key)
         if value is not None and value != getattr(preset.data, key):
             words += [flag, str(value)]
             changes[key] = value
-    same = override(preset, **changes).hash == recipe.hash
-    return words if same else ["--recipe", RECIPE_FILE]
+    try:
+        made = override(preset, **changes)
+    except UsageError:  # settings that only a file can have
+        return None
+    if recipe.equalize and not made.equalize:
+        made = equalized(made)
+        words.append("--equalize")
+    if recipe.feedback != made.feedback:
+        made = with_feedback(made, recipe.feedback)
+        words.append("--feedback" if recipe.feedback else "--no-feedback")
+    if recipe.rope_scaling is not None:
+        made = with_rope_scaling(made, recipe.rope_scaling)
+        words += ["--rope-scaling", recipe.rope_scaling]
+    return words if made.hash == recipe.hash else None
+
+
+def _run_words(identity: dict[str, Any], device: str | None) -> list[str]:
+    """How the model ran, where that is not what every machine would choose. Recipes that need no
+    statistics ran no model."""
+    if "batch" not in identity:
+        return []
+    words = []
+    for key, flag in _RUN_FLAGS.items():
+        value = identity.get(key)
+        if value is not None and (key != "batch" or str(value) != _BATCH):
+            words += [flag, str(value)]
+    on_cpu = str(device).endswith(" CPU")  # else the name of a GPU
+    if on_cpu:
+        words += ["--device", "cpu"]
+    # The type is written as `torch.float32`, or `auto` where it is the checkpoint's own.
+    _, torch, dtype = str(identity.get("dtype")).partition("torch.")
+    if torch and not (on_cpu and dtype == "float32"):
+        words += ["--dtype", dtype]
+    return words

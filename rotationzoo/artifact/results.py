@@ -104,7 +104,7 @@ class TaskSummary(Strict):
     log_probability: float
 
 
-class _Arm(Strict):
+class ArmSummary(Strict):
     """What one arm costs the model."""
 
     perplexity_increase: float
@@ -125,9 +125,11 @@ class EvaluationSummary(Strict):
     format: str
     sink: Count
     recent: Count
-    arms: dict[str, _Arm]
+    arms: dict[str, ArmSummary]
     exact_tasks: dict[str, TaskSummary] = Field(default={})
     """What the exact model answered, tasks that it cannot do included."""
+    task_lengths: list[Count] = Field(default=[])
+    """Tokens of the prompts. Earlier versions did not record them."""
     texts: Count | None = None
     verdict: list[str] = Field(default=[])
     prefill_chunk: Count | None = None

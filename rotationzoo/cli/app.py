@@ -13,14 +13,17 @@ import typer
 
 from rotationzoo import __version__, ranks
 from rotationzoo.cli.calibrate import calibrate_command
+from rotationzoo.cli.command_line import remember_words, typed_words
+from rotationzoo.cli.demo import demo_command
 from rotationzoo.cli.evaluate import evaluate_command
 from rotationzoo.cli.export import export_command
 from rotationzoo.cli.generate import generate_command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
+from rotationzoo.cli.journeys import journey_lines
 from rotationzoo.cli.library_logs import divert_native_output
 from rotationzoo.cli.list import list_command
-from rotationzoo.cli.output import print_traceback, say, show_error, start_output
+from rotationzoo.cli.output import print_traceback, say, show_error, show_lines, start_output
 from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.pull import pull_command
 from rotationzoo.cli.push import push_command
@@ -32,6 +35,7 @@ from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.words import nearest
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo_command,
     "plan": plan_command,
     "calibrate": calibrate_command,
     "inspect": inspect_command,
@@ -55,7 +59,7 @@ _WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
 _QUOTED = re.compile(r"'([^']*)'")
 
 app = typer.Typer(
-    no_args_is_help=True,
+    invoke_without_command=True,  # `_common_options` then shows the journeys
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Rotations for 2-bit KV caches: calibrate them, measure them, publish and fetch them.",
@@ -68,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Exit codes: 0 done; 1 failed; 2 wrong usage; 3 partly done; 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    remember_words(words)
     if (rank := ranks.launched_rank()) is not None:
         divert_native_output()
     start_output()
@@ -95,7 +100,7 @@ def _command_line() -> Any:
         paragraphs = (command.help or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         for parameter in command.params:
-            if parameter.nargs == -1:
+            if parameter.nargs == -1 or getattr(parameter, "multiple", False):
                 # Otherwise the help text shows the Python type `list[path]` for FILES. Typer has no
                 # option to change that; this is our only use of its internals.
                 parameter.bare_type = lambda: "path"
@@ -132,7 +137,7 @@ def _check_launcher(command: Callable[..., None]) -> None:
     raise UsageError(
         "only calibrate and evaluate can be shared among the processes of torchrun or accelerate "
         "launch",
-        hint=f"start it alone: {shlex.join(['rotationzoo', *sys.argv[1:]])}",
+        hint=f"start it alone: {shlex.join(['rotationzoo', *typed_words()])}",
     )
 
 
@@ -154,6 +159,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common_options(
+    context: typer.Context,
     show_version: Annotated[
         bool,
         typer.Option(
@@ -161,7 +167,9 @@ def _common_options(
         ),
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
+    """Options that stand before the command. Without a command, show what there is to do."""
+    if context.invoked_subcommand is None:
+        show_lines(*journey_lines())
 
 
 def _fail(error: Exception, words: Sequence[str]) -> int:

@@ -1,21 +1,18 @@
 """What `calibrate` and `import` print about the artifact that they wrote."""
 
-import shlex
-
 from rotationzoo.artifact.spectra import LayerSummary, SideSpectrum, summarize
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.search_view import search_sentences
 from rotationzoo.words import counted
 
 
-def show_artifact(
-    out: Output, artifact: Artifact, next_for: str | None = None, with_time: bool = True
-) -> None:
+def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> None:
     """Print a summary of an artifact; `inspect` prints the full table.
 
-    `next_for`: the model as the user named it, for a hint at the next command. `with_time`: also
-    print how long the calibration took, which is of interest only if it has just run.
+    `with_time`: also print how long the calibration took, which is of interest only if it has just
+    run.
     """
     manifest = artifact.manifest
     layers = summarize(artifact)
@@ -46,11 +43,35 @@ def show_artifact(
         if with_time and manifest.imported is None:
             say(f"{counted(tokens, 'token')} in {run.seconds:.1f} s")
         say(f"Artifact: {artifact.folder}")
-        if next_for:
-            command = shlex.join(["rotationzoo", "evaluate", next_for, str(artifact.folder)])
-            out.note(f"Next, what it costs the model: {command}")
 
     out.result(data, str(artifact.folder), human)
+
+
+def suggest_evaluation(
+    out: Output, artifact: Artifact, model: str, revision: str | None = None
+) -> None:
+    """Suggest to measure what the rotations cost the model, which is named as the user named it."""
+    words = [model, "--revision", revision] if revision else [model]
+    out.suggest("evaluate", *words, str(artifact.folder))
+
+
+def suggest_step(out: Output, artifact: Artifact) -> None:
+    """Suggest what an artifact lacks: an evaluation that it keeps, and then the report on it."""
+    folder = str(artifact.folder)
+    if artifact.manifest.metrics.evaluation is None:
+        out.suggest("evaluate", *model_words(artifact), folder, "--save")
+    else:
+        out.suggest("report", folder)
+
+
+def suggest_text(out: Output, artifact: Artifact, model: list[str] | None = None) -> None:
+    """Suggest to write text through a cache with these rotations.
+
+    `model`: the words that name it, by default those of the artifact's own model.
+    """
+    words = model or model_words(artifact)
+    prompt = [] if words == ["demo"] else ["--prompt", "TEXT"]
+    out.suggest("generate", *words, "--rotations", str(artifact.folder), *prompt)
 
 
 def _effective_ranks(layers: list[LayerSummary]) -> str:

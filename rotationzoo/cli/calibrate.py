@@ -2,13 +2,14 @@
 
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rotationzoo import ranks
+from rotationzoo.cli.command_line import typed_words
+from rotationzoo.cli.completion import RECIPES, complete_data, complete_model, complete_recipe
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import default_output, follow_link
 from rotationzoo.cli.options import (
@@ -37,21 +38,20 @@ def calibrate_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
+            help="A hub id, a local folder, or demo: a small model that ships with rotationzoo.",
+            autocompletion=complete_model,
         ),
     ],
     recipe: Annotated[
         str,
-        typer.Option(
-            help="oscar, feedback, best, best-uncentered, oscar-v1, hadamard, oscar-clip, "
-            "oscar-v1-clip, hadamard-clip, identity, random, or a YAML file."
-        ),
+        typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file.", autocompletion=complete_recipe),
     ] = "oscar",
     data: Annotated[
         str | None,
         typer.Option(
             help="Data set id, .jsonl, .txt or .parquet file, bundled, or self: text that the "
-            "model writes."
+            "model writes.",
+            autocompletion=complete_data,
         ),
     ] = None,
     prompts: Annotated[
@@ -151,7 +151,7 @@ def calibrate_command(
         chosen = with_rope_scaling(chosen, rope_scaling)
     from rotationzoo.calibration.batch_size import SIZED
     from rotationzoo.calibration.plan import Job
-    from rotationzoo.cli.artifact_view import show_artifact
+    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.cli.calibrate_view import show_plan
 
     # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
@@ -192,7 +192,8 @@ def calibrate_command(
     is_new = _last_change(job.output) != before
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
-    show_artifact(out, artifact, next_for=model, with_time=is_new)
+    show_artifact(out, artifact, with_time=is_new)
+    suggest_evaluation(out, artifact, model, revision)
 
 
 def _last_change(folder: Path) -> int | None:
@@ -222,17 +223,16 @@ def _calibrate(out: Output, job: "Job") -> "Artifact | None":
 
 
 def _interruption(job: "Job") -> Interrupted:
-    words = sys.argv[1:]
     if ranks.launched_rank() is not None:
         return Interrupted(
             "interrupted; what every process has saved is kept",
             hint="go on with the same command, without --restart",
         )
     if not job.unfinished:
-        command = shlex.join(["rotationzoo", *words])
+        command = shlex.join(["rotationzoo", *typed_words()])
         return Interrupted(
             "interrupted before anything was saved", hint=f"start again with: {command}"
         )
-    kept = [word for word in words if word != "--restart"]  # it would drop what was saved
+    kept = typed_words("--restart")  # it would drop what was saved
     command = shlex.join(["rotationzoo", *kept])
     return Interrupted("interrupted; what was done so far is saved", hint=f"go on with: {command}")

@@ -4,6 +4,7 @@ from typing import Any
 
 from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.calibration.plan import Job, Plan, plan
+from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
@@ -17,6 +18,8 @@ def show_plan(out: Output, job: Job) -> None:
     data = _plan_json(known)
     out.notes(known.notes)
     out.result(data, str(known.job.output), lambda: _say_plan(known, data))
+    if known.refusal is None:
+        out.suggest(*typed_words("--dry-run"))
 
 
 def _plan_json(known: Plan) -> dict[str, Any]:

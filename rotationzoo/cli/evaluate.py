@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rotationzoo import ranks
+from rotationzoo.cli.completion import complete_artifact, complete_data
 from rotationzoo.cli.harness_options import (
     HarnessAnswers,
     HarnessChat,
@@ -27,6 +28,7 @@ from rotationzoo.cli.options import (
     Json,
     Lengths,
     MaxMemory,
+    ModelName,
     PrefillLayout,
     Questions,
     Quiet,
@@ -42,13 +44,19 @@ from rotationzoo.errors import UsageError
 
 
 def evaluate_command(
-    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    model: ModelName,
     artifacts: Annotated[
-        list[Path] | None, typer.Argument(help="Artifact folders.", metavar="ARTIFACT")
+        list[Path] | None,
+        typer.Argument(
+            help="Artifact folders.", metavar="ARTIFACT", autocompletion=complete_artifact
+        ),
     ] = None,
     data: Annotated[
         str,
-        typer.Option(help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text."),
+        typer.Option(
+            help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text.",
+            autocompletion=complete_data,
+        ),
     ] = "bundled",
     subset: Subset = None,
     split: Split = None,
@@ -123,7 +131,7 @@ def evaluate_command(
             hint="name an artifact folder after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
-    from rotationzoo.cli.evaluate_view import next_command, show_evaluation
+    from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
     from rotationzoo.evaluation.job import Evaluation, evaluate
     from rotationzoo.evaluation.sharing import check_shareable
     from rotationzoo.model.loading import torch_device
@@ -171,9 +179,9 @@ def evaluate_command(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with show_progress(out) as progress, ranks.joined(lambda: torch_device(device)):
         report = evaluate(job, progress)
-    model_words = [model, "--revision", revision] if revision else [model]
     show_evaluation(out, report)
-    out.suggest(next_command(model_words, folders))
+    words = [model, "--revision", revision] if revision else [model]
+    suggest_next(out, words, folders, save)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:

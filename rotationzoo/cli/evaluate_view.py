@@ -1,6 +1,5 @@
 """What `evaluate` prints: a table of all arms for each window, and which arms clearly differ."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,19 @@ def show_evaluation(out: Output, report: dict[str, Any]) -> None:
     out.result(report, "\n".join(report["arms"]), lambda: _say_evaluation(report))
 
 
-def next_command(model: list[str], artifacts: list[Path]) -> str:
-    """What to do after an evaluation of these artifacts. `model`: its name and, if the user gave
-    one, the option for its revision."""
+def suggest_next(out: Output, model: list[str], artifacts: list[Path], saved: bool) -> None:
+    """Suggest what to do after an evaluation of these artifacts: the report on one that keeps it,
+    or a text through this cache beside the exact model's.
+
+    `model`: its name and, if the user gave one, the option for its revision.
+    """
     if not artifacts:
-        words = ["rotationzoo", "calibrate", *model]
-        return f"Next, rotations of this model: {shlex.join(words)}"
-    words = ["rotationzoo", "generate", *model, "--rotations", str(artifacts[0]), "--compare"]
-    if model != ["demo"]:
-        words += ["--prompt", "TEXT"]
-    return f"Next, a text through this cache beside the exact model's: {shlex.join(words)}"
+        out.suggest("calibrate", *model)
+    elif saved:
+        out.suggest("report", str(artifacts[0]))
+    else:
+        prompt = [] if model == ["demo"] else ["--prompt", "TEXT"]
+        out.suggest("generate", *model, "--rotations", str(artifacts[0]), "--compare", *prompt)
 
 
 def _say_evaluation(report: dict[str, Any]) -> None:

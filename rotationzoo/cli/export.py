@@ -92,7 +92,11 @@ def export_command(
             "--values-absorbed and --folded name two models to serve", hint="give one of them"
         )
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cli.export_view import show_changed_model, show_export
+    from rotationzoo.cli.export_view import (
+        show_changed_model,
+        show_export,
+        suggest_measuring,
+    )
 
     opened = Artifact.open(artifact)
     for_llama_cpp = bool(base or engine_hadamard or model)
@@ -137,3 +141,4 @@ def export_command(
             "--base, --model and --engine-hadamard are for llama.cpp", hint="--to llama.cpp"
         )
     show_export(out, export(opened, request))
+    suggest_measuring(out, opened, str(to))

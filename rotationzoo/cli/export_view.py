@@ -3,7 +3,10 @@
 import shlex
 from pathlib import Path
 
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say, show_lines
+from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.export import Exported, as_json, launch_line
 
 _SHORT = 80  # columns; a shorter command fits on every terminal
@@ -23,6 +26,15 @@ def show_export(out: Output, exported: Exported) -> None:
     out.result(as_json(exported), str(exported.path), human)
 
 
+def suggest_measuring(out: Output, artifact: Artifact, engine: str) -> None:
+    """Suggest to measure what the format of an engine costs the model, where it can be
+    simulated."""
+    words = ["evaluate", *model_words(artifact), str(artifact.folder)]
+    if engine in SIMULATED:
+        words += ["--format", engine]
+    out.suggest(*words)
+
+
 def show_changed_model(out: Output, model: Path, artifact: Path, folded: bool) -> None:
     """Print the folder of the new model, and the command that exports the rest for it.
 
@@ -33,10 +45,10 @@ def show_changed_model(out: Output, model: Path, artifact: Path, folded: bool) -
 
     def human() -> None:
         say(str(model))
-        command = f"rotationzoo export {artifact} --to ENGINE {flag} {model}"
-        out.note(f"Now export the {rest}: {command}")
+        out.note(f"Its engine needs the {rest}, too")
 
     out.result({"model": str(model)}, str(model), human)
+    out.suggest("export", str(artifact), "--to", "sglang", flag, str(model))
 
 
 def fold_command(command: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from rotationzoo.cli.completion import complete_rotations
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     CacheFormat,
@@ -15,6 +16,7 @@ from rotationzoo.cli.options import (
     Dtype,
     Json,
     MaxMemory,
+    ModelName,
     PrefillLayout,
     Revision,
     RopeScaling,
@@ -32,12 +34,13 @@ NO_ROTATION = "none"
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    model: ModelName,
     rotations: Annotated[
         str | None,
         typer.Option(
             help="Artifact folder, name in the zoo, or none. By default the newest artifact of the "
-            "model in rotations."
+            "model in rotations.",
+            autocompletion=complete_rotations,
         ),
     ] = None,
     prompt: Annotated[
@@ -103,7 +106,7 @@ def generate_command(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
     text = read_prompt(prompt, file, out.note)
-    from rotationzoo.cli.generate_view import show_generation
+    from rotationzoo.cli.generate_view import show_generation, suggest_next
     from rotationzoo.generation.job import generate
     from rotationzoo.generation.settings import Generation, Sampling
 
@@ -133,9 +136,10 @@ def generate_command(
     job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:
         report = generate(job, screen.progress, None if json else screen.write, screen.note)
-    show_generation(out, report, model)
+    show_generation(out, report)
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
+    suggest_next(out, report, model)
 
 
 def _choose_rotations(

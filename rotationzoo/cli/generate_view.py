@@ -2,7 +2,6 @@
 object."""
 
 import json
-import shlex
 from typing import Any
 
 from rotationzoo.cli.output import Mode, Output, say, write_text
@@ -11,23 +10,19 @@ from rotationzoo.words import counted
 _SHOWN = 24  # characters of each text after the place where two part
 
 
-def show_generation(out: Output, report: dict[str, Any], model: str) -> None:
-    """Print the report of a text that is on stdout already, unless a program reads the output.
-
-    `model`: as the user named it, for the next command.
-    """
+def show_generation(out: Output, report: dict[str, Any]) -> None:
+    """Print the report of a text that is on stdout already, unless a program reads the output."""
     if out.mode is Mode.QUIET:
         return
-    out.result(report, "", lambda: _say_generation(out, report, model))
+    out.result(report, "", lambda: _say_generation(out, report))
 
 
-def _say_generation(out: Output, report: dict[str, Any], model: str) -> None:
+def _say_generation(out: Output, report: dict[str, Any]) -> None:
     if "answer" in report:
         say(f"The statement in the prompt says: {report['answer'].strip()}")
     if "exact_text" in report:
         _say_exact(report)
     out.note(_summary(report))
-    out.suggest(_next_command(report, model))
 
 
 def _say_exact(report: dict[str, Any]) -> None:
@@ -74,15 +69,14 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def _next_command(report: dict[str, Any], model: str) -> str:
+def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
+    """Suggest a text of the user's own, a rotation, or what the rotations cost the model.
+
+    `model`: as the user named it.
+    """
     if "answer" in report:
-        command = ["generate", model, "--prompt", "def ", "--compare"]
-        return f"Next, your own text beside the exact model's: {_words(command)}"
-    if report["rotations"] is None:
-        return f"Next, a rotation for this model: {_words(['calibrate', model])}"
-    command = ["evaluate", model, report["rotations"]]
-    return f"Next, what the rotations cost the model: {_words(command)}"
-
-
-def _words(command: list[str]) -> str:
-    return shlex.join(["rotationzoo", *command])
+        out.suggest("generate", model, "--prompt", "def ", "--compare")
+    elif report["rotations"] is None:
+        out.suggest("calibrate", model)
+    else:
+        out.suggest("evaluate", model, report["rotations"])

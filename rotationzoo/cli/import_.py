@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from rotationzoo.cli.command_line import typed_words
+from rotationzoo.cli.completion import complete_model
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import default_output, follow_link, parse_clip, parse_window
 from rotationzoo.cli.options import Clip, Json, Quiet, Revision, Windows
@@ -23,7 +25,10 @@ def import_command(
         typer.Option("--output", "-o", help="Artifact folder (rotations/NAME-imported)."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model that they are for: a hub id or a folder.")
+        str | None,
+        typer.Option(
+            help="The model that they are for: a hub id or a folder.", autocompletion=complete_model
+        ),
     ] = None,
     revision: Revision = None,
     clip: Clip = None,
@@ -47,7 +52,7 @@ def import_command(
     """
     out = Output(json, quiet)
     hush_libraries(models=model is not None)
-    from rotationzoo.cli.artifact_view import show_artifact
+    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.engines.import_ import Import, import_
 
     job = Import(
@@ -66,7 +71,11 @@ def import_command(
     out.notes(artifact.manifest.imported.notes)
     if not artifact.bound:
         out.note("Note: bound to no model; --model MODEL says which one the files are for")
-    show_artifact(out, artifact, model)
+    show_artifact(out, artifact)
+    if model is None:
+        out.suggest(*typed_words("--restart"), "--model", "MODEL", "--restart")
+    else:
+        suggest_evaluation(out, artifact, model, revision)
 
 
 def _folder_name(file: Path) -> str:

@@ -15,6 +15,7 @@ def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet =
     """Show what each layer's statistics look like."""
     from rotationzoo.artifact.spectra import summarize
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.cli.artifact_view import suggest_step
 
     opened = Artifact.open(artifact)
     layers = summarize(opened)
@@ -25,7 +26,9 @@ def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet =
         "recipe": opened.recipe.name,
         "layers": [asdict(layer) for layer in layers],
     }
-    Output(json, quiet).result(data, opened.identity, lambda: _show_layers(opened, layers))
+    out = Output(json, quiet)
+    out.result(data, opened.identity, lambda: _show_layers(opened, layers))
+    suggest_step(out, opened)
 
 
 def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rotationzoo.cli.completion import complete_published
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB, HUBS, HubName
-from rotationzoo.zoo.summary import Summary
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
@@ -22,7 +22,10 @@ _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "ggu
 
 def list_command(
     model: Annotated[
-        str | None, typer.Argument(help="Only models with this in their name.")
+        str | None,
+        typer.Argument(
+            help="Only models with this in their name.", autocompletion=complete_published
+        ),
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
     from_: Annotated[HubName, typer.Option("--from", help="Whose index.")] = DEFAULT_HUB,
@@ -62,6 +65,19 @@ def list_command(
         place = _place_options(index, repo, zoo_index, from_)
         replace(html, render_zoo_page(zoo_index, entries, place).encode())
     show_list(out, entries, presence, html)
+    _suggest_next(out, entries, _place_options(index, repo, zoo_index, from_))
+
+
+def _suggest_next(out: Output, entries: list["Entry"], place: list[str]) -> None:
+    """Suggest to fetch the first entry that `pull` takes, or else to make rotations.
+
+    `place`: the options of where the entries are listed.
+    """
+    fetched = [entry.model for entry in entries if entry.pullable]
+    if fetched:
+        out.suggest("pull", fetched[0], *place)
+    else:
+        out.suggest("calibrate", entries[0].model if entries else "MODEL")
 
 
 def _place_options(
@@ -115,14 +131,16 @@ def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) ->
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):
         rows[number][1] += f" ({footnote})"
-    table(counted(len(entries), "published rotation"), *_without_empty_columns(columns, rows))
+    columns, rows = _without_empty_columns(columns, rows)
+    table(counted(len(entries), "published rotation"), columns, rows, folded=["recipe"])
     for footnote, number in enumerate(equal, 1):
         say(f"({footnote}) from the folder {entries[number].copies[0].path}")
 
 
 def _row(entry: "Entry") -> list[str]:
-    figures = entry.summary or Summary()
-    share, increase = figures.share_answered, figures.perplexity_increase
+    figures = entry.summary
+    share = figures and figures.share_answered
+    increase = figures and figures.perplexity_increase
     answers = "-" if share is None else f"{share:.0%}"
     cost = "-" if increase is None else f"{increase:+.2%}"
     hubs = {HUBS[copy.hub].abbreviation for copy in entry.copies}

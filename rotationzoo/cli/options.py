@@ -5,6 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rotationzoo.cli.completion import (
+    TASKS,
+    complete_artifact,
+    complete_index,
+    complete_model,
+    complete_tasks,
+)
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 
@@ -25,8 +32,17 @@ Json = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
 
+ModelName = Annotated[
+    str,
+    typer.Argument(help="A hub id, a local folder, or demo.", autocompletion=complete_model),
+]
 ArtifactFolder = Annotated[
-    Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ARTIFACT")
+    Path,
+    typer.Argument(
+        help="The folder that calibrate wrote.",
+        metavar="ARTIFACT",
+        autocompletion=complete_artifact,
+    ),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 
@@ -72,7 +88,9 @@ PrefillLayout = Annotated[
 
 Tasks = Annotated[
     str,
-    typer.Option(help="Recall tasks: needles, key-value, quote, copy, assignments; all or none."),
+    typer.Option(
+        help=f"Recall tasks: {', '.join(TASKS)}; all or none.", autocompletion=complete_tasks
+    ),
 ]
 Lengths = Annotated[
     str | None,
@@ -115,7 +133,10 @@ AdoptIndex = Annotated[
     ),
 ]
 
-IndexPlace = Annotated[str | None, typer.Option("--index", help="Path or URL of a zoo_index.json.")]
+IndexPlace = Annotated[
+    str | None,
+    typer.Option("--index", help="Path or URL of a zoo_index.json.", autocompletion=complete_index),
+]
 ZooRepo = Annotated[
     str | None, typer.Option("--repo", help="The zoo repository whose index to read.")
 ]

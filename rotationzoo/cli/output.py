@@ -7,25 +7,23 @@ come from hubs, files and other libraries, and a terminal obeys the control char
 import json
 import math
 import re
+import shlex
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, TextIO
 
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from rotationzoo.cli.grid import build_grids
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
 _UNLIMITED = 10_000  # columns, to measure the natural width of a table
-_NAME = 16  # columns that a table keeps for names on a narrow terminal
 _COMMAND = ": rotationzoo "
 # A model's text is not limited to printable characters: many scripts need others to join letters.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -68,10 +66,14 @@ class Output:
         """Print a remark for people, on stderr in every mode. `stream`: a stderr of earlier."""
         _print((text,), stream or sys.stderr)
 
-    def suggest(self, text: str) -> None:
-        """Print what to do next, on stderr, for a person at a terminal alone."""
-        if self.mode is Mode.HUMAN and sys.stderr.isatty():
-            self.note(text)
+    def suggest(self, *words: str) -> None:
+        """Print the command to run next, quoted for the shell, as the last line for people.
+
+        `words`: what stands after `rotationzoo`.
+        """
+        if self.mode is Mode.HUMAN:
+            sys.stdout.flush()  # both streams may go to one file
+            self.note(f"Next: {shlex.join(['rotationzoo', *words])}")
 
     def notes(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -100,35 +102,31 @@ def write_text(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def table(title: str, columns: list[str], rows: list[list[str]], apart: bool = False) -> None:
+def table(
+    title: str,
+    columns: list[str],
+    rows: list[list[str]],
+    apart: bool = False,
+    folded: Collection[str] = (),
+) -> None:
     """Print a table on stdout, with every column but the first right-aligned. One of several is set
     `apart` by an empty line before it.
 
-    On a narrow terminal the first column is folded. No cell is ever cut off.
+    On a narrow terminal the first column is folded, and the columns whose titles are in `folded`;
+    what is still too wide becomes several tables. No cell is ever cut off.
     """
-    grid = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        first = number == 0
-        grid.add_column(
-            Text(visible(column)),
-            justify="left" if first else "right",
-            overflow="fold",
-            no_wrap=not first,
-        )
-    for row in rows:
-        # `Text` keeps rich from reading markup in names: a folder may be called [bold].
-        cells = [Text(visible(cell)) for cell in row]
-        grid.add_row(*cells)
     console = Console()
-    least = Console(width=_UNLIMITED).measure(grid).maximum
-    if console.is_terminal:
-        # Only the first column may fold, so count no more of it than `_NAME` columns.
-        longest_name = max(cell_len(visible(row[0])) for row in [columns, *rows])
-        least -= max(0, longest_name - _NAME)
+    columns, *cells = [list(map(visible, row)) for row in [columns, *rows]]
+    width = console.width if console.is_terminal else None
+    grids = build_grids(columns, cells, width, folded)
     if apart:
         say("")
     say(title)
-    Console(width=max(console.width, least)).print(grid)
+    for number, grid in enumerate(grids):
+        if number:
+            say("")
+        least = Console(width=_UNLIMITED).measure(grid).maximum
+        Console(width=max(console.width, least)).print(grid)
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:

@@ -4,15 +4,20 @@ from typing import Annotated, Literal
 
 import typer
 
+from rotationzoo.cli.completion import complete_card
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import Json, Revision
+from rotationzoo.cli.options import Json, ModelName, Revision
 from rotationzoo.cli.output import Output
 
 
 def plan_command(
-    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    model: ModelName,
     gpu: Annotated[
-        str, typer.Option(help="Its memory, or a card: 24GiB, 2x24GiB, RTX 4090, H100.")
+        str,
+        typer.Option(
+            help="Its memory, or a card: 24GiB, 2x24GiB, RTX 4090, H100.",
+            autocompletion=complete_card,
+        ),
     ] = "24GiB",
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request.")] = 131072,
     requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,

@@ -11,6 +11,7 @@ from rotationzoo.cli.option_values import default_output
 from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.words import counted
 
+_PULLED = ("rotationzoo", "oscar")  # formats of entries that `pull` fetches
 _WEIGHTS_NAMES = {"published": "published", "4bit": "4 bits"}
 
 
@@ -41,6 +42,10 @@ def show_capacity(out: Output, capacity: Capacity, format: str) -> None:
             show_lines(*(f"  {command}" for command in commands))
 
     out.result(data, sentence, show)
+    if any(entry["format"] in _PULLED for entry in entries):
+        out.suggest("pull", capacity.wish.model)
+    elif commands:
+        out.suggest(*shlex.split(commands[0])[1:])
 
 
 def _show_sizes(capacity: Capacity, data: dict[str, Any], format: str) -> None:
@@ -111,7 +116,7 @@ def _show_published(data: dict[str, Any]) -> None:
     """What the index that comes with rotationzoo lists for the model; some of it is only listed."""
     for entry in data["zoo"]:
         line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
-        if entry["format"] in ("rotationzoo", "oscar"):
+        if entry["format"] in _PULLED:
             line += f"; fetch them with: rotationzoo pull {entry['model']}"
         say(line)
 
@@ -148,8 +153,10 @@ def _commands(capacity: Capacity, format: str) -> list[str]:
         return []
     model, storage = capacity.wish.model, capacity.wish.storage
     artifact = str(default_output(model, "oscar"))
-    calibrate = ["rotationzoo", "calibrate", model]
-    generate = ["rotationzoo", "generate", model, "--rotations", artifact]
+    revision = capacity.wish.revision
+    named = [model, "--revision", revision] if revision else [model]
+    calibrate = ["rotationzoo", "calibrate", *named]
+    generate = ["rotationzoo", "generate", *named, "--rotations", artifact]
     export = ["rotationzoo", "export", artifact, "--to", format]
     if format != "sglang":
         generate += ["--format", format]

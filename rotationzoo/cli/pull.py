@@ -1,11 +1,11 @@
 """`rotationzoo pull`: fetch published rotations and, if asked, export them for an engine."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rotationzoo.cli.completion import complete_published, complete_published_recipe
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link
 from rotationzoo.cli.options import (
@@ -24,19 +24,28 @@ from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import PullEngineName
 
 if TYPE_CHECKING:
-    from rotationzoo.engines.export import Exported
+    from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.download import Pulled
 
 
 def pull_command(
     model: Annotated[
-        str, typer.Argument(help="The model whose rotations to fetch, as Qwen/Qwen3-8B.")
+        str,
+        typer.Argument(
+            help="The model whose rotations to fetch, as Qwen/Qwen3-8B.",
+            autocompletion=complete_published,
+        ),
     ],
     from_: Annotated[HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
     revision: Annotated[
         str | None, typer.Option(help="The model's revision that they should be made for.")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Only rotations of this recipe.", autocompletion=complete_published_recipe
+        ),
+    ] = None,
     rope_scaling: Annotated[
         str | None,
         typer.Option(help="Only rotations for RoPE scaled so, as yarn:4. By default unscaled."),
@@ -88,29 +97,30 @@ def pull_command(
     if to is None:
         show_pull(out, pulled)
         return
-    from rotationzoo.cli.export_view import show_export
-
-    show_export(out, _export(pulled, to, revision))
-
-
-def _export(pulled: "Pulled", engine: str, revision: str | None) -> "Exported":
-    """Export what was pulled. OSCAR's own files are imported as an artifact first."""
+    from rotationzoo.cli.export_view import show_export, suggest_measuring
     from rotationzoo.engines.export import export
-    from rotationzoo.engines.import_ import Import, import_
     from rotationzoo.engines.payload import Request
 
-    entry = pulled.entry
-    artifact = pulled.artifact
-    if artifact is None:
-        output = default_output(entry.model, "imported")
-        artifact = import_(Import([pulled.path], output, model=entry.model, revision=revision))
-    target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{engine}"
-    return export(artifact, Request(engine, target))
+    artifact = pulled.artifact or _import(pulled, revision)
+    target = Path("exports") / f"{Path(entry.model).name}-{entry.recipe}-{to}"
+    show_export(out, export(artifact, Request(str(to), target)))
+    suggest_measuring(out, artifact, str(to))
+
+
+def _import(pulled: "Pulled", revision: str | None) -> "Artifact":
+    """Make an artifact of OSCAR's own files."""
+    from rotationzoo.engines.import_ import Import, import_
+
+    model = pulled.entry.model
+    output = default_output(model, "imported")
+    return import_(Import([pulled.path], output, model=model, revision=revision))
 
 
 def show_pull(out: Output, pulled: "Pulled") -> None:
     """Print where the files are and, for OSCAR's own files, how to make an artifact of them."""
     entry = pulled.entry
+    from rotationzoo.cli.artifact_view import suggest_text
+
     out.notes(pulled.notes)
     data = {
         "path": str(pulled.path),
@@ -125,9 +135,8 @@ def show_pull(out: Output, pulled: "Pulled") -> None:
         "signature": pulled.signature and pulled.signature.summary(),
     }
     out.result(data, str(pulled.path), lambda: say(str(pulled.path)))
-    if entry.format == "oscar":
-        command = f"rotationzoo import {pulled.path} --model {entry.model}"
-        out.note(f"Note: make an artifact of them with: {command}")
+    if pulled.artifact is None:
+        out.note("Note: these are OSCAR's own files; import makes an artifact of them")
+        out.suggest("import", str(pulled.path), "--model", entry.model)
     else:
-        words = ["rotationzoo", "generate", entry.model, "--rotations", str(pulled.path)]
-        out.suggest(f"Next, text through a 2-bit cache: {shlex.join(words)}")
+        suggest_text(out, pulled.artifact, [entry.model])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.option_values import chosen_hubs
 from rotationzoo.cli.options import (
@@ -24,6 +25,7 @@ from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
     from rotationzoo.zoo.hubs.protocol import Published
+    from rotationzoo.zoo.push import Destination
 
 
 def push_command(
@@ -68,6 +70,7 @@ def push_command(
     if dry_run:
         signs = tool is not None and (sign is not None or not upload.is_signed)
         show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))
+        out.suggest(*typed_words("--dry-run"))
         return
     # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
@@ -78,6 +81,14 @@ def push_command(
     if index is not None:
         extend_index_file(index, pinned_entry(upload, repo, published))
     show_push(out, repo, upload.path, published)
+    _suggest_next(out, upload.entry.model, repo, destination)
+
+
+def _suggest_next(out: Output, model: str, repo: str, destination: "Destination") -> None:
+    """Suggest to fetch what was published; of a pull request, to see what the repository lists."""
+    hub = destination.hubs[0]
+    place = ["--repo", repo] if hub == DEFAULT_HUB else ["--from", hub, "--repo", repo]
+    out.suggest(*(["list"] if destination.create_pr else ["pull", model]), *place)
 
 
 def show_push_plan(

@@ -92,6 +92,8 @@ def regenerate_command(
         show_due(out, models, unknown)
         if unknown:
             raise _partly_known(unknown)
+        next_words = ["regenerate", models[0].model] if models else ["list"]
+        out.suggest(*next_words)
         return
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.plan import Job
@@ -134,6 +136,10 @@ def regenerate_command(
         with show_progress(out) as progress:
             places = push(upload, destination, str(job.output), progress, signer)
     show_regenerated(out, job.output, verdict, places)
+    if places:
+        out.suggest("list", "--repo", zoo)
+    else:
+        out.suggest("push", str(job.output), "OWNER/REPO")
 
 
 def _partly_known(unknown: dict[str, HubError]) -> PartlyDone:
@@ -151,7 +157,7 @@ def show_due(out: Output, models: list["DueModel"], unknown: dict[str, HubError]
     out.result(
         data,
         "\n".join(due.model for due in models),
-        lambda: table(f"{len(models)} due", columns, rows),
+        lambda: table(f"{len(models)} due", columns, rows, folded=["reason"]),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from rotationzoo.cli.completion import complete_artifact
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say
 
@@ -13,7 +14,10 @@ def report_command(
     artifact: ArtifactFolder,
     compare: Annotated[
         list[Path] | None,
-        typer.Option(help="Another artifact to show beside it. May be repeated."),
+        typer.Option(
+            help="Another artifact to show beside it. May be repeated.",
+            autocompletion=complete_artifact,
+        ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
         "report.html"
@@ -38,8 +42,8 @@ def report_command(
     rotationzoo report rotations/demo-oscar --compare rotations/demo-oscar-v1
     """
     out = Output(json, quiet)
-    from rotationzoo.artifact.reproduce import name_in_commands
     from rotationzoo.artifact.store import EVALUATION, Artifact
+    from rotationzoo.cli.artifact_view import suggest_step
     from rotationzoo.pages.report import make_report, save_report, write_pictures
     from rotationzoo.storage import files
 
@@ -64,10 +68,11 @@ def report_command(
     }
     out.result(data, str(output), lambda: say(*_lines(output, artifact, pictures, save)))
     if not evaluated:
-        name = name_in_commands(opened.manifest.model)
-        out.note(f"Next, measure what it costs: rotationzoo evaluate {name} {artifact} --save")
+        suggest_step(out, opened)
     elif not save:
-        out.suggest(f"Next, add it to the artifact: rotationzoo report {artifact} --save")
+        out.suggest("report", str(artifact), "--save")
+    else:
+        out.suggest("push", str(artifact), "OWNER/REPO")
 
 
 def _lines(output: Path, artifact: Path, pictures: list[Path], saved: bool) -> list[str]:

@@ -82,9 +82,8 @@ def show_search(search: dict[str, Any]) -> None:
         _show_candidates(search["choice"])
     rows = _rows(search["layers"], _KEPT_SIDES[search["model"]["kept"]])
     if rows:
-        table(
-            "chosen on text that nothing was fitted to", ["layer", "head", "basis", "score"], rows
-        )
+        columns = ["layer", "head", "basis", "score"]
+        table("chosen on text that nothing was fitted to", columns, rows, folded=["basis"])
         say(
             "score: error of the block, and attention KL of keys, relative to the same rotations "
             "without a choice by head"

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli.completion import complete_model
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, Revision
 from rotationzoo.cli.output import Output, say
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 def validate_command(
     artifact: ArtifactFolder,
     model: Annotated[
-        str | None, typer.Option(help="Also validate on keys and values captured from this model.")
+        str | None,
+        typer.Option(
+            help="Also validate on keys and values captured from this model.",
+            autocompletion=complete_model,
+        ),
     ] = None,
     rows: Annotated[
         int, typer.Option(min=64, help="Rows for each layer, KV head and side.")
@@ -34,6 +39,7 @@ def validate_command(
     out = Output(json, quiet)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.checks.kernel import Validation, check_device, validate_kernel
+    from rotationzoo.cli.artifact_view import suggest_step
 
     hush_libraries()
     opened = Artifact.open(artifact)
@@ -42,6 +48,7 @@ def validate_command(
         settings = Validation(rows, model, revision, device)
         report = validate_kernel(opened, settings, progress)
     show_validation(out, opened, report)
+    suggest_step(out, opened)
 
 
 def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotationzoo.cli.completion import complete_model
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     ArtifactFolder,
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 def verify_command(
     artifact: ArtifactFolder,
     model: Annotated[
-        str | None, typer.Option(help="Also check that it was made for this model.")
+        str | None,
+        typer.Option(
+            help="Also check that it was made for this model.", autocompletion=complete_model
+        ),
     ] = None,
     run: Annotated[
         bool,
@@ -59,7 +63,9 @@ def verify_command(
     if run and model is None:
         raise UsageError("--run needs a model", hint="add: --model MODEL")
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.artifact.weights import model_words
     from rotationzoo.checks.verify import verify
+    from rotationzoo.cli.artifact_view import suggest_text
     from rotationzoo.zoo.signing.artifact import check_artifact
     from rotationzoo.zoo.signing.demand import make_demand
 
@@ -101,6 +107,11 @@ def verify_command(
         raise (_bound_wrongly if wrongly else _misfit)(opened, str(model))
     if not verification.ok:
         raise _unsound(opened, len(verification.problems))
+    if model is None:
+        out.suggest("verify", str(artifact), "--model", *model_words(opened))
+    else:
+        words = [model, "--revision", revision] if revision else [model]
+        suggest_text(out, opened, words)
 
 
 def _misfit(artifact: "Artifact", model: str) -> RotationZooError:

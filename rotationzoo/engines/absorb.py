@@ -13,6 +13,7 @@ from rotationzoo.engines.weight_copy import write_changed_copy
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
 from rotationzoo.model.fetching import fetch_weights
+from rotationzoo.model.rope import same_scaling, scaling_of
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 
@@ -64,6 +65,7 @@ def _write(artifact: Artifact, model: str, output: Path, progress: Progress, abs
         )
     config = loading.load_config(source)
     _check_not_quantized(config, model)
+    _check_scaling(artifact, config, model)
     if problems := verify(artifact, model, source.revision).problems:
         raise RotationZooError(
             f"{artifact.folder} does not fit {model}: {problems[0]}", hint=calibrate
@@ -82,6 +84,19 @@ def _write(artifact: Artifact, model: str, output: Path, progress: Progress, abs
 
     write_changed_copy(source, changes, record_of, output, progress)
     return output
+
+
+def _check_scaling(artifact: Artifact, config: PretrainedConfig, model: str) -> None:
+    """Raise `RotationZooError` for an artifact that was calibrated with scaled RoPE, unless the
+    config scales it so: whoever serves the copy would know nothing of the scaling."""
+    wanted, present = artifact.recipe.rope_scaling, scaling_of(config)
+    if wanted is not None and not (present and same_scaling(wanted, present)):
+        raise RotationZooError(
+            f"{artifact.folder} was calibrated with the rope scaling {wanted}, and a copy of "
+            f"{model} would run without: it gets the config that is there",
+            hint="put the scaling into config.json of a folder of the model, and calibrate that "
+            "without --rope-scaling",
+        )
 
 
 def _check_not_quantized(config: PretrainedConfig, model: str) -> None:

@@ -45,13 +45,18 @@ def feedback_arms(names: Collection[str]) -> list[str]:
 
 
 def build_arms(
-    artifacts: list[Artifact], geometry: Geometry, source: Source, sides: Sequence[str] = SIDES
+    artifacts: list[Artifact],
+    geometry: Geometry,
+    source: Source,
+    sides: Sequence[str] = SIDES,
+    baselines: Collection[str] = BASELINES,
 ) -> list[Arm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
     factors; then one per baseline. All names differ.
 
     - `source`: the evaluated model, whose weights may carry an artifact's equalizer.
     - `sides`: those that are quantized; error feedback is for keys.
+    - `baselines`: those to compare with, in the order of `BASELINES`.
     """
     arms: list[Arm] = []
     for artifact in artifacts:
@@ -60,7 +65,8 @@ def build_arms(
     with_factors = [arm for arm in arms if "key" in sides and arm.rotations.has_feedback]
     for arm in with_factors:
         arms.append(replace(arm, name=feedback_name(arm.name), rounding="feedback"))
-    return [*arms, *build_baselines(shared_recipe(artifacts), geometry)]
+    all_baselines = build_baselines(shared_recipe(artifacts), geometry)
+    return [*arms, *(arm for arm in all_baselines if arm.name in baselines)]
 
 
 def build_baselines(shared: Recipe, geometry: Geometry) -> list[Arm]:

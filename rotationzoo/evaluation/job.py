@@ -72,6 +72,8 @@ class Evaluation:
     rope_scaling: str | None = None
     """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
     calibrated."""
+    baselines: tuple[str, ...] = BASELINES
+    """The baselines beside the artifacts, names in `BASELINES`."""
     harness: HarnessSettings | None = None
     """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
@@ -140,7 +142,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        arms = build_arms(artifacts, geometry, source, job.sides)
+        arms = build_arms(artifacts, geometry, source, job.sides, job.baselines)
         layers = _layers_in_2_bits(job, geometry)
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, job.real_cache)
         with loading.forward_errors(job.model, job.batch, job.data.length):

@@ -50,6 +50,7 @@ def _summarize(report: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]
         "recent": window["recent"],
         "prefill_chunk": report["prefill_chunk"],
         "prefill_layout": report["prefill_layout"],
+        "task_lengths": list(report["tasks"]["lengths"]),
         "exact_tasks": _summarize_tasks(report["exact"]),
         "arms": arms,
         "texts": window["verdict"]["texts"],

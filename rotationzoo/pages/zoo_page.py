@@ -91,12 +91,12 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     return Row(
         model=entry.model,
         model_url=address,
-        recipe=entry.recipe,
+        recipe=", ".join(filter(None, (entry.recipe, entry.rope_scaling))),
         figures=_figures(entry),
         signed=f"signed by {entry.signer}" if entry.signer else "not signed",
         kind=_KINDS.get(entry.format),
         note=entry.note,
-        command=pull_command(entry, place),
+        command=pull_command(loaded, entry, place),
         copies=copies,
     )
 

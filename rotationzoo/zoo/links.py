@@ -38,11 +38,22 @@ def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
     return links or [Link("repository", address(hub.repo_page))]
 
 
-def pull_command(entry: Entry, place: list[str]) -> str | None:
+def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | None:
     """The command that fetches an entry; None for one that is only listed.
 
     `place`: the options that name the index, as `["--repo", "owner/zoo"]`.
     """
     if not entry.pullable:
         return None
-    return shlex.join(["rotationzoo", "pull", entry.model, "--recipe", entry.recipe, *place])
+    words = ["rotationzoo", "pull", entry.model, "--recipe", entry.recipe]
+    if entry.rope_scaling:
+        words += ["--rope-scaling", entry.rope_scaling]
+    alike = [other for other in loaded.content.entries if _wanted(other) == _wanted(entry)]
+    if len(alike) > 1 and entry.model_revision:
+        words += ["--revision", entry.model_revision]
+    return shlex.join([*words, *place])
+
+
+def _wanted(entry: Entry) -> tuple[str, str, str | None]:
+    """What a command without a revision asks for."""
+    return entry.model, entry.recipe, entry.rope_scaling

@@ -112,7 +112,7 @@ def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Up
             f"{artifact.folder} is not published: {verification.problems[0]}",
             hint=f"see: rotationzoo verify {artifact.folder}",
         )
-    files = _collect_files(artifact, statistics)
+    files = _collect_files(artifact, statistics, repo)
     model = listed_name(artifact.manifest.model)
     folder = model.replace("/", "__")
     slug = f"{artifact.recipe.name}-{artifact.identity[:12]}"
@@ -122,7 +122,7 @@ def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Up
     return upload.with_earlier_signature(artifact.folder)
 
 
-def _collect_files(artifact: Artifact, statistics: bool) -> dict[str, Path | bytes]:
+def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str, Path | bytes]:
     """The files that the manifest lists, with a new manifest and card that list exactly these."""
     names = [name for name in artifact.manifest.files if statistics or name != STATISTICS]
     files: dict[str, Path | bytes] = {name: regular_file(artifact.folder, name) for name in names}
@@ -130,8 +130,8 @@ def _collect_files(artifact: Artifact, statistics: bool) -> dict[str, Path | byt
     content = {**artifact.content, "files": listed}
     files[MANIFEST] = strict_json.text(content)
     # Render the card again: the manifest has no hash of the one in the folder, so anybody may have
-    # changed it.
-    files[CARD] = render_card(parse_manifest(content, "the manifest")).encode()
+    # changed it. The new one says from where to pull.
+    files[CARD] = render_card(parse_manifest(content, "the manifest"), repo).encode()
     return files
 
 

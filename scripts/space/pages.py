@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from planning import CONTEXTS, GPUS, check_model, make_plan
+from planning import CONTEXTS, GPUS, USUAL, check_model, make_plan
 from regeneration import RECIPES, Asked, ask_for
 from settings import Settings
 from sign_in import CALLBACK, Sessions
@@ -48,10 +48,11 @@ class Pages:
     def plan(self, request: Request) -> Response:
         """The plan for the model, the GPU and the context that a visitor chose."""
         query = request.query_params
-        context = query.get("context", "131072")
+        context = query.get("context", str(USUAL["context"]))
         if not context.isascii() or not context.isdigit():
             raise UsageError("that context is no number", hint="choose one of the list")
-        plan = make_plan(query.get("model", ""), query.get("gpu", "H100"), int(context))
+        gpu = query.get("gpu", USUAL["gpu"])
+        plan = make_plan(query.get("model", ""), gpu, int(context))
         listed = self.zoo.entries().of_model(plan["model"])
         return self._show(request, "plan.html.jinja", plan=plan, listed=listed)
 
@@ -74,7 +75,7 @@ class Pages:
             raise UsageError("a request is made in your name", hint="sign in first")
         model = check_model(form.get("model", ""))
         # So that nobody asks for a model that does not exist or can have no rotations.
-        plan = make_plan(model, GPUS[0], CONTEXTS[0])
+        plan = make_plan(model, **USUAL)
         if plan["refusal"]:
             raise RotationZooError(f"{model} can have no rotations: {plan['refusal']}")
         return ask_for(model, form.get("recipe", ""), self.settings.zoo, session.token)
@@ -119,6 +120,7 @@ class Pages:
             zoo=self.settings.zoo,
             gpus=GPUS,
             contexts=CONTEXTS,
+            usual={"model": "", **USUAL},
             recipes=RECIPES,
             **values,
         )

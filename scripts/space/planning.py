@@ -22,6 +22,8 @@ from rotationzoo.errors import RotationZooError, UsageError
 
 CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
 GPUS = tuple(CARDS)
+USUAL = {"gpu": "H100", "context": 131072}
+"""What is chosen until a visitor chooses."""
 # A hub id in ASCII. It has an owner, so it is never `demo`; it begins with a letter or a digit, so
 # it is never an option or a path.
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")

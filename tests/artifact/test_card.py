@@ -1,17 +1,22 @@
 """The card's words, tried: its Python is run, its numbers are computed again."""
 
+import json
 import re
+import shlex
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from support.models import save_tiny
 from support.places import ROOT
 
 from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.manifest import parse_manifest
+from rotationzoo.artifact.reproduce import reproduce_command
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.calibration.job import calibrate
@@ -118,3 +123,115 @@ def test_the_card_has_what_the_hub_understands(tmp_path):
     assert (front["base_model"], front["base_model_relation"]) == ("a/b", "quantized")
     for name, file in artifact.content["files"].items():
         assert f"| {name} | {file['size']:,} | `{file['sha256']}` |" in page
+    calibration = artifact.content["calibration"]
+    for source, names in (("owner/texts", ["owner/texts"]), ("mine.jsonl", None), ("self", None)):
+        described = calibration | {"source": source, "prompts": "bundled", "sampling": "none"}
+        manifest = parse_manifest(artifact.content | {"calibration": described}, "the manifest")
+        front = yaml.safe_load(render_card(manifest).split("---")[1])
+        assert front.get("datasets") == names
+
+
+def evaluated(artifact: Artifact) -> Artifact:
+    """The artifact with the summary of an evaluation."""
+    score = {"answered": 15, "questions": 16, "log_probability": -0.25}
+    costs = {"perplexity_increase": 0.5, "attention_kl": 0.1, "output_error": 0.2}
+    arm = {**costs, "tasks": {"needles": score}}
+    bad = {**costs, "tasks": {"needles": score | {"answered": 4}}}
+    exact = {"needles": score | {"answered": 16}, "copy": score | {"answered": 0}}
+    evaluation = {
+        "text": "bundled",
+        "tokens": 4096,
+        "perplexity": 8.0,
+        "format": "sglang",
+        "sink": 64,
+        "recent": 256,
+        "arms": {"mine": arm, "identity": bad},
+        "exact_tasks": exact,
+        "task_lengths": [2048],
+    }
+    metrics = artifact.content["metrics"] | {"evaluation": evaluation}
+    return Artifact(artifact.folder, artifact.content | {"metrics": metrics})
+
+
+def test_the_card_begins_with_what_readers_decide_by(model, tmp_path):
+    artifact = evaluated(made(model, tmp_path))
+    picture = artifact.content["files"] | {"answers.png": {"size": 1, "sha256": "0" * 64}}
+    manifest = parse_manifest(artifact.content | {"files": picture}, "the manifest")
+    page = render_card(manifest)
+    places = [
+        page.index(words)
+        for words in (
+            "    rotationzoo generate MODEL --rotations FOLDER --prompt TEXT",
+            "| mine | 94% | 94%, -0.25 |",
+            "(answers.png)",
+            "## What this is",
+            "## What it costs the model",
+            "## Limits",
+            "## How to make it again",
+            "## Provenance",
+            "## Recipe",
+            "## Files",
+        )
+    ]
+    assert places == sorted(places)
+    assert "Answers: 16 questions in prompts of 2,048 tokens. Longer contexts" in page
+    assert "The exact model itself cannot do: copy." in page
+    assert "(spectra.png)" not in page
+    assert "    rotationzoo pull tiny --repo me/zoo\n" in render_card(manifest, "me/zoo")
+
+
+def test_hubs_read_the_results(model, tmp_path):
+    page = render_card(evaluated(made(model, tmp_path)).manifest)
+    results = ModelCard(page).data.eval_results
+    figures = {(each.metric_type, each.metric_name): each.metric_value for each in results}
+    assert figures == {
+        ("accuracy", "exact cache"): 1.0,
+        ("accuracy", "2-bit cache, mine"): 0.9375,
+        ("perplexity", "exact cache"): 8.0,
+        ("perplexity", "2-bit cache, mine"): 12.0,
+    }
+    assert "not been measured" in render_card(made(model, tmp_path).manifest)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--recipe feedback --no-feedback --tokens 1024 --length 256 --batch 2 --seed 3",
+        "--recipe oscar-v1 --equalize --tokens 1024 --length 256 --dtype bfloat16 --packing mixed",
+        "--recipe random --seed 7",
+        "--recipe recipe.yaml",
+    ],
+    ids=["without feedback", "equalized", "data-free", "a file"],
+)
+def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
+    Path("recipe.yaml").write_text("name: own\nkey_clip: 0.8\ndata: {tokens: 1024, length: 256}\n")
+    assert inside("calibrate", "demo", *options.split(), "-o", "first").returncode == 0
+    page = Path("first/README.md").read_text()
+    (line,) = re.findall(r"## How to make it again\n\n    (.*)\n", page)
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    Path("recipe.yaml").write_text(recipe)
+    program, *words = shlex.split(line)
+    assert program == "rotationzoo"
+    again = inside(*words, "-o", "again", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["identity"] == Artifact.open("first").identity
+    assert ("--recipe recipe.yaml" in line) == ("recipe.yaml" in options)
+
+
+def test_the_command_of_a_run_on_gpus_names_how_it_ran(model, tmp_path):
+    content = made(model, tmp_path).content
+    identity = content["identity"] | {
+        "device": "NVIDIA H200",
+        "dtype": "auto",
+        "device_map": "auto",
+        "batch": "16",
+        "processes": "2",
+    }
+    hub = content["model"] | {"id": "a/b", "revision": "0" * 40}
+    run = content["run"] | {"device": "NVIDIA H200"}
+    manifest = content | {"identity": identity, "run": run, "model": hub}
+    words = reproduce_command(parse_manifest(manifest, "the manifest"))
+    assert words == (
+        f"torchrun --nproc-per-node 2 -m rotationzoo calibrate a/b --revision {'0' * 40} --recipe "
+        "oscar --tokens 1024 --length 256 --batch 16 --device-map auto"
+    )

@@ -14,7 +14,7 @@ from support.command_line import only_error, without_stages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rotationzoo import RotatedCache
-from rotationzoo.cli import generate_view, text_screen
+from rotationzoo.cli import text_screen
 from rotationzoo.cli.output import Output, write_text
 from rotationzoo.model.source import DEMO
 
@@ -46,8 +46,9 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     shown = command(*words, input=PROMPT + "\n")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == expected + "\n"
-    (summary,) = without_stages(shown.stderr)
+    summary, following = without_stages(shown.stderr)
     assert SUMMARY.fullmatch(summary)
+    assert following == f"Next: rotationzoo evaluate demo {made}"
 
 
 def test_quiet_prints_nothing_else(inside, made, expected):
@@ -83,27 +84,17 @@ def test_the_exact_model_is_shown_after_the_text(inside, made):
         r'\n\nThe two part after [\d]+ characters? \(\d+ tokens?\): here ".+", exact ".+"\.$',
         exact.rstrip(),
     )
-    assert shown.stderr.rstrip().endswith("; no rotation")
+    assert shown.stderr.endswith("; no rotation\nNext: rotationzoo calibrate demo\n")
     assert "stays exact" not in shown.stderr
     shown = inside(*words, "--rotations", made, "--max-new-tokens", "8")
-    assert shown.stderr.rstrip().endswith("; so short a context stays exact")
+    assert shown.stderr.splitlines()[-2].endswith("; so short a context stays exact")
     assert shown.stdout.endswith("\nThe exact model writes the same 8 tokens.\n")
 
 
-def test_a_terminal_gets_the_next_command_and_no_control_characters(terminal, monkeypatch):
+def test_a_terminal_gets_no_control_characters(terminal):
     screen = terminal(80)
     write_text("größe\t👩‍👧\x1b[2J\u202e\n")
     assert screen.getvalue() == "größe\t👩‍👧\\x1b[2J\\u202e\n"
-    report = {"rotations": "rotations/demo oscar"}
-    shown = generate_view._next_command(report, "demo")
-    assert shown.endswith(": rotationzoo evaluate demo 'rotations/demo oscar'")
-    report = {"rotations": None}
-    assert generate_view._next_command(report, "demo").endswith(": rotationzoo calibrate demo")
-    errors = type(screen)()
-    monkeypatch.setattr(sys, "stderr", errors)
-    for out in (Output(), Output(json=True), Output(quiet=True)):
-        out.suggest("Next")
-    assert errors.getvalue() == "Next\n"
 
 
 def test_a_bar_and_the_text_are_never_on_the_screen_together(monkeypatch):
@@ -139,7 +130,7 @@ def test_the_newest_artifact_of_the_model_is_taken(inside, made, artifact):
     os.utime(folder / "old" / "rotations.safetensors", (1, 1))
     (folder / "damaged").mkdir()
     (folder / "damaged" / "manifest.json").write_text("{")
-    first, _ = without_stages(inside(*words).stderr)
+    first, *_ = without_stages(inside(*words).stderr)
     assert first == "Rotations: rotations/new, the newest of 2"
 
 

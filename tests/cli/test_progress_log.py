@@ -117,7 +117,7 @@ def test_the_command_line_writes_it_to_a_log(flag, inside, monkeypatch):
         assert lines == []
         return
     if flag is None:
-        assert lines.pop().startswith("Next, ")
+        assert lines.pop().startswith("Next: ")
     stages = [re.fullmatch(r"\[\d+:\d\d:\d\d\] (.*?)( \d+/\d+.*)?", line)[1] for line in lines]
     assert stages == [
         "looking at the model",

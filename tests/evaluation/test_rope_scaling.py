@@ -1,6 +1,10 @@
 """Artifacts of a model whose RoPE is scaled: recorded, followed by whoever runs the model, and
 never used silently without."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import transformers
 from support.engine_artifacts import exported
@@ -10,6 +14,7 @@ from rotationzoo import RotatedCache
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
+from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import settle_rope_scaling
 from rotationzoo.evaluation.job import Evaluation, evaluate
@@ -20,6 +25,7 @@ from rotationzoo.model.source import find
 from rotationzoo.recipe import Data, Recipe, with_rope_scaling
 
 LONG = Data(tokens=1024, length=512)
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
 OPTIONS = dict(windows=[(4, 16)], queries=0, tasks=TaskSettings(()))
 
 
@@ -85,9 +91,7 @@ def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
     with pytest.raises(RotationZooError, match="rope scaling yarn:2, and this model runs without"):
         RotatedCache(scaled, loaded)
     config = transformers.AutoConfig.from_pretrained(model)
-    config.rope_parameters |= {
-        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256
-    }  # fmt: skip
+    config.rope_parameters |= YARN
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, config=config)
     RotatedCache(scaled, loaded)
 
@@ -95,6 +99,21 @@ def test_a_cache_for_a_model_without_the_scaling_is_refused(model, scaled):
 def test_an_export_says_that_the_server_must_scale(scaled, tmp_path):
     notes = " ".join(exported("sglang", scaled, tmp_path).launch.notes)
     assert "calibrated with the rope scaling yarn:2: the server must scale too" in notes
+
+
+def test_a_copy_of_the_model_has_the_scaling_or_is_not_written(model, scaled, tmp_path):
+    with pytest.raises(RotationZooError, match=r"yarn:2, and a copy of .* would run without") as no:
+        absorb(scaled, str(model), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    # What the hint says.
+    assert "put the scaling into config.json" in no.value.hint
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= YARN
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    artifact = calibrate(Job(str(folder), Recipe(data=LONG), tmp_path / "out"))
+    copy = absorb(artifact, str(folder), tmp_path / "copy")
+    assert scaling_of(load_config(find(str(copy)))) == "yarn:2:256"
 
 
 def test_membership_runs_the_model_with_the_scaling(model, scaled):

@@ -14,8 +14,9 @@ from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.cli.evaluate_view import next_command
+from rotationzoo.cli.evaluate_view import suggest_next
 from rotationzoo.cli.option_values import parse_tasks
+from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
@@ -163,7 +164,7 @@ def test_the_report_is_saved_and_shown_with_answers_first(report, job):
     assert summary.exact_tasks["key-value"].questions == 8
     page = (folder / "README.md").read_text()
     share = f"{score['answered'] / 16:.0%}, {score['log_probability']:.2f}"
-    assert "| rotation | needles | quote |" in page
+    assert "| rotation | all | needles | quote |" in page
     assert f"{share} |" in next(row for row in page.splitlines() if row.startswith("| mine |"))
     assert page.index("| exact | ") < page.index("| rotation | perplexity |")
 
@@ -191,15 +192,18 @@ def test_the_caches_are_a_stage_of_their_own(report, told):
         assert {each for _, each in steps} == {total}, "as the time left needs it"
 
 
-def test_the_next_command():
+def test_the_next_command(capsys):
+    def following(model: list[str], artifacts: list[Path]) -> str:
+        suggest_next(Output(), model, artifacts, saved=False)
+        return capsys.readouterr().err.removeprefix("Next: rotationzoo ").rstrip()
+
     artifacts = [Path("rotations/my demo")]
-    assert next_command(["demo"], artifacts).endswith(
-        "exact model's: rotationzoo generate demo --rotations 'rotations/my demo' --compare"
-    )
-    other = next_command(["a/b", "--revision", "c"], artifacts)
-    assert "generate a/b --revision c --rotations" in other
+    demo = following(["demo"], artifacts)
+    assert demo == "generate demo --rotations 'rotations/my demo' --compare"
+    other = following(["a/b", "--revision", "c"], artifacts)
+    assert other.startswith("generate a/b --revision c --rotations")
     assert other.endswith("--prompt TEXT")
-    assert next_command(["a/b"], []).endswith("of this model: rotationzoo calibrate a/b")
+    assert following(["a/b"], []) == "calibrate a/b"
 
 
 def test_the_command_line(inside, induction):

@@ -9,7 +9,7 @@ from support.browser import scrolls_sideways, serious_findings
 
 from rotationzoo.pages.zoo_page import render_zoo_page
 from rotationzoo.zoo import index, links
-from rotationzoo.zoo.lookup import LoadedIndex
+from rotationzoo.zoo.lookup import LoadedIndex, choose_entry
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 KEY = "-----BEGIN PUBLIC KEY-----\nMFkw\n-----END PUBLIC KEY-----\n"
@@ -138,6 +138,24 @@ def test_without_script_every_entry_is_there(page_file):
     ]  # fmt: skip
     assert '<div id="search" hidden>' in text
     assert len(re.findall(r'class="copy" hidden', text)) == 4
+
+
+def test_a_command_fetches_the_entry_that_it_stands_beside():
+    first = entry("a/b", 1, model_revision="1" * 40, created="2026-11-01")
+    others = [
+        entry("a/b", 2, model_revision="2" * 40, created="2026-11-02"),
+        entry("a/b", 3, model_revision="2" * 40, rope_scaling="yarn:4"),
+        entry("a/b", 4, recipe="best"),
+    ]
+    content = index.Index.model_validate({"entries": [first, *others]})
+    loaded = LoadedIndex(content, "it")
+    for listed in content.entries:
+        _, _, model, *words = links.pull_command(loaded, listed, []).split()
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        asked = [options.get(name) for name in ("--revision", "--recipe")]
+        scaling = options.get("--rope-scaling")
+        chosen, _, _ = choose_entry(loaded, model, *asked, ["huggingface"], scaling)
+        assert chosen == listed
 
 
 @pytest.mark.hostile("markup")

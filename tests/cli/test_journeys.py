@@ -1,0 +1,132 @@
+"""What the command line shows who comes for the first time: the journeys, and after each command
+the next one."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from support.command_line import SMALL, without_stages
+
+from rotationzoo.cli.app import COMMANDS
+from rotationzoo.cli.journeys import journey_lines
+
+
+def last_line(result) -> str:
+    """The last line on stderr of a command that succeeded."""
+    assert result.returncode == 0, result.stderr
+    return without_stages(result.stderr)[-1]
+
+
+# ---- without a command
+
+
+def test_without_a_command_the_journeys_are_shown_without_importing_torch():
+    program = """
+import sys
+from rotationzoo.cli.app import main
+try:
+    main([])
+except SystemExit as done:
+    print(done.code or 0, sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    *lines, state = shown.stdout.splitlines()
+    assert (state, shown.stderr) == ("0 []", "")
+    assert lines == journey_lines()
+    assert len(lines) == 10
+    assert max(map(len, lines)) <= 80
+    assert all(line.isascii() for line in lines), "no box art"
+
+
+def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
+    """All but the option that makes it stop before it does anything."""
+    commands = [line.split("  ")[1] for line in journey_lines() if line.startswith("  ")]
+    names = [shlex.split(command)[1] for command in commands]
+    assert {"demo", "pull", "calibrate", "generate", "push"} <= set(names) <= set(COMMANDS)
+    for command in commands:
+        assert inside(*shlex.split(command)[1:], "--help").returncode == 0
+        wrong = inside(*shlex.split(command)[1:], "--no-such-option")
+        assert "No such option" in wrong.stderr
+
+
+# ---- the next command
+
+
+@pytest.mark.parametrize(
+    ("words", "following"),
+    [
+        ("calibrate demo --dry-run --recipe hadamard", "calibrate demo --recipe hadamard"),
+        ("inspect {made}", "evaluate demo {made} --save"),
+        ("verify {made}", "verify {made} --model demo"),
+        ("verify {made} --model demo", "generate demo --rotations {made}"),
+        ("export {made} --to sglang -o out", "evaluate demo {made} --format sglang"),
+        ("export {made} --to onnx -o onnx", "evaluate demo {made}"),
+        ("push {made} me/zoo --dry-run", "push {made} me/zoo"),
+        ("plan {tiny} --context 100", "calibrate {tiny}"),
+        ("list qwen3-8b --index bundled", "pull Qwen/Qwen3-8B --index bundled"),
+        ("list nothing --index bundled", "calibrate MODEL"),
+    ],
+)
+def test_a_command_ends_with_the_next_one(inside, made, tiny, words, following):
+    words = words.format(made=made, tiny=tiny).split()
+    result = inside(*words)
+    assert last_line(result) == f"Next: rotationzoo {following.format(made=made, tiny=tiny)}"
+    assert "Next" not in result.stdout
+    for silent in ("--json", "--quiet"):
+        assert "Next" not in inside(*words, silent).stderr
+
+
+def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
+    made = inside("calibrate", tiny, *SMALL, "--recipe", "hadamard", "-o", "my rotations")
+    assert last_line(made) == f"Next: rotationzoo evaluate {tiny} 'my rotations'"
+    options = [
+        "--tokens",
+        "1024",
+        "--length",
+        "512",
+        "--tasks",
+        "none",
+        "--windows",
+        "0/16",
+        "--queries",
+        "0",
+    ]
+    measured = inside("evaluate", tiny, "my rotations", *options, "--save")
+    assert last_line(measured) == "Next: rotationzoo report 'my rotations'"
+    shown = inside("inspect", "my rotations")
+    assert last_line(shown) == "Next: rotationzoo report 'my rotations'"
+    unsaved = inside("evaluate", tiny, "my rotations", *options)
+    assert last_line(unsaved) == (
+        f"Next: rotationzoo generate {tiny} --rotations 'my rotations' --compare --prompt TEXT"
+    )
+    baselines = inside("evaluate", tiny, *options)
+    assert last_line(baselines) == f"Next: rotationzoo calibrate {tiny}"
+
+
+def test_the_next_command_is_the_last_line_where_both_streams_are_one(command, made):
+    done = subprocess.run(
+        [*command.program, "inspect", made],
+        cwd=command.folder,
+        env=command.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1].startswith("Next: rotationzoo ")
+
+
+# ---- the demo
+
+
+@pytest.mark.slow
+def test_the_demo_tells_the_story(command):
+    result = command("demo", "--json")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    answered = {words: figures["answered"] for words, figures in told["caches"].items()}
+    assert answered["these rotations"] > answered["no rotation"]
+    assert answered["exact"] == told["caches"]["exact"]["questions"] == 32
+    again = command("demo", "--quiet")
+    assert again.stdout.split() == ["rotations/demo"]

@@ -1,0 +1,161 @@
+"""Every table at 80 columns, with long names: nothing is wider, and no number is cut or folded."""
+
+import json
+import re
+
+import pytest
+
+from rotationzoo.cli.list import show_list
+from rotationzoo.cli.output import Output, table
+from rotationzoo.cli.plan import plan_command
+from rotationzoo.cli.push import show_push_plan
+from rotationzoo.cli.regenerate import show_due
+from rotationzoo.cli.search_view import show_search
+from rotationzoo.zoo.due import DueModel
+from rotationzoo.zoo.index import WHEEL_COPY, Index
+
+WIDTH = 80
+NAME = "an-organisation-of-many-words/A-Model-235B-A22B-Thinking-2507"
+
+
+def plain(text: str) -> str:
+    """Without the bold of a table's head."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def evaluation(arms: int = 3) -> dict:
+    """A report of `evaluate` with every task, eight distances, and tasks of the harness."""
+    score = {"answered": 123, "questions": 128, "log_probability": -12.3}
+    tasks = dict.fromkeys(("needles", "key-value", "quote", "copy", "assignments"), score)
+    starts = [256 << number for number in range(10)]
+    error = {"answered": 0.012, "log_probability": 0.12}
+    distances = [{"from": start, **score} for start in starts]
+    summary = {**score, "standard_error": error, "by_distance": distances}
+    metrics = {f"metric_{number},strict-match": 0.5123 for number in range(3)}
+    harness = {
+        "gsm8k_cot_zeroshot": {
+            **metrics,
+            "standard_error": dict.fromkeys(metrics, 0.0123),
+            "paired": {name: {"lost": 12, "gained": 10, "p_value": 0.83} for name in metrics},
+            "questions": 128,
+            "answer_tokens": 123.4,
+            "truncated": 0.123,
+        }
+    }
+    exact = {"perplexity": 12.3456, "tasks": tasks, "all_tasks": summary, "harness": harness}
+    costs = {"perplexity_increase": 0.1234, "attention_kl": 0.1234, "output_error": 0.1234}
+    lengths = [{"from": start, "perplexity_increase": 0.123} for start in starts]
+    bits = {"bits_per_element": 2.53, "bits_at_length": 3.21}
+    arm = {**exact, **costs, **bits, "standard_error": costs, "by_length": lengths}
+    verdict = {"feedback": [], "words": ["nothing differs"]}
+    names = [f"{NAME}-feedback-{number}" for number in range(arms)]
+    window = {"sink": 64, "recent": 256, "arms": dict.fromkeys(names, arm), "verdict": verdict}
+    return {
+        "model": NAME,
+        "notes": [],
+        "tokens": 123456,
+        "first_position": 320,
+        "text": {"rows": 12, "length": 131072},
+        "tasks": {"lengths": [131072]},
+        "real_cache": False,
+        "format": "sglang",
+        "prefill_chunk": None,
+        "prefill_layout": None,
+        "exact": exact,
+        "arms": window["arms"],
+        "harness": {"version": "0.4.12", "tasks": list(harness)},
+        "windows": [window],
+    }
+
+
+def show_evaluate():
+    from rotationzoo.cli.evaluate_view import show_evaluation
+
+    show_evaluation(Output(), evaluation())
+    return [
+        "12.3456",
+        "96.1% ±1.2%",
+        "-12.30 ±0.12",
+        "96% -12.3",
+        "from 131,072",
+        "+12.34% ±12.34%",
+    ]
+
+
+def show_published():
+    content = json.loads(WHEEL_COPY.read_text())
+    entries = Index.model_validate(content).entries[:2]
+    recipes = [entry.model_copy(update={"model": NAME, "recipe": NAME[30:]}) for entry in entries]
+    show_list(Output(), recipes, [True, False])
+    return ["yes", "no"]
+
+
+def show_regenerate():
+    reason = "the recipe has changed, and so have the weights of the model since it was published"
+    due = DueModel(NAME, "0123456789abcdef", "fedcba9876543210", "configs/x.yaml", reason)
+    show_due(Output(), [due], {})
+    return ["0123456789ab", "fedcba987654", "1 due"]
+
+
+def show_push():
+    show_push_plan(Output(), NAME, [{"path": f"{NAME}/manifest.json", "size": 1234567890123}])
+    return ["1,234,567,890,123"]
+
+
+def show_choices():
+    chosen = {"candidate": [f"U H P, {NAME}"], "chosen": [0.87]}
+    choice = {
+        "criterion": "answers",
+        "candidates": [
+            {"name": NAME, "divergence": 0.1234, "answer_loss": 0.5678, "answers_lost": 0.0912}
+        ],
+        "test": [{"name": NAME, "divergence": 0.1234}],
+        **dict.fromkeys(("taken", "baseline", "winner"), NAME),
+    }
+    layers = {"0": {"key": chosen, "value": chosen}}
+    show_search({"model": {"kept": "both"}, "choice": choice, "layers": layers})
+    return ["9.1%", "0.5678", "0.1234", "0.87"]
+
+
+def show_plan():
+    plan_command(
+        "demo", "64x RTX 3090", 1_000_000, 1_000, "sglang", 64, 256, None, json=False, quiet=False
+    )
+    return ["1,000 requests", "RTX 3090", "H200"]
+
+
+@pytest.mark.parametrize(
+    "show", [show_evaluate, show_published, show_regenerate, show_push, show_choices, show_plan]
+)
+def test_tables_fit_80_columns_with_long_names(terminal, show):
+    screen = terminal(WIDTH)
+    numbers = show()
+    shown = plain(screen.getvalue())
+    # A command is there to be copied, and never broken.
+    lines = [line for line in shown.splitlines() if "rotationzoo " not in line]
+    assert max(map(len, lines)) <= WIDTH, max(lines, key=len)
+    assert "…" not in shown
+    for number in numbers:
+        assert number in shown
+
+
+def test_a_table_that_is_too_wide_becomes_several_with_the_same_names(terminal):
+    screen = terminal(40)
+    columns = ["arm", *(f"from {1 << number}" for number in range(8))]
+    rows = [[name, *(f"{number}.25%" for number in range(8))] for name in ("first", "second")]
+    table("title", columns, rows)
+    title, *parts = plain(screen.getvalue()).split("\n", 1)
+    blocks = [part.splitlines() for part in parts[0].split("\n\n")]
+    assert title == "title"
+    assert len(blocks) > 1
+    assert all(max(map(len, block)) <= 40 for block in blocks)
+    for number, row in enumerate(rows, 1):
+        cells = [cell for block in blocks for cell in block[number].split()[1:]]
+        assert cells == row[1:], "every number is shown once, in order"
+        assert {block[number].split()[0] for block in blocks} == {row[0]}
+
+
+def test_a_file_gets_one_table_however_wide(capsys):
+    columns = ["arm", *(f"from {1 << number}" for number in range(20))]
+    table("title", columns, [[NAME, *("1.25%" for _ in range(20))]])
+    assert len(capsys.readouterr().out.splitlines()) == 3
