@@ -32,8 +32,8 @@ def make_page(folders: list[Path]) -> tuple[float, int, int]:
     from rotationzoo.pages.report import make_report
 
     started = time.perf_counter()
-    own, *others = map(Artifact.open, folders)
-    report = make_report(own, others)
+    first, *others = map(Artifact.open, folders)
+    report = make_report(first, others)
     page = report.html().encode()
     return time.perf_counter() - started, len(page), len(report.figures)
 

@@ -59,11 +59,11 @@ def report_command(
     if save:
         save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
-    extended = str(artifact) if save else None
+    written = list(map(str, pictures))
     data = {
         "report": str(output),
-        "pictures": [str(path) for path in pictures],
-        "artifact": extended,
+        "pictures": written,
+        "artifact": str(artifact) if save else None,
         "evaluated": evaluated,
     }
     out.result(data, str(output), lambda: say(*_lines(output, artifact, pictures, save)))

@@ -49,12 +49,14 @@ def describe_decision(arms: Arms) -> Section:
         f"are exact; {evaluation.tokens:,} tokens of {evaluation.text.source}. Cost: the increase "
         "of perplexity over the exact model. Bits: per cached element, at 131,072 tokens."
     ]
-    answers, verdict = draw_answers(arms), window.verdict.words
+    verdict, pictures = window.verdict.words, [draw_perplexity(arms)]
+    if answers := draw_answers(arms):
+        pictures.insert(0, answers)
     return Section(
         "decide",
         DECISION,
         words,
-        [*([answers] if answers else []), draw_perplexity(arms)],
+        pictures,
         Table(columns, rows),
         [*verdict[1:], *arms.notes],
         lead=verdict[0] if verdict else "",
@@ -75,7 +77,7 @@ def draw_answers(arms: Arms) -> Figure | None:
     """The share of questions that each arm answers, as bars; None if no question was asked."""
     scores = {EXACT: arms.evaluation.exact.all_tasks}
     scores |= {arm.label: arm.figures.all_tasks for arm in arms.shown}
-    own = {arm.label for arm in arms.shown if arm.own}
+    own_labels = {arm.label for arm in arms.shown if arm.is_own}
     bars, rows = [], []
     for label, score in scores.items():
         if score is None:
@@ -84,7 +86,7 @@ def draw_answers(arms: Arms) -> Figure | None:
         error = score.standard_error.get("answered")
         words = f"{score.answered} of {score.questions}"
         low, high = (None, None) if not error else (max(0, share - error), min(1, share + error))
-        bars.append(Bar(label, share, words, label in own, low, high))
+        bars.append(Bar(label, share, words, label in own_labels, low, high))
         rows.append([label, str(score.answered), str(score.questions), percent(share, 1),
                      percent(error, 1)])  # fmt: skip
     if not bars:
@@ -133,15 +135,9 @@ def _draw_needles(name: str, label: str, summary: Summary) -> Figure:
             count, questions = answered[distance, depth], asked[distance, depth]
             where = f"distance {distance[0]:,} to {distance[1]:,}, depth {row[0]}"
             words = f"{count} of {questions}" if questions else "none asked"
-            cells.append(
-                Cell(
-                    _short(distance[0]),
-                    row[0],
-                    count / questions if questions else None,
-                    f"{label}, {where}: {words}",
-                    f"{count}/{questions}" if questions else "",
-                )
-            )
+            share, text = (count / questions, f"{count}/{questions}") if questions else (None, "")
+            described = f"{label}, {where}: {words}"
+            cells.append(Cell(_short(distance[0]), row[0], share, described, text))
             row.append(words)
         rows.append(row)
     columns = ["depth", *[f"{start:,} to {end:,}" for start, end in distances]]

@@ -19,13 +19,13 @@ PUBLISHED = "oscar-v1"
 
 @dataclass(frozen=True)
 class ShownArm:
-    """One arm under the name that pictures give it. `own`: whether it is of this artifact."""
+    """One arm under the name that pictures give it. `is_own`: whether it is of this artifact."""
 
     name: str
     """In the evaluation, and in the words of its verdict."""
     label: str
     figures: Arm
-    own: bool = False
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,9 @@ class Arms:
     notes: list[str]
 
     @property
-    def own(self) -> ShownArm:
+    def own_arm(self) -> ShownArm:
         """The arm of this artifact, with the nearest codes."""
-        return next(arm for arm in self.shown if arm.own)
-
-    def named(self, name: str) -> ShownArm | None:
-        """The arm with this name, such as `identity`; None if there is none."""
-        return next((arm for arm in self.shown if arm.name == name), None)
+        return next(arm for arm in self.shown if arm.is_own)
 
 
 def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | None:
@@ -56,7 +52,7 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     if evaluation is None:
         return None
     notes: list[str] = []
-    own, baselines = _split_arms(evaluation, f"this one: {artifact.recipe.name}", own=True)
+    own_arms, baselines = _split_arms(evaluation, f"this one: {artifact.recipe.name}", is_own=True)
     beside: list[ShownArm] = []
     for other in others:
         other_evaluation = read_evaluation(other)
@@ -64,7 +60,7 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
             notes.append(f"{other.folder.name} is not in the pictures: {reason}.")
         elif other_evaluation is not None:
             beside += _split_arms(other_evaluation, _label(other))[0]
-    shown = _with_unique_labels([*own, *beside, *baselines])
+    shown = _with_unique_labels([*own_arms, *beside, *baselines])
     if not any(_is_published(one) for one in (artifact, *others)):
         notes.append(
             f"The published recipe {PUBLISHED} is not beside it: name an artifact of that recipe, "
@@ -80,18 +76,18 @@ def arms_of(evaluation: Evaluation, label: str) -> Arms:
 
 
 def _split_arms(
-    evaluation: Evaluation, label: str, own: bool = False
+    evaluation: Evaluation, label: str, is_own: bool = False
 ) -> tuple[list[ShownArm], list[ShownArm]]:
     """The arms of the evaluated artifact, under `label`, and the baselines."""
     of_artifact, baselines = [], []
     name = evaluation.own_arm
     for each, figures in evaluation.window.arms.items():
         if each == name:
-            of_artifact.append(ShownArm(each, label, figures, own))
+            of_artifact.append(ShownArm(each, label, figures, is_own))
         elif each in _WORDS:
             baselines.append(ShownArm(each, _WORDS[each], figures))
         else:  # the same rotations with error feedback
-            written = "+ error feedback" if own else f"{label} + feedback"
+            written = "+ error feedback" if is_own else f"{label} + feedback"
             of_artifact.append(ShownArm(each, written, figures))
     return of_artifact, baselines
 
@@ -121,5 +117,5 @@ def _with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:
     for arm in arms:
         seen[arm.label] = count = seen.get(arm.label, 0) + 1
         label = arm.label if count == 1 else f"{arm.label} ({count})"
-        unique.append(ShownArm(arm.name, label, arm.figures, arm.own))
+        unique.append(ShownArm(arm.name, label, arm.figures, arm.is_own))
     return unique

@@ -21,7 +21,7 @@ def draw_perplexity(arms: Arms) -> Figure:
         )
         words = f"{cost:+.2%}" if error is None else f"{cost:+.2%} ±{error:.2%}"
         low, high = (None, None) if error is None else (cost - error, cost + error)
-        bars.append(Bar(arm.label, cost, words, arm.own, low, high))
+        bars.append(Bar(arm.label, cost, words, arm.is_own, low, high))
         perplexity = f"{arm.figures.perplexity:.4g}"
         rows.append([arm.label, perplexity, f"{cost:+.3%}", percent(error, 3)])
     columns = ["", "perplexity", "increase", "standard error"]
@@ -33,7 +33,7 @@ def draw_perplexity(arms: Arms) -> Figure:
 def describe_growth(arms: Arms) -> Section:
     """How perplexity and attention KL grow with the length of the context."""
     title = "Growth with the length of the context"
-    if not arms.own.figures.by_length:
+    if not arms.own_arm.figures.by_length:
         return Section("growth", title, ["The stored evaluation has no figures by length."])
     about = "Each point is for the tokens at these positions of a text, from their first."
     measures = {

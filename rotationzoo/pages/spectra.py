@@ -96,16 +96,17 @@ def describe_clips(artifact: Artifact) -> Section:
         "The share of a row's largest entries that are kept as they are; those beyond are cut to "
         "the same magnitude before rounding. A ratio of 1 cuts nothing."
     )
-    clips = {}
+    clips: dict[str, dict[int, list[float]]] = {}
+    different: dict[str, set[float]] = {}
     for side in SIDES:
-        by_layer = {layer: both[side].clip.tolist() for layer, both in artifact.rotations.items()}
-        clips[side] = by_layer
-    if all(
-        len({clip for row in by_layer.values() for clip in row}) == 1 for by_layer in clips.values()
-    ):
+        clips[side] = {
+            layer: both[side].clip.tolist() for layer, both in artifact.rotations.items()
+        }
+        different[side] = {clip for row in clips[side].values() for clip in row}
+    every = set().union(*different.values())
+    if all(len(ratios) == 1 for ratios in different.values()):
         figures = [_draw_same(clips)]
     else:
-        every = [clip for by_layer in clips.values() for row in by_layer.values() for clip in row]
         colours = Colours("clip ratio", min(every), max(every))
         figures = [_draw_clips(side, by_layer, colours) for side, by_layer in clips.items()]
     return Section("clip-ratios", "Clip ratios", [about], figures)

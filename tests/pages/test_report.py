@@ -18,6 +18,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
 from rotationzoo.pages.report import make_report
+from rotationzoo.pages.spectra import describe_clips
 
 LABELS = "this one: oscar", "no rotation", "Hadamard", "random rotation", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"
@@ -167,6 +168,13 @@ def test_an_evaluation_of_earlier_versions_is_shown_as_far_as_it_goes(tmp_path):
     for anchor in ("needles", "attention-kl", "output-error", "row-ranges"):
         assert "Evaluate again" in " ".join(sections[anchor].words)
         assert not sections[anchor].figures
+
+
+def test_clip_ratios_that_differ_are_maps(tmp_path):
+    folder = make_artifact(tmp_path / "made", Made(layers=[3, 7], clips=True), evaluated=False)
+    keys, values = describe_clips(Artifact.open(folder)).figures
+    assert keys.table.rows == values.table.rows == [["3", "0.5", "0.6"], ["7", "0.5", "0.6"]]
+    assert "keys, layer 7, KV head 1: clip ratio 0.6" in keys.svg
 
 
 def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_path):

@@ -33,6 +33,8 @@ class Made:
     recipe: str = "oscar"
     arm: str = "made"
     fingerprint: str = "0" * 64
+    clips: bool = False
+    """Whether the clip ratios of heads differ: 0.5, 0.6, ..."""
     old: bool = False
     """Whether to leave out what earlier versions did not measure."""
 
@@ -46,7 +48,10 @@ def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
 
     def spread(layer: int, side: str, rotation: Rotation) -> Rotation:
         eigenvalues = (share * (1 + layer)).expand(made.heads, made.dim).contiguous()
-        return Rotation(rotation.matrix, rotation.clip, eigenvalues)
+        clip = rotation.clip
+        if made.clips:
+            clip = torch.arange(made.heads, dtype=torch.float64) / 10 + 0.5
+        return Rotation(rotation.matrix, clip, eigenvalues)
 
     text = {"source": "bundled", "tokens": 2048, "rows": 4, "fingerprint": "1" * 64}
     content = {
