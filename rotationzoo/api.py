@@ -94,7 +94,7 @@ def evaluate(
       are no rotation, Hadamard and a random rotation;
     * `save`: add the report to each artifact;
     * `options`: see `EvaluationOptions`. The default is to read 16,384 tokens of held-out text in
-      rows of 2,048.
+      rows of 2,048, or longer ones where the windows leave nothing of these.
 
     Returns the report that `rotationzoo evaluate --json` prints. `exact` is the exact model's
     perplexity and answers; `arms` holds `tasks`, `perplexity_increase`, `attention_kl` and
@@ -108,6 +108,7 @@ def evaluate(
     settings: Any = {key: value for key, value in options.items() if key not in _TEXT}
     progress: Any = settings.pop("progress", silent)
     save_to = folders if save else []
+    settings["fit_length"] = "length" not in options
     settings["tasks"] = _task_settings(settings)
     return run_evaluation(Evaluation(model, folders, data, save_to=save_to, **settings), progress)
 

@@ -37,6 +37,7 @@ from rotationzoo.cli.options import (
     Split,
     Subset,
     Tasks,
+    TextLength,
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -62,7 +63,7 @@ def evaluate_command(
     split: Split = None,
     column: Column = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 16384,
-    length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 2048,
+    length: TextLength = None,
     seed: Annotated[int, typer.Option(help="Order of the documents.")] = 0,
     tasks: Tasks = "all",
     lengths: Lengths = None,
@@ -154,6 +155,7 @@ def evaluate_command(
         model=model,
         artifacts=folders,
         data=text.data,
+        fit_length=length is None,
         tasks=parse_tasks(tasks, lengths, questions),
         windows=parse_windows(windows),
         format=format,

@@ -50,6 +50,11 @@ Subset = Annotated[str | None, typer.Option(help="The data set's configuration."
 Split = Annotated[str | None, typer.Option(help="The data set's split (train).")]
 Column = Annotated[str | None, typer.Option(help="Column of the text or of the chat messages.")]
 
+TextLength = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens per text (2048, or more where the windows leave nothing)."),
+]
+
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
 Dtype = Annotated[
     Literal["auto", "bfloat16", "float32"],

@@ -21,6 +21,7 @@ from rotationzoo.cli.options import (
     Quiet,
     SignWith,
     Tasks,
+    TextLength,
     TrustConfig,
     ZooRepo,
 )
@@ -48,7 +49,7 @@ def regenerate_command(
     ] = None,
     data: Annotated[str, typer.Option(help="Text to evaluate on.")] = "bundled",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to evaluate on.")] = 16384,
-    length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 2048,
+    length: TextLength = None,
     tasks: Tasks = "all",
     lengths: Lengths = None,
     questions: Questions = 64,
@@ -116,7 +117,9 @@ def regenerate_command(
     # Only the text settings of this recipe are used.
     text = override(load("oscar"), source=data, tokens=tokens, length=length)
     asked = parse_tasks(tasks, lengths, questions)
-    evaluation = Evaluation(model=model, artifacts=[], data=text.data, tasks=asked)
+    evaluation = Evaluation(
+        model=model, artifacts=[], data=text.data, fit_length=length is None, tasks=asked
+    )
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
     made = Artifact.open(job.output)

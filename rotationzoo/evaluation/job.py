@@ -1,7 +1,7 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from rotationzoo.evaluation.compatibility import (
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
-from rotationzoo.evaluation.judged_text import check_length, check_positions, judged_text
+from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
 from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory, largest_batch
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
@@ -84,6 +84,9 @@ class Evaluation:
     max_memory: str | None = None
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
+    fit_length: bool = False
+    """Whether rows too short for the windows are made longer instead of refused. True if the length
+    is a default and not the user's choice."""
 
 
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
@@ -101,6 +104,11 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     for artifact in artifacts:
         if artifact.folder in job.save_to and ranks.rank() == 0:
             artifact.check_writable()
+    caches = _build_caches(job, artifacts)
+    # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
+    start = max(cache.first_quantized for cache in caches)
+    if job.fit_length:
+        job = replace(job, data=fit_rows(job.data, start))
     lengths = job.tasks.lengths or (job.data.length,)
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
@@ -116,9 +124,6 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         _check_model(job, artifacts, geometry)
     check_positions(job.data.length, config)
     job.tasks.check_positions(config)
-    caches = _build_caches(job, artifacts)
-    # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
-    start = max(cache.first_quantized for cache in caches)
     check_length(job.data, start)
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)

@@ -27,6 +27,15 @@ def check_positions(length: int, config: PretrainedConfig) -> None:
         )
 
 
+def fit_rows(data: Data, start: int) -> Data:
+    """Rows twice as long, and twice again, until a quarter of each lies past `start`, the first
+    position that is measured."""
+    length = data.length
+    while 3 * length < 4 * start:
+        length *= 2
+    return data.model_copy(update={"length": length})
+
+
 def check_length(data: Data, start: int) -> None:
     """Raise `RotationZooError` for texts that end before `start`, the first position that is
     measured, and `UsageError` for fewer tokens than one text."""

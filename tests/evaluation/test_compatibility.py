@@ -52,3 +52,17 @@ def test_what_does_not_fit_is_refused_before_the_weights(artifacts, tmp_path, ti
         evaluate(Evaluation("demo", [], ONE_ROW, layers={9}))
     with pytest.raises(RotationZooError, match="is no artifact"):
         evaluate(Evaluation("demo", [tmp_path], SMALL))
+
+
+def test_rows_of_a_default_length_are_made_long_enough_for_the_windows(tiny, inside):
+    text = Data(tokens=512, length=64)
+    options = dict(windows=[(16, 100)], queries=0, tasks=TaskSettings(()), device="cpu")
+    with pytest.raises(RotationZooError, match="texts of 64 tokens are too short"):
+        evaluate(Evaluation(str(tiny), [], text, **options))
+    report = evaluate(Evaluation(str(tiny), [], text, fit_length=True, **options))
+    assert (report["text"]["length"], report["text"]["rows"]) == (256, 2)
+    for windows, length in (("64/256", 2048), ("128/2048", 4096)):  # it has 512 positions
+        result = inside("evaluate", tiny, "--windows", windows)
+        assert f"texts of {length} tokens are longer than the 512 positions" in result.stderr
+    result = inside("evaluate", tiny, "--windows", "128/2048", "--length", 512)
+    assert "texts of 512 tokens are too short" in result.stderr

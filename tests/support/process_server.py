@@ -55,13 +55,17 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @contextmanager
 def server(
-    folder: Path, modules: Iterable[str] = IMPORTED, environment: dict[str, str] | None = None
+    folder: Path,
+    modules: Iterable[str] = IMPORTED,
+    environment: dict[str, str] | None = None,
+    script: str = __file__,
 ) -> Iterator[list[str]]:
     """Inside the block a server runs that has imported these modules, in this environment; yields
-    the words to start a process of the command line with, in place of `python -m rotationzoo`."""
+    the words to start a process of the command line with, in place of `python -m rotationzoo`.
+    Another script than this may import them and serve."""
     client, path = folder / "client.py", folder / "socket"
     client.write_text(CLIENT)
-    words = [sys.executable, __file__, str(path), *modules]
+    words = [sys.executable, script, str(path), *modules]
     # In a session of its own, where Ctrl-C does not reach it.
     running = subprocess.Popen(
         words,
@@ -117,15 +121,22 @@ def _answer(connection: socket.socket) -> list[str] | None:
     return request["words"]
 
 
+def wait_for_words(socket_path: str) -> list[str]:
+    """Serve requests. Returns in each process that was forked for one, with its words, once it
+    looks like a new interpreter."""
+    gc.freeze()  # what is shared stays shared
+    words = serve(socket_path)
+    sys.path[0] = os.getcwd()  # as `python -m` has it
+    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    return words
+
+
 if __name__ == "__main__":
     socket_path, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
     early = {"huggingface_hub", "transformers", "datasets", "modelscope"} & set(sys.modules)
     assert not early or modules == [*WITH_HUBS], f"these read the environment: {early}"
-    gc.freeze()  # what is shared stays shared
-    sys.argv = ["rotationzoo", *serve(socket_path)]
-    sys.path[0] = os.getcwd()  # as `python -m` has it
-    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    sys.argv = ["rotationzoo", *wait_for_words(socket_path)]
     runpy.run_module("rotationzoo", run_name="__main__", alter_sys=True)

@@ -1,0 +1,118 @@
+"""What pages show to be run: their blocks of shell commands and of Python, as one script."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.places import ROOT
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+SHELL, PYTHON = ("sh", "bash"), "python"
+_FENCE = re.compile(r"( *)(```+|~~~+) *(.*?) *$")
+_END = "THE_END_OF_THE_BLOCK"  # of a here-document
+# A backslash at the end of a line continues the command; these words end one and begin another.
+_BETWEEN = re.compile(r"(\s+(?:&&|\|\||\||;)\s+)")
+_ASSIGNMENTS = re.compile(r"\s*(?:\w+=\S+\s+)*")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, with the number of its first line in the page, counted from 1."""
+
+    language: str
+    line: int
+    lines: list[str]
+
+    @property
+    def is_session(self) -> bool:
+        """Whether these are examples with the answers below them, which doctest runs."""
+        return any(line.startswith(">>> ") for line in self.lines)
+
+
+def blocks_of(text: str) -> Iterator[Block]:
+    """The fenced blocks of a page. The language is the last word of the fence, so that
+    `{code-block} sh` counts, too."""
+    opened: re.Match | None = None
+    lines: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = _FENCE.match(line)
+        if opened is None:
+            opened, lines = fence, []
+        elif fence and fence[2] == opened[2] and not fence[3]:
+            language = (opened[3].split() or [""])[-1]
+            yield Block(language, number - len(lines), lines)
+            opened = None
+        else:
+            lines.append(line.removeprefix(opened[1]))
+
+
+def script_of(text: str, not_run: dict[str, str]) -> str:
+    """A shell script of what a page shows: every command stands in the line of the page in which
+    it is printed. Commands that begin as an entry of `not_run` does are left out."""
+    # Indented blocks are commands, too: cards have them.
+    rows = [line if line.startswith("    rotationzoo ") else "" for line in text.splitlines()]
+    for block in blocks_of(text):
+        first, end = block.line - 1, block.line - 1 + len(block.lines)
+        rows[first:end] = [""] * len(block.lines)
+        if block.language in SHELL:
+            rows[first:end] = _without(block.lines, not_run)
+        elif block.language == PYTHON and not block.is_session and not _is_left_out(block, not_run):
+            rows[first - 1] = f"python - <<'{_END}'"
+            rows[first:end] = block.lines
+            rows[end] = _END
+    return "\n".join(rows) + "\n"
+
+
+def left_out(text: str, not_run: dict[str, str]) -> set[str]:
+    """The entries of `not_run` that a page shows."""
+    entries = set()
+    for block in blocks_of(text):
+        if block.language in SHELL:
+            for _, command in _logical_lines(block.lines):
+                entries |= {_entry(part, not_run) for part in _BETWEEN.split(command)}
+        elif block.language == PYTHON:
+            entries |= {_entry(line, not_run) for line in block.lines}
+    return entries - {None}
+
+
+def _without(lines: list[str], not_run: dict[str, str]) -> list[str]:
+    kept = list(lines)
+    for number, command in _logical_lines(lines):
+        parts = _BETWEEN.split(command)
+        if not any(_entry(part, not_run) for part in parts):
+            continue
+        height = command.count("\\\n") + 1
+        parts = [":" if _entry(part, not_run) else part for part in parts]
+        kept[number : number + height] = ["".join(parts), *[""] * (height - 1)]
+    return kept
+
+
+def _logical_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Commands with the lines that continue them, and the number of their first line."""
+    start, command = 0, ""
+    for number, line in enumerate(lines):
+        command += line
+        if line.endswith("\\"):
+            command += "\n"
+            continue
+        yield start, command
+        start, command = number + 1, ""
+
+
+def _entry(part: str, not_run: dict[str, str]) -> str | None:
+    """The entry that a command begins with, after variables that are set for it."""
+    command = _ASSIGNMENTS.sub("", re.sub(r"\s*\\\n\s*", " ", part), count=1)
+    return next((entry for entry in not_run if command.startswith(entry)), None)
+
+
+def _is_left_out(block: Block, not_run: dict[str, str]) -> bool:
+    return any(_entry(line, not_run) for line in block.lines)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()

@@ -1,0 +1,58 @@
+"""Commands that are read and not run: whether the command line understands them."""
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import typer
+
+from rotationzoo.cli.app import COMMANDS, app
+
+_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_MAYBE = re.compile(r'\$\{\w+:\+"\$\w+"\}')  # a word that is there only if a variable is
+_SUBSTITUTED = re.compile(r'"?\$\(.*\)"?')
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words behind `rotationzoo` in the lines of a script or of a workflow."""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        for part in re.split(
+            r"\s(?:&&|\|\||\||;|>|<)\s", _SUBSTITUTED.sub("WORD", _MAYBE.sub("", line))
+        ):
+            if start := re.match(r"\s*(?:.* -?-m(?:odule)? )?rotationzoo (.*)", part):
+                yield shlex.split(start[1], comments=True)
+
+
+def understand(words: list[str]) -> None:
+    """Parse a whole command. Raises Typer's own error for what it does not understand."""
+    group = typer.main.get_command(app)
+    context = group.make_context("rotationzoo", list(words))
+    _, command, rest = group.resolve_command(context, list(words))
+    command.make_context(words[0], rest, parent=context)
+
+
+def spans_of(text: str) -> Iterator[str]:
+    """What stands between backquotes in the text of a page, and names a command of ours first."""
+    in_block = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            in_block = not in_block
+        if not in_block:
+            for span in _SPAN.findall(line):
+                first = span.removeprefix("rotationzoo ").split(" ")[0]
+                if span.startswith("rotationzoo ") or (first in COMMANDS and " " in span):
+                    yield span
+
+
+def check_options(span: str) -> None:
+    """The command exists, and it has the options that stand behind its name."""
+    name, *words = span.removeprefix("rotationzoo ").split()
+    group = typer.main.get_command(app)
+    known = {"--help", *(option for parameter in group.params for option in parameter.opts)}
+    if not name.startswith("-") and name != "COMMAND":
+        assert name in COMMANDS, f"there is no command {name} as in {span}"
+        for parameter in group.commands[name].params:
+            known |= {*parameter.opts, *parameter.secondary_opts}
+    for word in [name, *words]:
+        option = re.match(r"--[\w-]+", word)
+        assert not option or option[0] in known, f"{name} has no option {option[0]}"

@@ -1,0 +1,78 @@
+"""The only place where commands of the documentation are made smaller than a reader's.
+
+Commands run as they are printed. What is checked beforehand, such as lengths beside a model's
+positions, is checked for the numbers that the page gives. Behind these checks, before text is read
+and the model runs, numbers that only make a job slow are cut to those below.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+ROWS, LENGTH = 2, 2560  # more than the 2,176 tokens that configs/Qwen3-8B.yaml keeps exact
+TASKS, QUESTIONS, PROMPT = 1, 1, 3584  # more than windows of 128/1024 and a chunk of 2,048 tokens
+HARNESS_QUESTIONS, NEW_TOKENS = 1, 8
+SEARCHED_ROWS, SEARCHED_LENGTH, SEARCH = 3, 512, {"texts": 1, "prompts": 2, "steps": 2}
+
+
+def shrink() -> None:
+    """Make the jobs of this process small."""
+    from transformers import GenerationMixin
+
+    from rotationzoo.calibration import contribution
+    from rotationzoo.calibration import job as calibration
+    from rotationzoo.evaluation import job as evaluation
+
+    contribution.plan = calibration.plan = _with_result(calibration.plan, small_plan)
+    evaluation.judged_text = _with_result(evaluation.judged_text, small_data)
+    evaluation.plan_tasks = _with_argument(evaluation.plan_tasks, 0, small_tasks)
+    evaluation.run_harness = _with_argument(evaluation.run_harness, 3, small_harness)
+    GenerationMixin.generate = _of_few_tokens(GenerationMixin.generate)
+
+
+def small_data(data: Any, rows: int = ROWS, longest: int = LENGTH) -> Any:
+    length = min(data.length, longest)
+    return data.model_copy(update={"length": length, "tokens": min(data.tokens, rows * length)})
+
+
+def small_plan(plan: Any) -> Any:
+    recipe = plan.job.recipe
+    change = {"data": small_data(recipe.data)}
+    if recipe.search is not None:
+        change["search"] = recipe.search.model_copy(update=SEARCH)
+        change["data"] = small_data(recipe.data, SEARCHED_ROWS, SEARCHED_LENGTH)
+    return replace(plan, job=replace(plan.job, recipe=recipe.model_copy(update=change)))
+
+
+def small_tasks(settings: Any) -> Any:
+    """The first tasks, at the last length, which is the longest on every page."""
+    lengths = tuple(min(length, PROMPT) for length in settings.lengths[-1:])
+    return replace(settings, names=settings.names[:TASKS], lengths=lengths, questions=QUESTIONS)
+
+
+def small_harness(settings: Any) -> Any:
+    return replace(settings, limit=HARNESS_QUESTIONS)
+
+
+def _with_result(function: Callable, change: Callable) -> Callable:
+    return wraps(function)(lambda *given, **named: change(function(*given, **named)))
+
+
+def _with_argument(function: Callable, position: int, change: Callable) -> Callable:
+    def changed(*given: Any) -> Any:
+        return function(*given[:position], change(given[position]), *given[position + 1 :])
+
+    return wraps(function)(changed)
+
+
+def _of_few_tokens(generate: Callable) -> Callable:
+    def shorter(self: Any, *given: Any, **named: Any) -> Any:
+        if "max_new_tokens" in named:
+            named["max_new_tokens"] = min(named["max_new_tokens"], NEW_TOKENS)
+        else:  # the harness gives a length of prompt and answer
+            longest = named["input_ids"].shape[1] + NEW_TOKENS
+            named["max_length"] = min(named["max_length"], longest)
+        return generate(self, *given, **named)
+
+    return wraps(generate)(shorter)

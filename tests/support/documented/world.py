@@ -1,0 +1,221 @@
+"""The world of the pages: hubs that hold small models under the names that pages use, and a folder
+with the files that pages assume."""
+
+import copy
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import gguf
+import yaml
+from safetensors.numpy import load_file
+
+from rotationzoo.text.documents import BUNDLED, HELD_OUT
+from support import process_server
+from support.documented.blocks import PAGES, blocks_of
+from support.hubs import huggingface, modelscope
+from support.models import save_tiny
+from support.places import ROOT
+
+PROGRAMS = ("rotationzoo", "python", "torchrun", "accelerate")
+IMPORTED = (
+    *process_server.WITH_HUBS, "lm_eval", "modelscope", "rotationzoo.cli.app",
+    "rotationzoo.engines.export", "rotationzoo.generation.job", "rotationzoo.zoo.regenerate",
+)  # fmt: skip
+NAMED = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]  # beside the models of configs/
+SIZES = dict(
+    hidden_size=64, head_dim=64, max_position_embeddings=40960,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)  # fmt: skip
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+TEXTS = [json.loads(line)["text"] for line in BUNDLED.read_text("utf-8").splitlines()[:40]]
+CHATS = [
+    [{"role": "user", "content": text[:400]}, {"role": "assistant", "content": text[400:]}]
+    for text in TEXTS
+]
+SUMS = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
+LOOK_UPS = [{"text": f"a is {n}, and a is", "answer": str(n)} for n in range(8)]
+CHAT_LINES = [{"messages": chat} for chat in CHATS]
+DATA_SETS = {  # name -> configuration, splits, lines
+    "open-r1/Mixture-of-Thoughts": ("all", ["train"], CHAT_LINES),
+    "HuggingFaceH4/ultrachat_200k": ("default", ["train_sft"], CHAT_LINES),
+    "openai/gsm8k": ("main", ["train", "test"], SUMS),
+}
+# What others have published, and the folders and files that pages assume as made.
+BEFORE = """
+rotationzoo calibrate demo --recipe oscar-v1
+mv rotations assumed
+rotationzoo calibrate demo
+rotationzoo calibrate Qwen/Qwen3-8B --recipe feedback
+rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
+rotationzoo push rotations/Qwen3-8B-oscar rotationzoo/zoo --to both
+rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
+rotationzoo calibrate my-model --equalize -o ARTIFACT
+rotationzoo calibrate Qwen/Qwen3-4B-Thinking-2507 -o thinking
+rotationzoo export thinking --to vllm --pooled --windows 0/0 -o vllm
+mv vllm/*.pt .
+rm -r thinking vllm
+ln -s my-model MODEL
+"""
+
+
+class World:
+    """Runs the scripts of pages."""
+
+    def __init__(self, folder: Path, hf: huggingface.HuggingFaceHub, ms: modelscope.ModelScopeHub):
+        self.folder, self.hf, self.ms = folder, hf, ms
+        self.bin, self.files = folder / "bin", folder / "files"
+        self.environment = {
+            "HF_ENDPOINT": hf.endpoint, "HF_HOME": str(folder / "hf"), "HF_TOKEN": hf.token,
+            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+            "MODELSCOPE_ENDPOINT": ms.endpoint, "MODELSCOPE_API_TOKEN": ms.token,
+            "MODELSCOPE_HOME": str(folder / "ms"), "MODELSCOPE_CACHE": str(folder / "ms-cache"),
+            "OMP_NUM_THREADS": "1", "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+
+    def put_programs(self, words: list[str]) -> None:
+        """Programs of these names go before those of the machine."""
+        start = shlex.join(words)
+        programs = {name: f'{start} {name} "$@"' for name in PROGRAMS}
+        # The targets take long; that they exist, and what they would run, is known at once.
+        programs["make"] = f'{shutil.which("make")} -n -C {ROOT} "$@"'
+        self.bin.mkdir()
+        for name, content in programs.items():
+            (self.bin / name).write_text(f"#!/bin/sh\nexec {content}\n")
+            (self.bin / name).chmod(0o755)
+
+    def serve_models(self) -> None:
+        model = save_tiny(self.files / "my-model", **SIZES)
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+        files = {path.name: path.read_bytes() for path in model.iterdir()}
+        configs = sorted((ROOT / "configs").iterdir())
+        configured = [yaml.safe_load(path.read_text("utf-8"))["model"] for path in configs]
+        for name in dict.fromkeys([*NAMED, *configured]):
+            self.hf.create(name)
+            self.hf.commit(name, files)
+
+    def serve_data_sets(self) -> None:
+        for name, (subset, splits, lines) in DATA_SETS.items():
+            files = [{"split": split, "path": "lines.jsonl"} for split in splits]
+            card = yaml.safe_dump({"configs": [{"config_name": subset, "data_files": files}]})
+            content = {"lines.jsonl": _json_lines(lines), "README.md": f"---\n{card}---\n"}
+            self.hf.create(f"datasets/{name}")
+            encoded = {path: text.encode() for path, text in content.items()}
+            self.hf.commit(f"datasets/{name}", encoded)
+
+    def write_files(self) -> None:
+        """The files of the user that pages name."""
+        texts = {
+            "my-texts.jsonl": _json_lines([{"text": text} for text in TEXTS]),
+            "held-out.jsonl": HELD_OUT.read_text("utf-8"),
+            "questions.jsonl": _json_lines(CHAT_LINES),
+            "lookups.jsonl": _json_lines(LOOK_UPS),
+            "long.txt": TEXTS[0][:4000],
+        }
+        for name, text in texts.items():
+            (self.files / name).write_text(text)
+        _write_gguf(self.files / "Qwen3-8B-Q8_0.gguf", self.files / "my-model")
+        (self.files / "FOLDER").mkdir()
+        for name, text in _task_files().items():
+            (self.files / "FOLDER" / name).write_text(text)
+        (self.files / "requests").mkdir()
+        shutil.copy(ROOT / "configs" / "Qwen3-8B.yaml", self.files / "requests")
+        for name in ("configs", "scripts"):
+            (self.files / name).symlink_to(ROOT / name)
+
+    def begin(self) -> None:
+        result = self.run(BEFORE, self.files)
+        assert result.returncode == 0, result.stderr
+        (self.files / "rotations").rename(self.folder / "made")
+        (self.files / "assumed").rename(self.files / "rotations")
+        self.published = {hub: copy.deepcopy(hub.repositories) for hub in (self.hf, self.ms)}
+
+    def page(self, folder: Path, goes_on: bool) -> Path:
+        """A new folder of a user, beside hubs that are as they were in the beginning. `goes_on`:
+        with the rotations that the README makes."""
+        shutil.copytree(self.files, folder, symlinks=True)
+        if goes_on:
+            shutil.copytree(self.folder / "made", folder / "rotations", dirs_exist_ok=True)
+        for hub, repositories in self.published.items():
+            hub.repositories = copy.deepcopy(repositories)
+        for cache in ("hf/assets", "ms", "ms-cache"):
+            shutil.rmtree(self.folder / cache, ignore_errors=True)
+        return folder
+
+    def run(self, script: str, folder: Path) -> subprocess.CompletedProcess:
+        """Run a script with bash, which ends at the first command that fails and says its line."""
+        start = "trap 'echo \"Line $LINENO fails: $BASH_COMMAND\" >&2' ERR; "
+        path = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
+        return subprocess.run(
+            ["bash", "-e", "-E", "-o", "pipefail", "-c", start + script],
+            cwd=folder,
+            env=os.environ | self.environment | path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+
+
+@contextmanager
+def small_world(folder: Path) -> Iterator[World]:
+    """Inside the block hubs and programs run."""
+    with huggingface.serve() as hf, modelscope.serve() as ms:
+        world = World(folder, hf, ms)
+        world.files.mkdir()
+        world.serve_models()
+        world.serve_data_sets()
+        world.write_files()
+        (folder / "server").mkdir()
+        served = process_server.server(
+            folder / "server",
+            IMPORTED,
+            os.environ | world.environment,
+            str(Path(__file__).with_name("programs.py")),
+        )
+        with served as words:
+            world.put_programs(words)
+            world.begin()
+            yield world
+            assert not hf.leaks, "a token reached another host"
+            assert not ms.leaks
+
+
+def _json_lines(lines: list[dict]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def _task_files() -> dict[str, str]:
+    """The task files of the harness that pages show, by their names."""
+    files = {}
+    for page in PAGES:
+        for block in blocks_of(page.read_text("utf-8")):
+            if block.language == "yaml" and block.lines[0].startswith("task: "):
+                name = block.lines[0].removeprefix("task: ")
+                files[f"{name}.yaml"] = "\n".join(block.lines)
+    return files
+
+
+def _write_gguf(path: Path, model: Path) -> None:
+    """A model as llama.cpp's converter writes it, as far as an export looks at it."""
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,119 @@
+"""Every command and every example that the documentation shows is run as it is printed, page by
+page, and the options that it names exist."""
+
+import re
+import sys
+
+import pytest
+from support.documented.blocks import PAGES, SHELL, blocks_of, left_out, name_of, script_of
+from support.documented.options import check_options, commands_in, spans_of, understand
+from support.documented.world import World, small_world
+from support.places import ROOT
+
+# How a command begins -> why it is not run here.
+NOT_RUN = {
+    "pip install": "it asks the package index",
+    "rotationzoo validate": "it needs an NVIDIA GPU; tests/test_gpu.py runs it on one",
+    "rotationzoo calibrate meta-llama/Llama-3.3-70B-Instruct --device-map auto --max-memory 0=": (
+        "it gives a GPU's memory, and is refused where there is none"
+    ),
+    "rotationzoo evaluate Qwen/Qwen3-8B rotations/Qwen3-8B-oscar --harness gsm8k,niah_single_1": (
+        "niah_single_1 fetches data of nltk from GitHub"
+    ),
+    "rotationzoo pull Qwen/Qwen3-8B --repo my-org/rotationzoo --require-signature --signer": (
+        "only GitHub signs as one of its workflows; tests/zoo/signing has a local Sigstore"
+    ),
+    "python scripts/check_llama_cpp.py": "it needs llama-cpp-python, which no extra installs",
+    "python -m sglang.launch_server": "it starts a server on a GPU",
+    "python3 -m venv": "tests of the wheel make environments",
+    ". .venv/bin/activate": "the same",
+    "vllm serve": "it starts a server on a GPU",
+    "llama-server": "it starts a server of a fork",
+    "from mlx_lm": "MLX is for Apple's machines",
+    ".venv/bin/pre-commit install": "it changes the repository's hooks",
+}
+TEXTS = {page: page.read_text("utf-8") for page in PAGES}
+WITH_COMMANDS = [page for page, text in TEXTS.items() if script_of(text, NOT_RUN).strip()]
+WORKFLOWS = [ROOT / "docs" / "fleet.yml", *sorted((ROOT / ".github/workflows").glob("*.yml"))]
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="forks a process with threads")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    with small_world(tmp_path_factory.mktemp("world")) as world:
+        yield world
+
+
+@on_linux
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_the_commands_of_a_page(page, world: World, tmp_path):
+    script = script_of(TEXTS[page], NOT_RUN)
+    # A page that calibrates nothing goes on with rotations that were made before.
+    calibrates = re.search(r"^[^#\n]*\brotationzoo calibrate ", script, re.MULTILINE)
+    result = world.run(script, world.page(tmp_path / "page", goes_on=not calibrates))
+    assert result.returncode == 0, f"{name_of(page)}\n{result.stdout}\n{result.stderr}"
+
+
+@on_linux
+def test_the_commands_of_a_model_card(world: World, tmp_path):
+    folder = world.page(tmp_path / "page", goes_on=True)
+    card = (folder / "rotations/Qwen3-8B-oscar/README.md").read_text("utf-8")
+    (folder / "FOLDER").rename(folder / "tasks")
+    (folder / "rotations/Qwen3-8B-oscar").rename(folder / "FOLDER")
+    (folder / "rotations.safetensors").symlink_to("FOLDER/rotations.safetensors")  # for the Python
+    script = script_of(card, NOT_RUN)
+    assert "rotationzoo " in script
+    result = world.run(script, folder)
+    assert result.returncode == 0, f"{card}\n{result.stdout}\n{result.stderr}"
+
+
+@on_linux
+def test_a_command_that_fails_is_named_with_its_line(world: World, tmp_path):
+    text = "# A page\n\n```sh\nrotationzoo list\nrotationzoo calibrate nowhere   # why\n```\n"
+    result = world.run(script_of(text, NOT_RUN), world.page(tmp_path / "page", goes_on=False))
+    assert result.returncode == 1
+    assert "Line 5 fails: rotationzoo calibrate nowhere\n" in result.stderr
+
+
+def test_what_is_not_run_is_still_shown():
+    shown = set().union(*(left_out(text, NOT_RUN) for text in TEXTS.values()))
+    assert shown == NOT_RUN.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_of_commands_say_that_they_are(page):
+    """Otherwise they would not be run."""
+    for block in blocks_of(TEXTS[page]):
+        if block.language not in SHELL:
+            for line in block.lines:
+                usage = block.language == "text" and "[OPTIONS]" in line
+                assert usage or not re.match(r"(rotationzoo|torchrun) ", line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_the_text_have_these_options(page):
+    for span in spans_of(TEXTS[page]):
+        check_options(span)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_that_are_not_run_are_understood(page):
+    for block in blocks_of(TEXTS[page]):
+        if block.language in SHELL:
+            for words in commands_in("\n".join(block.lines)):
+                understand(words)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=name_of)
+def test_commands_of_workflows_are_understood(workflow):
+    for words in commands_in(workflow.read_text("utf-8")):
+        understand(words)
+
+
+def test_a_wrong_option_is_noticed():
+    for line in ("rotationzoo pull Q/Q --nowhere", "rotationzoo plan", "rotationzoo nothing"):
+        with pytest.raises(Exception, match=r"No such|Missing"):
+            understand(next(commands_in(line)))
+    for span in ("calibrate --nothing", "rotationzoo evaluate --sides"):
+        with pytest.raises(AssertionError, match=r"no option --(nothing|sides)"):
+            check_options(span)
