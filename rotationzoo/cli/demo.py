@@ -24,8 +24,11 @@ TEXT = 1024
 
 def demo_command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The folder of the artifact and its page.")
-    ] = Path("rotations/demo"),
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder of the artifact and its page (rotations/demo)."
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Replace an artifact that is there.")
     ] = False,
@@ -50,7 +53,7 @@ def demo_command(
     from rotationzoo.recipe import Data, load
 
     hush_libraries()
-    folder = follow_link(output) or output
+    folder = follow_link(output) or Path("rotations") / MODEL
     job = Job(MODEL, load(RECIPE), folder, restart=restart, fit_length=True)
     with show_progress(out) as progress:
         calibrate(job, progress)

@@ -98,7 +98,8 @@ def show_regenerate():
 
 
 def show_push():
-    show_push_plan(Output(), NAME, [{"path": f"{NAME}/manifest.json", "size": 1234567890123}])
+    files = [{"path": f"{NAME}/manifest.json", "size": 1234567890123}]
+    show_push_plan(Output(), NAME, files, ["README.md"])
     return ["1,234,567,890,123"]
 
 
