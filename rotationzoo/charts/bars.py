@@ -47,14 +47,14 @@ def draw_bars(
     drawn = base.mark_bar(height=14).encode(
         x=altair.X("value:Q", title=scale, scale=domain, axis=axis),
         color=altair.Color("colour:N", scale=None),
-        description="label:N",
+        description=altair.Description("label:N"),
     )
     errors = (
         base.transform_filter("datum.low !== null")
         .mark_rule(aria=False, color="currentColor", strokeWidth=1.5)
-        .encode(x="low:Q", x2="high:Q")
+        .encode(x=altair.X("low:Q"), x2=altair.X2("high:Q"))
     )
     words = base.mark_text(aria=False, align="left").encode(
-        x=altair.value(_WIDTH + _GAP), text="words:N"
+        x=altair.XValue(_WIDTH + _GAP), text=altair.Text("words:N")
     )
     return altair.layer(drawn, errors, words).properties(width=_WIDTH, height=_STEP * len(rows))

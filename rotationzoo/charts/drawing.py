@@ -12,6 +12,7 @@ Chart = Any
 _INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
 _FONT = "Arial, Helvetica, sans-serif"
 _TEXT = {"labelColor": _INK, "titleColor": _INK, "labelFont": _FONT, "titleFont": _FONT}
+# A limit of 0 is none: Vega would measure each text once more, and that takes most of its time.
 # Axes and legends are hidden from screen readers, because the label of every mark says it all.
 CONFIG: dict[str, Any] = {
     "background": None,
@@ -21,6 +22,7 @@ CONFIG: dict[str, Any] = {
     "axis": {
         **_TEXT,
         "aria": False,
+        "labelLimit": 0,
         "labelFontSize": 11,
         "titleFontSize": 11,
         "titleFontWeight": "normal",
@@ -37,7 +39,7 @@ CONFIG: dict[str, Any] = {
         "labelFontSize": 11,
         "titleFontSize": 11,
         "titleFontWeight": "normal",
-        "labelLimit": 150,
+        "labelLimit": 0,
         "orient": "bottom",
     },
     "text": {"font": _FONT, "fontSize": 11, "fill": _INK},

@@ -84,15 +84,15 @@ def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -
     layers = [
         measured.encode(
             color=altair.Color("value:Q", scale=scale, legend=legend, title=colours.title),
-            description="label:N",
+            description=altair.Description("label:N"),
         )
     ]
     if any(cell.value is None for cell in cells):
         empty = base.transform_filter("datum.value === null").mark_rect(color=_EMPTY, **border)
-        layers.append(empty.encode(description="label:N"))
+        layers.append(empty.encode(description=altair.Description("label:N")))
     if any(cell.text for cell in cells):
         ink = altair.Fill("ink:N", scale=None)
-        layers.append(base.mark_text(aria=False).encode(text="text:N", fill=ink))
+        layers.append(base.mark_text(aria=False).encode(text=altair.Text("text:N"), fill=ink))
     return altair.layer(*layers).properties(width=width * across, height=height * down)
 
 

@@ -56,7 +56,7 @@ def draw_lines(points: Sequence[Point], axes: Axes) -> Chart:
     lines = base.mark_line(aria=False, strokeWidth=1.5).encode(color=colour, strokeDash=dash)
     places = len({point.x for point in points})
     marks = base.mark_point(filled=True, size=_POINT if places < _MANY else _DOT, opacity=1).encode(
-        color=colour, shape=shape, description="label:N"
+        color=colour, shape=shape, description=altair.Description("label:N")
     )
     return altair.layer(lines, marks).properties(width=_WIDTH, height=_HEIGHT)
 
@@ -72,7 +72,7 @@ def draw_bundle(points: Sequence[Point], axes: Axes, legend: str) -> Chart:
         "number:Q", title=legend, legend=scale, scale=altair.Scale(scheme="viridis")
     )
     lines = rows.mark_line(strokeWidth=1.2).encode(
-        color=colour, detail="line:N", description="label:N"
+        color=colour, detail=altair.Detail("line:N"), description=altair.Description("label:N")
     )
     return lines.properties(width=_WIDTH, height=_HEIGHT)
 

@@ -13,6 +13,7 @@ _WORDS = {
     "random": "random rotation",
     "kivi": "KIVI",
 }
+_LONGEST = 32  # characters of a label; a picture has no room for more
 PUBLISHED = "oscar-v1"
 """How the names of the recipes begin that fit the published rotations."""
 
@@ -116,6 +117,8 @@ def _with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:
     unique = []
     for arm in arms:
         seen[arm.label] = count = seen.get(arm.label, 0) + 1
-        label = arm.label if count == 1 else f"{arm.label} ({count})"
+        label = arm.label if len(arm.label) <= _LONGEST else f"{arm.label[: _LONGEST - 1]}…"
+        if count > 1:
+            label += f" ({count})"
         unique.append(ShownArm(arm.name, label, arm.figures, arm.is_own))
     return unique
