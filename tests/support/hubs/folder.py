@@ -61,7 +61,13 @@ class FolderHub(Hub):
 def register() -> None:
     """Add the row, as if it stood in the registry; nothing else has imported the registry yet."""
     sys.modules["rotationzoo.zoo.hubs.folder"] = sys.modules[__name__]
-    registry.HUBS["folder"] = registry.HubEntry("Folder", "fo", "folder", "FolderHub")
+    pages = (
+        "https://folder.example/{repo}",
+        *2 * ("https://folder.example/{repo}/{revision}/{path}",),
+    )
+    registry.HUBS["folder"] = registry.HubEntry(
+        "Folder", "fo", "folder", "FolderHub", "main", *pages
+    )
     registry.HUB_NAMES = tuple(registry.HUBS)
     registry.HubName = Literal[registry.HUB_NAMES]
 
