@@ -211,10 +211,12 @@ def test_a_visitor_signs_in_and_asks_for_rotations(space, browser, inside, monke
     )
     assert [due["model"] for due in planned["models"]] == [MODEL]
 
-    # A second request is the first one.
+    # A second request is the first one, also where it spells the name in another way.
     session = f"{cookie['name']}={cookie['value']}"
-    status, _, text = space.ask("/ask", form, session)
-    assert (status, "Somebody has asked for this model" in text) == (200, True)
+    hub.repositories[MODEL.lower()] = hub.repositories[MODEL]
+    for name in (MODEL, MODEL.lower()):
+        status, _, text = space.ask("/ask", {**form, "model": name}, session)
+        assert (status, "Somebody has asked for this model" in text) == (200, True)
     assert len(hub.repositories[ZOO].pulls) == 1
     for wrong in ({"model": "../x", "recipe": "oscar"}, {"model": MODEL, "recipe": "../x"},
                   {"model": "someone/nothing", "recipe": "oscar"}, {}):  # fmt: skip
