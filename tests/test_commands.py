@@ -61,6 +61,8 @@ def test_the_commands_of_a_model_card(world: World, tmp_path):
     (folder / "FOLDER").rename(folder / "tasks")
     (folder / "rotations/Qwen3-8B-oscar").rename(folder / "FOLDER")
     (folder / "rotations.safetensors").symlink_to("FOLDER/rotations.safetensors")  # for the Python
+    (recipe,) = (block for block in blocks_of(card) if block.language == "yaml")
+    (folder / "recipe.yaml").write_text("\n".join(recipe.lines))  # as the card asks its reader to
     script = script_of(card, NOT_RUN)
     assert "rotationzoo " in script
     result = world.run(script, folder)
