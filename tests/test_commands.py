@@ -61,10 +61,15 @@ def test_the_commands_of_a_model_card(world: World, tmp_path):
     (folder / "FOLDER").rename(folder / "tasks")
     (folder / "rotations/Qwen3-8B-oscar").rename(folder / "FOLDER")
     (folder / "rotations.safetensors").symlink_to("FOLDER/rotations.safetensors")  # for the Python
+    # "Save the recipe below as recipe.yaml first."
+    (recipe,) = (block for block in blocks_of(card) if block.language == "yaml")
+    (folder / "recipe.yaml").write_text("\n".join(recipe.lines))
     script = script_of(card, NOT_RUN)
     assert "rotationzoo " in script
     result = world.run(script, folder)
     assert result.returncode == 0, f"{card}\n{result.stdout}\n{result.stderr}"
+    again = folder / "rotations/Qwen3-8B-oscar/rotations.safetensors"
+    assert again.read_bytes() == (folder / "FOLDER/rotations.safetensors").read_bytes()
 
 
 @on_linux

@@ -72,6 +72,14 @@ def test_the_idea_quotes_what_its_drawing_shows():
     assert all(f"{share} %" in text for share in shares)
 
 
+def test_the_idea_quotes_the_answers_of_the_readme():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    answers = re.findall(r"^[a-zA-Z ]+[\d.]+ +(\d+)%", readme, re.MULTILINE)
+    assert len(answers) == 4
+    worth = (DOCS / "idea.md").read_text("utf-8").split("## What it is worth")[1]
+    assert sorted(re.findall(r"(\d+) %", worth)) == sorted(answers)
+
+
 def test_no_page_loads_anything_from_elsewhere(site):
     loaded = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*")
     assert not [path.name for path in site[0].rglob("*.html") if loaded.search(path.read_text())]

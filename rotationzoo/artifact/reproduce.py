@@ -1,4 +1,4 @@
-"""The command that makes an artifact again."""
+"""The commands of an artifact: those that export it, and the one that makes it again."""
 
 import shlex
 from typing import Any
@@ -44,6 +44,18 @@ def name_in_commands(model: Model) -> str:
     if model.config_sha256 is None:
         return "MODEL"
     return model.id if model.revision or model.id == "demo" else "MODEL"
+
+
+def export_commands(manifest: Manifest) -> list[str]:
+    """The commands that write the files of an engine. Where the model's weights must carry the
+    equalizers, the first one makes a copy of the model that does."""
+    if not Recipe.model_validate(manifest.recipe).equalize:
+        return ["rotationzoo export FOLDER --to sglang"]
+    model = shlex.quote(name_in_commands(manifest.model))
+    return [
+        f"rotationzoo export FOLDER --absorb {model} -o FOLDED",
+        "rotationzoo export FOLDER --to sglang --folded FOLDED",
+    ]
 
 
 def reproduce_command(manifest: Manifest) -> str | None:

@@ -166,7 +166,7 @@ class Checkpoint:
         tensors = {
             matrix_name(layer, side): matrix
             for (layer, side), matrix in matrices.items()
-            if str(layer) in record  # Ctrl-C may come before the record of a layer is there
+            if str(layer) in record  # Ctrl-C may come before a layer has its record
         }
         return self._save(self._search_path, lambda: tensors, {"record": record})
 

@@ -17,7 +17,7 @@ class Passes:
     """Tokens by purpose, such as `statistics`, of every pass through a model.
 
     A pass that ends at an early layer counts like a whole one. `tokens` are those of earlier runs
-    of the job, and are counted on.
+    of the job, to which the passes are added.
     """
 
     def __init__(self, tokens: dict[str, int] | None = None) -> None:

@@ -44,16 +44,16 @@ class RunningSums:
         self._torn = self._begun = False
 
     def keep_batch(self) -> Undo:
-        """Return what takes back all that a forward pass is about to add to `batch`. Called before
-        each pass that may run out of memory."""
+        """Return a function that takes back whatever the next forward pass adds to `batch`. Called
+        before each pass that may run out of memory."""
         if self._begun:
             return keep_sums(self.batch)
         self._begun = True
         return self._clear_batch
 
     def _clear_batch(self) -> None:
-        """Set the sums of the batch under way back to zero. Before the first of its rows, that
-        spares a copy."""
+        """Set the sums of the current batch back to zero. Before the first of its rows, this
+        makes a copy unnecessary."""
         moments = itertools.chain.from_iterable(kinds.values() for kinds in self.batch.values())
         torch._foreach_zero_([tensor for moment in moments for tensor in _sums(moment)])
         self._begun = False

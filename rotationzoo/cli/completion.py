@@ -34,7 +34,7 @@ def complete_published(incomplete: str) -> list[str]:
 
 
 def complete_published_recipe(incomplete: str) -> list[str]:
-    """The recipes of published rotations. Typer does not tell for which model they are asked."""
+    """The recipes of all published rotations, because Typer does not say which model was typed."""
     recipes = _published().values()
     return _matching([name for names in recipes for name in names], incomplete)
 

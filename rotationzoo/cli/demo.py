@@ -38,7 +38,7 @@ def demo_command(
     """Calibrate a small model that ships with rotationzoo, ask it about its context, and draw the
     report.
 
-    It needs no network, no GPU and about a minute.
+    It takes about a minute, and needs no network and no GPU.
 
     rotationzoo demo
     """

@@ -63,7 +63,7 @@ def _say_demo(artifact: Artifact, report: dict[str, Any], data: dict[str, Any]) 
     table(title, columns, rows, apart=True)
     say(
         f"bits: of a cached element at {CONTEXT:,} tokens, exact ones included",
-        "log probability: of the right answers, in nats; so few questions tell only large "
+        "log probability: of the right answers, in nats; so few questions show only large "
         "differences",
         "",
         f"The page about it: {data['page']}",

@@ -17,7 +17,7 @@ def build_grids(
     """The table as grids of at most `width` columns; None: as one grid, however wide.
 
     Every grid has the first column, which holds the names of the rows. It may be folded, and so may
-    the columns whose titles are in `folded`, which are left-aligned as it is. Cells must hold no
+    the columns whose titles are in `folded`. All of these are left-aligned. Cells must hold no
     control characters.
     """
     widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]

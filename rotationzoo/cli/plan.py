@@ -15,7 +15,7 @@ def plan_command(
     gpu: Annotated[
         str,
         typer.Option(
-            help="Its memory, or a card: 24GiB, 2x24GiB, RTX 4090, H100.",
+            help="A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.",
             autocompletion=complete_card,
         ),
     ] = "24GiB",

@@ -32,7 +32,7 @@ def pull_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="The model whose rotations to fetch, as Qwen/Qwen3-8B.",
+            help="The model whose rotations to fetch, such as Qwen/Qwen3-8B.",
             autocompletion=complete_published,
         ),
     ],
@@ -48,7 +48,7 @@ def pull_command(
     ] = None,
     rope_scaling: Annotated[
         str | None,
-        typer.Option(help="Only rotations for RoPE scaled so, as yarn:4. By default unscaled."),
+        typer.Option(help="Only rotations for this scaling, such as yarn:4; by default none."),
     ] = None,
     local_dir: Annotated[
         Path | None, typer.Option(help="Put them here and not into the cache.")

@@ -93,7 +93,7 @@ def _check_scaling(artifact: Artifact, config: PretrainedConfig, model: str) -> 
     if wanted is not None and not (present and same_scaling(wanted, present)):
         raise RotationZooError(
             f"{artifact.folder} was calibrated with the rope scaling {wanted}, and a copy of "
-            f"{model} would run without: it gets the config that is there",
+            f"{model} would run without it, because it gets the model's own config",
             hint="put the scaling into config.json of a folder of the model, and calibrate that "
             "without --rope-scaling",
         )

@@ -28,8 +28,8 @@ def check_positions(length: int, config: PretrainedConfig) -> None:
 
 
 def fit_rows(data: Data, start: int) -> Data:
-    """Rows twice as long, and twice again, until a quarter of each lies past `start`, the first
-    position that is measured."""
+    """Double the length of the rows until a quarter of each lies past `start`, the first position
+    that is measured."""
     length = data.length
     while 3 * length < 4 * start:
         length *= 2

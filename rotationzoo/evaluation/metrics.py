@@ -54,7 +54,7 @@ class Metrics:
 
     @property
     def observers(self) -> Observers:
-        """Those that add what a simulation tells."""
+        """The methods that add what a simulation reports."""
         return Observers(self.add_output, self.add_heads, self.add_kl, self.add_row_range)
 
     def add_losses(self, losses: torch.Tensor) -> None:

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rotationzoo.artifact.reproduce import RECIPE_FILE, name_in_commands, reproduce_command
+from rotationzoo.artifact.reproduce import (
+    RECIPE_FILE,
+    export_commands,
+    name_in_commands,
+    reproduce_command,
+)
 from rotationzoo.artifact.results import ValidationSummary
 from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.errors import RotationZooError
@@ -81,18 +86,22 @@ def describe_use(artifact: Artifact) -> Section:
     """The commands that fetch, check, export and run the artifact."""
     name = name_in_commands(artifact.manifest.model)
     commands = [
-        f"rotationzoo pull {name} --local-dir FOLDER",
         f"rotationzoo verify FOLDER --model {name}",
-        "rotationzoo export FOLDER --to sglang",
+        *export_commands(artifact.manifest),
         f"rotationzoo generate {name} --rotations FOLDER --prompt 'Once upon a time'",
     ]
     clips, recipe = artifact.clip_ratios, artifact.recipe
     words = (
         f"Serve with clip ratios {clips['key']:g} for keys and {clips['value']:g} for values, and "
         f"with the first {recipe.sink} and the last {recipe.recent} tokens exact. FOLDER is the "
-        "artifact's. The first command fetches what has been published for the model; leave it "
-        "out if you have the artifact already."
+        "artifact's."
     )
+    if name not in ("demo", "MODEL"):
+        commands.insert(0, f"rotationzoo pull {name} --local-dir FOLDER")
+        words += (
+            " The first command fetches what has been published for the model; leave it out if you "
+            "have the artifact already."
+        )
     return Section("use", "How to use it", [words], commands=commands)
 
 

@@ -55,5 +55,5 @@ def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | N
 
 
 def _wanted(entry: Entry) -> tuple[str, str, str | None]:
-    """What a command without a revision asks for."""
+    """What a `pull` command without a revision tells apart."""
     return entry.model, entry.recipe, entry.rope_scaling

@@ -164,8 +164,8 @@ def _of_scaling(
 ) -> tuple[list[Entry], list[str]]:
     """The entries for a scaling of RoPE, and the scalings of the others.
 
-    Rotations for a scaled model are of no use to one that is not, so without a wish they are the
-    last choice.
+    Rotations for a scaled model are of no use to one that is not, so they are the last choice
+    where nobody asks for a scaling.
     """
     scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
     if asked is None:
@@ -177,7 +177,7 @@ def _of_scaling(
         raise UsageError(f"--rope-scaling {error}", hint="--rope-scaling yarn:4") from error
     fitting = [name for name in scalings if wanted.agrees(RopeScaling.parse(name))]
     if not fitting:
-        known = f"those that there are: {', '.join(scalings)}" if scalings else "leave it out"
+        known = f"its rotations are for: {', '.join(scalings)}" if scalings else "leave it out"
         make = f"rotationzoo calibrate {model} --rope-scaling {wanted}"
         raise RotationZooError(
             f"there is no rotation for {model} with its RoPE scaled by {wanted}",

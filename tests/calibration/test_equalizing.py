@@ -137,7 +137,9 @@ def test_an_artifact_with_equalizers_round_trips_and_verifies(made):
         sides = made.rotations[layer.index]
         assert sides.key.equalizer.shape == (2, 16)
         assert sides.value.equalizer.shape == (2, 16, 16)
-    assert "These rotations are equalized" in (made.folder / "README.md").read_text()
+    card = (made.folder / "README.md").read_text()
+    assert "These rotations are equalized" in card
+    assert "    rotationzoo export FOLDER --to sglang --folded FOLDED " in card
 
 
 def test_equalizers_are_made_again_from_the_statistics_alone(made):

@@ -83,7 +83,7 @@ def test_rotations_for_scaled_rope_are_pulled_by_who_asks_for_them():
     assert choose(YARN)[0] == 0, "there is no other"
     with pytest.raises(RotationZooError, match="its RoPE scaled by yarn:8") as refusal:
         choose(PLAIN, YARN, scaling="yarn:8")
-    assert "those that there are: yarn:4; or make one" in refusal.value.hint
+    assert "its rotations are for: yarn:4; or make one" in refusal.value.hint
     with pytest.raises(UsageError, match="--rope-scaling must be written as"):
         choose(PLAIN, scaling="4")
 

@@ -33,15 +33,16 @@ class SigningTool:
 
     def __init__(self, key: Path | None, trust_config: Path | None = None, why: str = "signing"):
         """`key` is the file of a private key in PEM, or None for keyless signing. `trust_config`
-        names another instance of Sigstore than the public one; `why` there is something to sign.
-        Raises `RotationZooError` if the extra `sign` is missing, or there is no such key."""
+        names another instance of Sigstore than the public one. `why` is for the error: what needs
+        a signature. Raises `RotationZooError` if the extra `sign` is missing, or there is no such
+        key."""
         check_installed(why, "; or publish unsigned, with: --sign none")
         if key is not None:
             _check_key(key)
         self.key, self.trust_config = key, trust_config
         self.signer = None if key is None else Signer(public_key=self._public_key())
-        """Who its signatures show as their signer. None before the first keyless one, whose
-        certificate says it."""
+        """The signer that its signatures name. None before the first keyless one, whose
+        certificate says who it is."""
 
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
         """The signature of these files (name -> file or content), and who it shows as its signer.
