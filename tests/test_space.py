@@ -4,6 +4,8 @@ import hashlib
 import importlib
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.cookies import SimpleCookie
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from support.published import ok
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
 from support.stored_figures import Made, make_evaluation
 
+from rotationzoo.errors import RotationZooError
 from rotationzoo.network import tokens
 
 Request = pytest.importorskip("starlette.requests", reason="it is in the extra `dev`").Request
@@ -234,22 +237,22 @@ def test_a_visitor_signs_in_and_asks_for_rotations(space, browser, inside, monke
 
 
 @pytest.fixture
-def sign_in(monkeypatch):
-    """The module of the Space, where the code of a visitor is the token as well as the name."""
+def modules(monkeypatch):
+    """Imports a module of the Space, whose names are as short as those of others may be."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "space")
-    module = importlib.import_module("sign_in")
-    monkeypatch.setattr(module, "_name_of", str)
-    monkeypatch.setattr(
-        module.Sessions, "_fetch_token", lambda self, code: tokens.check_token(code, "a test")
-    )
-    yield module
-    for name in ("sign_in", "settings"):
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in {"planning", "settings", "sign_in", "zoo_entries"} & sys.modules.keys() - before:
         del sys.modules[name]
 
 
-def test_who_signs_in_is_forgotten_in_time_and_crowded_out_by_nobody_on_the_way(
-    sign_in, monkeypatch
-):
+def test_tokens_are_forgotten_and_nobody_on_the_way_crowds_out_a_visitor(modules, monkeypatch):
+    sign_in = modules("sign_in")
+    # Here the code of a visitor is the token as well as the name.
+    monkeypatch.setattr(sign_in, "_name_of", str)
+    monkeypatch.setattr(
+        sign_in.Sessions, "_fetch_token", lambda self, code: tokens.check_token(code, "a test")
+    )
     oauth = SimpleNamespace(client_id="x", scopes="openid", provider="https://hub.example")
     sessions = sign_in.Sessions(SimpleNamespace(address="https://space.example", oauth=oauth))
 
@@ -282,6 +285,42 @@ def test_who_signs_in_is_forgotten_in_time_and_crowded_out_by_nobody_on_the_way(
     sessions.end(last)
     assert sessions.find(last) is None
     assert tokens.redact("hf_last") == "hf_last"
+
+
+def test_plans_leave_threads_to_the_other_pages(modules, monkeypatch):
+    planning = modules("planning")
+    monkeypatch.setattr(planning, "_run", lambda *words: {"model": words[1]})
+    monkeypatch.setattr(planning, "_queue", threading.BoundedSemaphore(1))
+    planning._queue.acquire()
+    with pytest.raises(RotationZooError, match="others are waiting"):
+        planning.make_plan(MODEL, "H100", 8192)
+    planning._queue.release()
+    for model in (MODEL, f"{MODEL}-2"):
+        assert planning.make_plan(model, "H100", 8192) == {"model": model}
+
+
+def test_one_visitor_waits_for_the_hub_and_the_others_see_what_was_read_before(
+    modules, monkeypatch
+):
+    zoo_entries = modules("zoo_entries")
+    asked, answered = threading.Event(), threading.Event()
+
+    def load():
+        asked.set()
+        assert answered.wait(10)
+        return "new"
+
+    zoo = zoo_entries.Zoo("a/zoo")
+    monkeypatch.setattr(zoo, "_load", lambda: "old")
+    assert zoo.entries() == "old"
+    monkeypatch.setattr(zoo_entries, "_FRESH", -1)  # seconds: it is read again at once
+    monkeypatch.setattr(zoo, "_load", load)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(zoo.entries)
+        assert asked.wait(10)
+        assert zoo.entries() == "old"
+        answered.set()
+        assert waiting.result() == "new"
 
 
 def test_a_code_for_another_visitor_signs_nobody_in(space):

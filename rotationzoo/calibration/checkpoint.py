@@ -64,7 +64,8 @@ class Checkpoint:
     has finished, and one the scores of its candidates. The identity covers everything that could
     change a byte of the result, but for free memory, which decides how many rows and layers are
     computed at a time. Files are saved only between batches, layers and candidates, so where as
-    much memory is free, a resumed run gives the bytes of an uninterrupted one.
+    much memory is free, a resumed run gives the bytes of an uninterrupted one. On a GPU, a search
+    groups the layers that are left anew, and products of another size may round differently.
     """
 
     def __init__(self, path: Path, identity: Identity):
