@@ -1,15 +1,22 @@
 """The Space of `scripts/space`, as it runs: its pages in a browser, its plans, and its requests."""
 
 import hashlib
+import importlib
 import json
+import sys
+from http.cookies import SimpleCookie
+from types import SimpleNamespace
 
 import pytest
 from support.browser import scrolls_sideways, serious_findings
+from support.places import ROOT
 from support.published import ok
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
 from support.stored_figures import Made, make_evaluation
 
-pytest.importorskip("starlette", reason="it is in the extra `dev`")
+from rotationzoo.network import tokens
+
+Request = pytest.importorskip("starlette.requests", reason="it is in the extra `dev`").Request
 pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
 
 MODEL = "someone/Model-8B"
@@ -204,20 +211,77 @@ def test_a_visitor_signs_in_and_asks_for_rotations(space, browser, inside, monke
     )
     assert [due["model"] for due in planned["models"]] == [MODEL]
 
-    # A second request is the first one.
+    # A second request is the first one, also where it spells the name in another way.
     session = f"{cookie['name']}={cookie['value']}"
-    status, _, text = space.ask("/ask", form, session)
-    assert (status, "Somebody has asked for this model" in text) == (200, True)
+    hub.repositories[MODEL.lower()] = hub.repositories[MODEL]
+    for name in (MODEL, MODEL.lower()):
+        status, _, text = space.ask("/ask", {**form, "model": name}, session)
+        assert (status, "Somebody has asked for this model" in text) == (200, True)
     assert len(hub.repositories[ZOO].pulls) == 1
     for wrong in ({"model": "../x", "recipe": "oscar"}, {"model": MODEL, "recipe": "../x"},
                   {"model": "someone/nothing", "recipe": "oscar"}, {}):  # fmt: skip
         assert space.ask("/ask", wrong, session)[0] == 400
     assert space.ask("/ask", {"model": "x" * 5000}, session)[0] == 400
+    for path in ("/ask", "/sign-out"):
+        for sender in ("same-site", "cross-site"):
+            status, _, text = space.ask(path, form, session, sender)
+            assert (status, "sent by another site" in text) == (400, True)
     page.goto(space.address)
     page.get_by_role("button", name="Sign out").press("Enter")
     page.wait_for_selector("text=Sign in with Hugging Face")
     assert "Sign in first" in space.ask("/ask", form, session)[2], "the token is forgotten"
     assert OWNERS_TOKEN not in hub.credentials
+
+
+@pytest.fixture
+def sign_in(monkeypatch):
+    """The module of the Space, where the code of a visitor is the token as well as the name."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "space")
+    module = importlib.import_module("sign_in")
+    monkeypatch.setattr(module, "_name_of", str)
+    monkeypatch.setattr(
+        module.Sessions, "_fetch_token", lambda self, code: tokens.check_token(code, "a test")
+    )
+    yield module
+    for name in ("sign_in", "settings"):
+        del sys.modules[name]
+
+
+def test_who_signs_in_is_forgotten_in_time_and_crowded_out_by_nobody_on_the_way(
+    sign_in, monkeypatch
+):
+    oauth = SimpleNamespace(client_id="x", scopes="openid", provider="https://hub.example")
+    sessions = sign_in.Sessions(SimpleNamespace(address="https://space.example", oauth=oauth))
+
+    def request(query="", **cookies):
+        cookie = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        headers = [(b"cookie", cookie.encode())]
+        return Request({"type": "http", "headers": headers, "query_string": query.encode()})
+
+    def enter(code, **cookies):
+        state = sessions.start().headers["Location"].split("state=")[1]
+        query = f"code={code}&state={state}"
+        answer = sessions.finish(request(query, state=state, **cookies))
+        session = SimpleCookie(answer.headers.getlist("set-cookie")[-1])["session"].value
+        return request(session=session), {"session": session}
+
+    monkeypatch.setattr(sign_in, "_MOST", 2)
+    first, cookie = enter("hf_first")
+    for _ in range(5):
+        sessions.start()
+    assert sessions.find(first).name == "hf_first"
+    assert tokens.redact("hf_first") == "[token]"
+    again, _ = enter("hf_again", **cookie)
+    assert sessions.find(first) is None, "the same browser has signed in anew"
+    enter("hf_second")
+    enter("hf_third")
+    assert sessions.find(again) is None, "the oldest of three"
+    for code in ("hf_first", "hf_again"):
+        assert tokens.redact(code) == code, "nothing remembers the token"
+    last, _ = enter("hf_last")
+    sessions.end(last)
+    assert sessions.find(last) is None
+    assert tokens.redact("hf_last") == "hf_last"
 
 
 def test_a_code_for_another_visitor_signs_nobody_in(space):

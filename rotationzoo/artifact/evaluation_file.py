@@ -3,9 +3,10 @@
 Keys that earlier versions did not write are optional. What is shown of them says so.
 """
 
-from typing import Annotated
+from math import isclose
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rotationzoo.artifact.results import Count
 from rotationzoo.artifact.store import EVALUATION, Artifact
@@ -13,6 +14,7 @@ from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import regular_file
 from rotationzoo.storage.strict_json import Strict
 
+_SAME = 1e-3  # of perplexity: one model on two machines is nearer, in two dtypes it is not
 _Asked = Annotated[int, Field(gt=0)]
 
 
@@ -143,16 +145,35 @@ class Evaluation(Strict):
     real_cache: bool = False
     prefill_chunk: Count | None = None
     prefill_layout: str | None = None
+    rope_scaling: str | None = None
+    notes: list[str] = Field(default=[])
+
+    @model_validator(mode="after")
+    def _with_own_arm(self) -> Self:
+        for window in self.windows:
+            if self.own_arm not in window.arms:
+                raise ValueError(f"no figures of its own arm, {self.own_arm!r}")
+        return self
 
     @property
     def window(self) -> Window:
         """The first pair of windows, whose figures are shown."""
         return self.windows[0]
 
-    def conditions(self) -> dict[str, object]:
-        """What two evaluations must share for their figures to stand in one picture: words -> what
-        is compared."""
+    def differs_from(self, other: "Evaluation") -> str:
+        """In what two evaluations differ whose figures may not stand in one picture; empty if they
+        may."""
+        mine, others = self._conditions(), other._conditions()
+        for words, condition in mine.items():
+            if condition != others[words]:
+                return words
+        same = isclose(self.exact.perplexity, other.exact.perplexity, rel_tol=_SAME)
+        return "" if same else "perplexity of the exact model"
+
+    def _conditions(self) -> dict[str, object]:
+        """Words -> what must be equal."""
         asked = self.tasks and (self.tasks.names, self.tasks.lengths, self.tasks.questions)
+        counted = self.exact.all_tasks and self.exact.all_tasks.questions
         return {
             "model": (self.model, self.revision, self.weights_fingerprint),
             "text": (self.text.fingerprint, self.text.rows, self.text.length),
@@ -161,7 +182,8 @@ class Evaluation(Strict):
             "windows": (self.window.sink, self.window.recent),
             "quantized part": (self.sides, self.layers, self.real_cache),
             "prefill": (self.prefill_chunk, self.prefill_layout),
-            "questions": asked,
+            "RoPE scaling": self.rope_scaling,
+            "questions": (asked, counted),
         }
 
 

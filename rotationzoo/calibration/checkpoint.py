@@ -88,7 +88,8 @@ class Checkpoint:
         Raises `RotationZooError` if a file is damaged or of another job.
         """
         for path in (self.path, self._search_path, self._scores_path):
-            content = read_field(path, self.identity, "so_far", _SoFar)
+            # Earlier versions saved none.
+            content = read_field(path, self.identity, "so_far", _SoFar | None)
             so_far = _SoFar(**content or {})
             # The file that was saved last has the fewest rows, and the most tokens.
             rows = [rows for rows in (self.limit.rows, so_far.rows) if rows is not None]

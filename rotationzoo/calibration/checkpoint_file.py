@@ -18,7 +18,8 @@ from rotationzoo.words import differing
 def read_field(
     path: Path, identity: Identity, field: str, kind: Any, parts: Sequence[str] | None = None
 ) -> Any:
-    """One `field` of a file's metadata, validated as `kind`; None if there is no file.
+    """One `field` of a file's metadata, validated as `kind`, which decides whether the field may be
+    missing (None). None also if there is no file.
 
     `parts` are the keys of the job's `identity` that must agree; None means all of them. Raises
     `RotationZooError` if they do not, or if the file is damaged.
@@ -29,7 +30,7 @@ def read_field(
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
         saved = strict_json.parse(metadata["identity"], str(path))
-        content = strict_json.parse(metadata[field], str(path))
+        content = strict_json.parse(metadata.get(field, "null"), str(path))
         strict_json.validate(dict[str, str], saved, str(path))
         strict_json.validate(kind, content, str(path))
     # A damaged file can fail in any of these ways.

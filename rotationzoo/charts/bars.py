@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 import altair
 
-from rotationzoo.charts.drawing import Chart, rows_of
+from rotationzoo.charts.drawing import ROWS, Chart, specify, unchecked
 
 ACCENT, PLAIN = "#0072B2", "#7f868f"
 _WIDTH, _STEP, _NAME = 130, 26, 110  # pixels; with name and words as wide as a phone
@@ -25,6 +25,7 @@ class Bar:
     high: float | None = None
 
 
+@unchecked
 def draw_bars(
     bars: Sequence[Bar],
     scale: str,
@@ -39,7 +40,7 @@ def draw_bars(
         colour = ACCENT if bar.accent else PLAIN
         rows.append({**asdict(bar), "label": f"{bar.name}: {bar.words}", "colour": colour})
     names = altair.Axis(labelLimit=_NAME, labelPadding=6, ticks=False)
-    base = altair.Chart(rows_of(rows)).encode(
+    base = altair.Chart(ROWS).encode(
         y=altair.Y("name:N", sort=None, title=None, axis=names)
     )
     domain = altair.Scale() if limits is None else altair.Scale(domain=list(limits))
@@ -57,4 +58,5 @@ def draw_bars(
     words = base.mark_text(aria=False, align="left").encode(
         x=altair.XValue(_WIDTH + _GAP), text=altair.Text("words:N")
     )
-    return altair.layer(drawn, errors, words).properties(width=_WIDTH, height=_STEP * len(rows))
+    chart = altair.layer(drawn, errors, words).properties(width=_WIDTH, height=_STEP * len(rows))
+    return specify(chart, rows)

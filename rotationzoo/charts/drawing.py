@@ -1,14 +1,17 @@
 """Draws Vega-Lite charts on this machine: SVG for pages and for files, PNG for model cards."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
 import altair
 import vl_convert
+from altair.utils.schemapi import debug_mode
 
-Chart = Any
-"""A chart of altair: one of its many classes, all of which have `to_dict`."""
+Chart = dict[str, Any]
+"""A chart as a specification of Vega-Lite, with its data."""
 _INK = "currentColor"  # of the page around the drawing, so that one serves light and dark
 _FONT = "Arial, Helvetica, sans-serif"
 _TEXT = {"labelColor": _INK, "titleColor": _INK, "labelFont": _FONT, "titleFont": _FONT}
@@ -49,12 +52,17 @@ CONFIG: dict[str, Any] = {
 _KIND = re.compile(r' aria-roledescription="[^"]*"')
 _ID = re.compile(r' id="((?:gradient|clip)_?\d+)"')
 _PNG_SCALE = 2  # pixels per unit, for screens of today
+ROWS = altair.NamedData("rows")
+"""The data of every chart by name: Altair would copy the rows themselves at every step."""
+# Altair compares every part with its whole schema, which takes as long as ten drawings do.
+unchecked = debug_mode(False)
+"""A decorator of functions that make charts. A test checks what they make."""
 
 
 def draw_inline(chart: Chart, words: str, name: str) -> str:
     """An SVG for a page: its text takes the colour of the text around it. `words` say what it
     shows; every mark has a label that says its value. `name` begins the ids in it."""
-    svg = _KIND.sub("", vl_convert.vegalite_to_svg(_specification(chart)))
+    svg = _KIND.sub("", vl_convert.vegalite_to_svg({**chart, "config": CONFIG}))
     # Vega counts ids over all drawings of a process, and a page is to have the same bytes always.
     for number, identifier in enumerate(_ID.findall(svg)):
         svg = re.sub(rf"\b{identifier}\b", f"{name}-{number}", svg)
@@ -72,17 +80,12 @@ def draw_png(chart: Chart, title: str) -> bytes:
     return vl_convert.vegalite_to_png(_titled(chart, title), scale=_PNG_SCALE)
 
 
-def _specification(chart: Chart) -> dict[str, Any]:
-    # Validation against the whole schema would take longer than drawing does.
-    specification: dict[str, Any] = chart.to_dict(validate=False)
-    return {**specification, "config": CONFIG}
-
-
-def _titled(chart: Chart, title: str) -> dict[str, Any]:
+def _titled(chart: Chart, title: str) -> Chart:
     config = {**CONFIG, "background": "white", "padding": 12}
-    return {**_specification(chart), "title": title, "config": config}
+    return {**chart, "title": title, "config": config}
 
 
-def rows_of(rows: list[dict[str, Any]]) -> altair.InlineData:
-    """Rows as a chart's data, whatever their number."""
-    return altair.Data(values=rows)
+def specify(chart: altair.LayerChart | altair.Chart, rows: Sequence[Any]) -> Chart:
+    """The specification of a chart of `ROWS`, which are dataclasses or dicts with its fields."""
+    values = [row if isinstance(row, dict) else asdict(row) for row in rows]
+    return {**chart.to_dict(validate=False), "datasets": {"rows": values}}

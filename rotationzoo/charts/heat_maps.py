@@ -6,10 +6,12 @@ from typing import Literal
 
 import altair
 
-from rotationzoo.charts.drawing import Chart, rows_of
+from rotationzoo.charts.drawing import ROWS, Chart, specify, unchecked
 
 _WIDTH, _HEIGHT = 250, 480  # pixels, at most
 _WIDEST, _TALLEST, _LOWEST = 46, 30, 4  # of a cell
+_LABELLED = 10  # columns or rows whose labels all have room
+_BRIGHT = 0.44  # of the scale, from which black text on viridis has more contrast than white
 _BORDERED = 12  # the height from which cells have borders
 _EMPTY = "#8c959f33"
 _MANY = 30  # of largest to smallest, from which colours are logarithmic
@@ -49,6 +51,7 @@ class Colours:
         return Colours(title, low, high if high > low else low + 1)
 
 
+@unchecked
 def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -> Chart:
     """A chart of cells in the order in which columns and rows first occur. `columns` and `rows` are
     the titles of the axes."""
@@ -66,13 +69,14 @@ def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -
         gradientThickness=10,
         format=".0%" if colours.percent else "~g",
         tickCount=3,
-        titleLimit=240,
+        titleLimit=0,
     )
-    axis = altair.Axis(labelAngle=0, ticks=False, domain=False, labelOverlap=True)
-    # viridis is dark in its lower half.
-    middle = (colours.low + colours.high) / 2
-    data = [{**asdict(cell), "ink": _ink(cell, middle)} for cell in cells]
-    base = altair.Chart(rows_of(data)).encode(
+    # Vega measures labels to tell whether they overlap, as only many can.
+    overlap = max(across, down) > _LABELLED
+    axis = altair.Axis(labelAngle=0, ticks=False, domain=False, labelOverlap=overlap)
+    bright = colours.low + _BRIGHT * (colours.high - colours.low)
+    data = [{**asdict(cell), "ink": _ink(cell, bright)} for cell in cells]
+    base = altair.Chart(ROWS).encode(
         x=altair.X("column:O", sort=across_names, title=columns, axis=axis),
         y=altair.Y("row:O", sort=down_names, title=rows, axis=axis),
     )
@@ -93,9 +97,10 @@ def draw_map(cells: Sequence[Cell], columns: str, rows: str, colours: Colours) -
     if any(cell.text for cell in cells):
         ink = altair.Fill("ink:N", scale=None)
         layers.append(base.mark_text(aria=False).encode(text=altair.Text("text:N"), fill=ink))
-    return altair.layer(*layers).properties(width=width * across, height=height * down)
+    chart = altair.layer(*layers).properties(width=width * across, height=height * down)
+    return specify(chart, data)
 
 
-def _ink(cell: Cell, middle: float) -> str:
+def _ink(cell: Cell, bright: float) -> str:
     """The colour of the text in a cell."""
-    return "#000" if cell.value is not None and cell.value > middle else "#fff"
+    return "#000" if cell.value is not None and cell.value > bright else "#fff"

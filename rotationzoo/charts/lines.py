@@ -1,12 +1,12 @@
 """Lines, each told from the others by its colour, its dashes and the shape of its points."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import altair
 
-from rotationzoo.charts.drawing import Chart, rows_of
+from rotationzoo.charts.drawing import ROWS, Chart, specify, unchecked
 
 # As far apart for any colour vision, and three times as bright or dark as a page, light or dark.
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07C00", "#7f868f", "#A05AD5"]
@@ -41,10 +41,11 @@ class Axes:
     """Whether y is a share, shown in percent."""
 
 
+@unchecked
 def draw_lines(points: Sequence[Point], axes: Axes) -> Chart:
     """A chart with a legend of its lines, in the order in which they first occur."""
     names = list(dict.fromkeys(point.line for point in points))
-    base = _base(points, axes)
+    base = _base(axes)
     several = range(len(names))
     colours = [_COLOURS[i % len(_COLOURS)] for i in several]
     dashes = [_DASHES[i % len(_DASHES)] for i in several]
@@ -58,31 +59,33 @@ def draw_lines(points: Sequence[Point], axes: Axes) -> Chart:
     marks = base.mark_point(filled=True, size=_POINT if places < _MANY else _DOT, opacity=1).encode(
         color=colour, shape=shape, description=altair.Description("label:N")
     )
-    return altair.layer(lines, marks).properties(width=_WIDTH, height=_HEIGHT)
+    chart = altair.layer(lines, marks).properties(width=_WIDTH, height=_HEIGHT)
+    return specify(chart, points)
 
 
+@unchecked
 def draw_bundle(points: Sequence[Point], axes: Axes, legend: str) -> Chart:
     """A chart of many lines of one kind, such as one for each layer, whose names are numbers. Their
     colours go from dark to light, and a scale titled `legend` explains them."""
-    rows = _base(points, axes).transform_calculate(number="toNumber(datum.line)")
+    base = _base(axes).transform_calculate(number="toNumber(datum.line)")
     scale = altair.Legend(
         gradientLength=180, gradientThickness=10, format="d", tickMinStep=1, tickCount=4
     )
     colour = altair.Color(
         "number:Q", title=legend, legend=scale, scale=altair.Scale(scheme="viridis")
     )
-    lines = rows.mark_line(strokeWidth=1.2).encode(
+    lines = base.mark_line(strokeWidth=1.2).encode(
         color=colour, detail=altair.Detail("line:N"), description=altair.Description("label:N")
     )
-    return lines.properties(width=_WIDTH, height=_HEIGHT)
+    return specify(lines.properties(width=_WIDTH, height=_HEIGHT), points)
 
 
-def _base(points: Sequence[Point], axes: Axes) -> altair.Chart:
+def _base(axes: Axes) -> altair.Chart:
     vertical = altair.Axis(tickCount=5, format="~%") if axes.percent else altair.Axis(tickCount=5)
     scale = altair.Scale(type=axes.y_scale)
     if axes.y_scale == "linear":
         scale = altair.Scale(zero=axes.from_zero)
-    return altair.Chart(rows_of([asdict(point) for point in points])).encode(
+    return altair.Chart(ROWS).encode(
         x=_horizontal(axes), y=altair.Y("y:Q", title=axes.y, scale=scale, axis=vertical)
     )
 

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
 from rotationzoo.network import limits, tokens, trust
@@ -52,6 +53,8 @@ class LimitedSessions:
         client = self.client_type(event_hooks=hooks, follow_redirects=True, timeout=None)
         plain_send = client.send
         client.send = lambda request, **options: self._send(plain_send, request, **options)
+        # One process may serve several people, and a cookie would go on to the next of them.
+        client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         client.limited_sessions = self  # so that `limit_sessions` recognises its own client
         return client
 

@@ -37,6 +37,12 @@ def check_token(token: str | None, place: str) -> str | None:
     return token
 
 
+def forget(token: str) -> None:
+    """Stop redacting a token that is used no more. Until then it must stay known: only a known one
+    is kept from other hosts."""
+    _checked.discard(token)
+
+
 def huggingface_token() -> str | None:
     """The token that huggingface_hub would use. Raises `RotationZooError` for one that cannot be
     sent."""

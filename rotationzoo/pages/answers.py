@@ -7,14 +7,15 @@ from rotationzoo.artifact.evaluation_file import Summary
 from rotationzoo.cache.size import EXACT_BITS
 from rotationzoo.charts.bars import Bar, draw_bars
 from rotationzoo.charts.heat_maps import Cell, Colours, draw_map
-from rotationzoo.pages.arms import Arms
+from rotationzoo.pages.arms import EXACT, Arms
+from rotationzoo.pages.conditions import describe_conditions
 from rotationzoo.pages.cost import draw_perplexity
 from rotationzoo.pages.figures import Figure, Section, Table, number, percent
 
-EXACT, DECISION = "exact model", "What it keeps, and what it costs"
+DECISION = "What it keeps, and what it costs"
 _ABOUT = (
-    "Questions about statements hidden in the text, which the model answers from the 2-bit part of "
-    "its cache. Only questions of tasks that the exact model can do are counted."
+    "Questions about statements hidden in the text, which an arm reads from the 2-bit part of its "
+    "cache. Only questions of tasks that the exact model can do are counted."
 )
 
 
@@ -43,19 +44,13 @@ def describe_decision(arms: Arms) -> Section:
             )
         )
     columns = ["", "answered", "questions", "log probability", "perplexity", "cost", "bits"]
-    window = evaluation.window
-    words = [
-        f"Format {evaluation.format}; the first {window.sink} and the last {window.recent} tokens "
-        f"are exact; {evaluation.tokens:,} tokens of {evaluation.text.source}. Cost: the increase "
-        "of perplexity over the exact model. Bits: per cached element, at 131,072 tokens."
-    ]
-    verdict, pictures = window.verdict.words, [draw_perplexity(arms)]
+    verdict, pictures = evaluation.window.verdict.words, [draw_perplexity(arms)]
     if answers := draw_answers(arms):
         pictures.insert(0, answers)
     return Section(
         "decide",
         DECISION,
-        words,
+        [describe_conditions(evaluation)],
         pictures,
         Table(columns, rows),
         [*verdict[1:], *arms.notes],
@@ -93,7 +88,8 @@ def draw_answers(arms: Arms) -> Figure | None:
         return None
     columns = ["", "answered", "questions", "share", "standard error"]
     chart = draw_bars(bars, "share of questions answered", (0, 1), "~%")
-    return Figure("answers", "Questions answered", chart, Table(columns, rows))
+    title = "Questions answered (± one standard error over prompts)"
+    return Figure("answers", title, chart, Table(columns, rows))
 
 
 def describe_needles(arms: Arms) -> Section:

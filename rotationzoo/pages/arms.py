@@ -2,11 +2,14 @@
 figures were measured in the same way."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rotationzoo.artifact.evaluation_file import Arm, Evaluation, read_evaluation
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.model.geometry import cached_layers
+from rotationzoo.pages.conditions import list_caveats
 
+EXACT = "exact model"
 _WORDS = {
     "identity": "no rotation",
     "hadamard": "Hadamard",
@@ -15,7 +18,7 @@ _WORDS = {
 }
 _LONGEST = 32  # characters of a label; a picture has no room for more
 PUBLISHED = "oscar-v1"
-"""How the names of the recipes begin that fit the published rotations."""
+"""The recipe that the published rotations were fitted by."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,20 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     evaluation = read_evaluation(artifact)
     if evaluation is None:
         return None
-    notes: list[str] = []
+    notes = list_caveats(evaluation, [layer.index for layer in cached_layers(artifact.geometry)])
     own_arms, baselines = _split_arms(evaluation, f"this one: {artifact.recipe.name}", is_own=True)
     beside: list[ShownArm] = []
     for other in others:
         other_evaluation = read_evaluation(other)
-        if reason := _why_apart(evaluation, other_evaluation):
+        reason = "it has not been evaluated"
+        if other_evaluation is not None:
+            apart = evaluation.differs_from(other_evaluation)
+            reason = f"its evaluation differs from this one's in the {apart}" if apart else ""
+        if other_evaluation is None or reason:
             notes.append(f"{other.folder.name} is not in the pictures: {reason}.")
-        elif other_evaluation is not None:
+        else:
             beside += _split_arms(other_evaluation, _label(other))[0]
-    shown = _with_unique_labels([*own_arms, *beside, *baselines])
+    shown = with_unique_labels([*own_arms, *beside, *baselines])
     if not any(_is_published(one) for one in (artifact, *others)):
         notes.append(
             f"The published recipe {PUBLISHED} is not beside it: name an artifact of that recipe, "
@@ -73,7 +80,7 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
 def arms_of(evaluation: Evaluation, label: str) -> Arms:
     """The arms of one evaluation, its own under `label`, where there is no artifact's folder."""
     of_artifact, baselines = _split_arms(evaluation, label, True)
-    return Arms(evaluation, _with_unique_labels([*of_artifact, *baselines]), [])
+    return Arms(evaluation, with_unique_labels([*of_artifact, *baselines]), [])
 
 
 def _split_arms(
@@ -87,7 +94,9 @@ def _split_arms(
             of_artifact.append(ShownArm(each, label, figures, is_own))
         elif each in _WORDS:
             baselines.append(ShownArm(each, _WORDS[each], figures))
-        else:  # the same rotations with error feedback
+        elif each != f"{name}+feedback":  # of a later version
+            baselines.append(ShownArm(each, each, figures))
+        else:
             written = "+ error feedback" if is_own else f"{label} + feedback"
             of_artifact.append(ShownArm(each, written, figures))
     return of_artifact, baselines
@@ -99,26 +108,25 @@ def _label(other: Artifact) -> str:
 
 
 def _is_published(artifact: Artifact) -> bool:
-    return artifact.recipe.name.startswith(PUBLISHED)
+    return artifact.recipe.name == PUBLISHED
 
 
-def _why_apart(evaluation: Evaluation, other: Evaluation | None) -> str:
-    """Why the figures of two evaluations may not share a picture; empty if they may."""
-    if other is None:
-        return "it has not been evaluated"
-    conditions, others = evaluation.conditions(), other.conditions()
-    differing = [words for words in conditions if conditions[words] != others[words]]
-    return f"its evaluation differs from this one's in the {differing[0]}" if differing else ""
-
-
-def _with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:
-    """Arms whose labels are the same get their numbers."""
-    seen: dict[str, int] = {}
+def with_unique_labels(arms: list[ShownArm]) -> list[ShownArm]:
+    """Arms with labels that fit and are all different: bars of one name would lie on each other.
+    Baselines keep theirs."""
+    taken = {EXACT, *_WORDS.values()}
     unique = []
     for arm in arms:
-        seen[arm.label] = count = seen.get(arm.label, 0) + 1
-        label = arm.label if len(arm.label) <= _LONGEST else f"{arm.label[: _LONGEST - 1]}…"
-        if count > 1:
-            label += f" ({count})"
-        unique.append(ShownArm(arm.name, label, arm.figures, arm.is_own))
+        label = full = arm.label
+        if label != _WORDS.get(arm.name):
+            label, count = _cut(full), 1
+            while label in taken:
+                count += 1
+                label = f"{_cut(full)} ({count})"
+            taken.add(label)
+        unique.append(replace(arm, label=label))
     return unique
+
+
+def _cut(label: str) -> str:
+    return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"

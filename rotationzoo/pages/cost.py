@@ -35,7 +35,10 @@ def describe_growth(arms: Arms) -> Section:
     title = "Growth with the length of the context"
     if not arms.own_arm.figures.by_length:
         return Section("growth", title, ["The stored evaluation has no figures by length."])
-    about = "Each point is for the tokens at these positions of a text, from their first."
+    about = (
+        "Each point is for the tokens at these positions of the texts; it stands at the first of "
+        "them. Attention KL is the mean over layers, heads and sampled queries there."
+    )
     measures = {
         "perplexity_increase": ("Increase of perplexity", ".2%"),
         "attention_kl": ("Attention KL, in nats", ".4g"),
@@ -43,19 +46,20 @@ def describe_growth(arms: Arms) -> Section:
     figures = []
     for measure, (words, format) in measures.items():
         points, columns = [], ["positions"]
-        rows: dict[str, list[str]] = {}
+        rows: dict[str, dict[str, str]] = {}
         for arm in arms.shown:
             columns.append(arm.label)
             for bucket in arm.figures.by_length:
-                positions = f"{bucket.from_:,} to {bucket.to:,}"
+                positions = f"{bucket.from_:,} to {bucket.to - 1:,}"
                 value = getattr(bucket, measure)
-                rows.setdefault(positions, [positions]).append(number(value, format))
+                rows.setdefault(positions, {})[arm.label] = number(value, format)
                 if value is not None:
                     label = f"{arm.label}, positions {positions}: {value:{format}}"
                     points.append(Point(arm.label, f"{bucket.from_:,}", value, label))
         if points:
             axes = Axes("position, from", words, x_type="ordinal", percent="%" in format)
-            table = Table(columns, list(rows.values()))
+            lines = [[at, *(row.get(name, "-") for name in columns[1:])] for at, row in rows.items()]
+            table = Table(columns, lines)
             name = f"growth-{measure.replace('_', '-')}"
             figures.append(Figure(name, words, draw_lines(points, axes), table))
     return Section("growth", title, [about], figures)

@@ -20,9 +20,10 @@ _SIDES = {"key_row_range": "keys", "value_row_range": "values"}
 def describe_heads(arms: Arms) -> list[Section]:
     """A section for each measure, with a map of layers and KV heads for every arm."""
     about = {
-        "attention_kl": "How far each head's attention moves from the exact one: the "
-        "Kullback-Leibler divergence in nats.",
-        "output_error": "How far the output of each head's attention moves, relative to its size.",
+        "attention_kl": "How far attention moves from the exact one: the Kullback-Leibler "
+        "divergence in nats, the mean over sampled queries of the heads that read a KV head.",
+        "output_error": "How far the outputs of attention move, before the output projection: the "
+        "root of their squared errors over their squares, of the heads that read a KV head.",
     }
     return [_describe_measure(arms, measure, about[measure]) for measure in _MEASURES]
 
@@ -81,8 +82,9 @@ def describe_ranges(arms: Arms) -> Section:
     title = "Row ranges, before and after"
     about = (
         "What a quantizer has to cover with four values: the largest minus the smallest entry of a "
-        "row, relative to the row's root mean square, in the coordinates in which it is rounded; "
-        "the mean over rows and KV heads. No rotation is before."
+        "row, before it is clipped, relative to the row's root mean square, in the coordinates in "
+        "which it is rounded; the mean over KV heads and all rows past the first exact tokens. The "
+        "line of no rotation is before. Keys that are not rounded row by row have no line."
     )
     figures = []
     for measure, side in _SIDES.items():

@@ -93,8 +93,9 @@ def _draw_ranks(layers: list[LayerSummary]) -> Figure:
 def describe_clips(artifact: Artifact) -> Section:
     """The clip ratios of all heads: bars where heads have the same, else a map for each side."""
     about = (
-        "The share of a row's largest entries that are kept as they are; those beyond are cut to "
-        "the same magnitude before rounding. A ratio of 1 cuts nothing."
+        "The share of a row's entries, from the smallest magnitude upwards, that stay as they are. "
+        "The largest are cut to the magnitude at that place before rounding. A ratio of 1 cuts "
+        "nothing."
     )
     clips: dict[str, dict[int, list[float]]] = {}
     different: dict[str, set[float]] = {}

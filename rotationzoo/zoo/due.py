@@ -82,11 +82,13 @@ def find_recipe_file(configs: Path, model: str | None) -> Path:
     )
 
 
-def find_newest(index: Index, model: str) -> Entry | None:
-    """The newest artifact that the index lists for a model; None if it lists none."""
+def find_newest(index: Index, model: str, rope_scaling: str | None) -> Entry | None:
+    """The newest artifact that the index lists for a model with this scaling of RoPE; None if it
+    lists none. Rotations for another scaling are for another model, and do not compare."""
     artifacts = []
     for entry in index.entries:
-        if entry.model == model and entry.format == "rotationzoo":
+        is_meant = (entry.model, entry.rope_scaling) == (model, rope_scaling)
+        if is_meant and entry.format == "rotationzoo":
             artifacts.append(entry)
     return max(artifacts, key=lambda entry: entry.created or "", default=None)
 
@@ -94,7 +96,7 @@ def find_newest(index: Index, model: str) -> Entry | None:
 def _look_at(hub: HuggingFace, path: Path, recipe: Recipe, index: Index) -> DueModel | None:
     model = recipe.model or ""
     revision, hashes = hub.contents(model)
-    published = find_newest(index, model)
+    published = find_newest(index, model, recipe.rope_scaling)
     if published is None:
         return DueModel(model, revision, None, str(path), "nothing is published")
     reason = _find_reason(hub, recipe, published, revision, hashes)

@@ -160,8 +160,8 @@ class Index(_Growing):
     def extended(self, entry: Entry) -> "Index":
         """This index with one more entry.
 
-        If it already lists the same files of the same model, the two entries are merged: the result
-        has the copies of both and the newer measurements.
+        If it already lists the same rotations of the same model, the two entries are merged: the
+        result has the copies of both, the newer measurements, and what only a later version knows.
         """
         entries = []
         for listed in self.entries:
@@ -216,10 +216,12 @@ def read(path: Path) -> Index:
 
 
 def _merged(listed: Entry, entry: Entry) -> Entry:
-    """The newer entry with the copies of both entries and the earlier day of publication."""
+    """The newer entry with the copies of both entries, the earlier day of publication, and the keys
+    of both that this version does not know."""
     copies = {(copy.hub, copy.repo): copy for copy in (*listed.copies, *entry.copies)}
+    unknown = {**(listed.model_extra or {}), **(entry.model_extra or {})}
     changes = {"copies": list(copies.values()), "created": listed.created or entry.created}
-    return entry.model_copy(update=changes)
+    return entry.model_copy(update={**unknown, **changes})
 
 
 def _sorted(entries: list[Entry]) -> list[Entry]:

@@ -36,7 +36,7 @@ def regenerate(
     `RotationZooError` if the new rotations are worse than the published ones on the new revision.
     """
     artifact = calibrate(job, progress)
-    published = _pull_published(loaded, job.model, progress)
+    published = _pull_published(loaded, job, progress)
     if published is not None and Artifact.open(published).identity == artifact.identity:
         published = None  # these are the same rotations
     folders = [artifact.folder]
@@ -126,8 +126,8 @@ def _fault_of_answers(answers: dict[str, Any]) -> str | None:
     return None
 
 
-def _pull_published(loaded: LoadedIndex, model: str, progress: Progress) -> Path | None:
-    entry = find_newest(loaded.content, model)
+def _pull_published(loaded: LoadedIndex, job: Job, progress: Progress) -> Path | None:
+    entry = find_newest(loaded.content, job.model, job.recipe.rope_scaling)
     if entry is None:
         return None
     return pull(loaded, entry, entry.copies[0], progress=progress).path

@@ -48,11 +48,9 @@ class Pages:
     def plan(self, request: Request) -> Response:
         """The plan for the model, the GPU and the context that a visitor chose."""
         query = request.query_params
-        context = query.get("context", str(USUAL["context"]))
-        if not context.isascii() or not context.isdigit():
-            raise UsageError("that context is no number", hint="choose one of the list")
-        gpu = query.get("gpu", USUAL["gpu"])
-        plan = make_plan(query.get("model", ""), gpu, int(context))
+        offered = {str(context): context for context in CONTEXTS}
+        context = offered.get(query.get("context", str(USUAL["context"])), 0)
+        plan = make_plan(query.get("model", ""), query.get("gpu", USUAL["gpu"]), context)
         listed = self.zoo.entries().of_model(plan["model"])
         return self._show(request, "plan.html.jinja", plan=plan, listed=listed)
 
@@ -65,13 +63,14 @@ class Pages:
 
     async def ask(self, request: Request) -> Response:
         """A pull request for the model in the form, in the name of the visitor."""
+        _check_sender(request)
         form = await _read_form(request)
         asked = await run_in_threadpool(self._ask, request, form)
         return self._show(request, "asked.html.jinja", asked=asked)
 
     def _ask(self, request: Request, form: dict[str, str]) -> Asked:
-        session = self.sessions.signed_in(request)
-        if session is None or session.token is None:
+        session = self.sessions.find(request)
+        if session is None:
             raise UsageError("a request is made in your name", hint="sign in first")
         model = check_model(form.get("model", ""))
         # So that nobody asks for a model that does not exist or can have no rotations.
@@ -90,6 +89,7 @@ class Pages:
 
     def sign_out(self, request: Request) -> Response:
         """Forget the visitor's token."""
+        _check_sender(request)
         return self.sessions.end(request)
 
     def error(self, request: Request, error: Exception) -> Response:
@@ -109,7 +109,7 @@ class Pages:
         status: int = 200,
         **values: Any,
     ) -> Response:
-        session = self.sessions.signed_in(request)
+        session = self.sessions.find(request)
         html = render_page(
             template,
             scripts,
@@ -125,6 +125,13 @@ class Pages:
             **values,
         )
         return HTMLResponse(html, status, HEADERS)
+
+
+def _check_sender(request: Request) -> None:
+    """Raise `UsageError` for a form of another site. The cookies alone let those of other hosts of
+    the same domain through."""
+    if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
+        raise UsageError("that form was sent by another site", hint="send it from this page")
 
 
 async def _read_form(request: Request) -> dict[str, str]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +30,7 @@ USUAL = {"gpu": "H100", "context": 131072}
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _FRESH = 600  # seconds; a plan is not made again in the same ten minutes
 _SECONDS = 60
-_PATIENCE = 10  # seconds for which a visitor waits for others; the server has 40 threads
+_PATIENCE = 10  # seconds for which a visitor waits for others
 _LIMITS = {
     resource.RLIMIT_CPU: 30,  # a model that is built on `meta` took 6 s
     resource.RLIMIT_AS: 8 << 30,  # torch alone maps 3 GiB
@@ -37,6 +38,7 @@ _LIMITS = {
 }
 _PASSED_ON = ("PATH", "PYTHONPATH", "LANG", "HF_ENDPOINT", "SSL_CERT_FILE")
 _slots = threading.BoundedSemaphore(2)
+_queue = threading.BoundedSemaphore(12)  # of 40 threads; the others serve the other pages
 
 
 def check_model(text: str) -> str:
@@ -59,12 +61,19 @@ def make_plan(model: str, gpu: str, context: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _plan(model: str, gpu: str, context: int, period: int) -> dict[str, Any]:
-    if not _slots.acquire(timeout=_PATIENCE):
+    with _taking(_queue, 0), _taking(_slots, _PATIENCE):
+        return _run("plan", model, "--gpu", gpu, "--context", str(context), "--json")
+
+
+@contextlib.contextmanager
+def _taking(places: threading.Semaphore, seconds: float) -> Iterator[None]:
+    """One of some places while the block runs. Raises `RotationZooError` if none becomes free."""
+    if not places.acquire(timeout=seconds):
         raise RotationZooError("others are waiting for their plans", hint="try again in a minute")
     try:
-        return _run("plan", model, "--gpu", gpu, "--context", str(context), "--json")
+        yield
     finally:
-        _slots.release()
+        places.release()
 
 
 def _run(*words: str) -> dict[str, Any]:

@@ -43,11 +43,14 @@ def ask_for(model: str, recipe: str, zoo: str, token: str) -> Asked:
 
     `token` is the visitor's own. Raises `HubError`.
     """
-    path, content = recipe_file(model, recipe)
-    title = f"Asks for rotations of {model}"
     api = HfApi(token=token, library_name="rotationzoo-space")
     try:
         with asking_huggingface():
+            # As the hub spells it: it takes a name in any case, and after a model was renamed also
+            # the old one, and `regenerate` would not know either.
+            model = str(api.model_info(model).id)
+            path, content = recipe_file(model, recipe)
+            title = f"Asks for rotations of {model}"
             if api.file_exists(zoo, path):
                 return Asked(f"{api.endpoint}/{zoo}/blob/main/{path}", is_new=False)
             if url := _find_open(api, zoo, title):

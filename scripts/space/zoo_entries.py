@@ -65,16 +65,18 @@ class ZooEntries:
         if listed is None:
             raise RotationZooError("these rotations were published without an evaluation")
         copy = entry.copies[0]
-        revision = self.loaded.revision_of(copy)
-        data = _read(copy.hub, copy.repo, revision, copy.path_of(EVALUATION))
-        if data is None or digest(data) != listed.sha256:
-            raise HubError("the evaluation on the hub is not the one that the zoo lists")
-        return _draw(data, entry.recipe)
+        place = (copy.hub, copy.repo, self.loaded.revision_of(copy), copy.path_of(EVALUATION))
+        return _draw(_read(place, listed.sha256), entry.recipe)
 
 
+# With the hash, so that what has changed on a hub is read again.
 @lru_cache(maxsize=32)
-def _read(hub: str, repo: str, revision: str | None, path: str) -> bytes | None:
-    return open_hub(hub).read(repo, revision, path)
+def _read(place: tuple[str, str, str | None, str], sha256: str | None) -> bytes:
+    hub, *file = place
+    data = open_hub(hub).read(*file)
+    if data is None or digest(data) != sha256:
+        raise HubError("the evaluation on the hub is not the one that the zoo lists")
+    return data
 
 
 # A figure keeps its drawing, so that each is drawn once.
@@ -96,12 +98,22 @@ class Zoo:
         self._entries: ZooEntries | None = None
 
     def entries(self) -> ZooEntries:
-        """What the zoo lists; a hub that fails is asked again after some minutes."""
-        with self._lock:
+        """What the zoo lists; a hub that fails is asked again after some minutes.
+
+        One visitor waits for the hub, and the others have what was read before.
+        """
+        entries = self._entries
+        if entries is not None and time.monotonic() - self._read_at <= _FRESH:
+            return entries
+        if not self._lock.acquire(blocking=entries is None):
+            return entries
+        try:
             if self._entries is None or time.monotonic() - self._read_at > _FRESH:
                 self._entries = self._load()
                 self._read_at = time.monotonic()
             return self._entries
+        finally:
+            self._lock.release()
 
     def _load(self) -> ZooEntries:
         try:

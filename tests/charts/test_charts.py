@@ -2,7 +2,9 @@
 
 from xml.etree import ElementTree
 
+import altair
 import pytest
+from jsonschema.exceptions import ValidationError
 
 from rotationzoo.charts.bars import Bar, draw_bars
 from rotationzoo.charts.drawing import draw_inline, draw_png, draw_svg
@@ -37,6 +39,21 @@ def test_a_map_of_any_model_fits_a_phone(layers, heads):
     assert width <= PHONE
     assert height <= 620
     assert sorted(labels_of(svg)) == sorted(cell.label for cell in cells)
+
+
+def test_altair_accepts_what_is_drawn_unchecked():
+    charts = [
+        draw_bars([Bar("one", 1.0, "1", low=0.5, high=1.5)], "number", (0, 2), "~%"),
+        draw_map([Cell("0", "1", None, "none"), Cell("0", "2", 1.0, "one", "1")], "head", "layer",
+                 Colours("KL", 0.1, 1, "log", percent=True)),
+        draw_lines([Point("a", 1, 2.0, "two")], Axes("x", "y", y_scale="log", percent=True)),
+        draw_lines([Point("a", "1", 2.0, "two")], Axes("x", "y", x_type="ordinal")),
+        draw_bundle([Point("0", 1, 2.0, "two")], Axes("x", "y", x_scale="log"), "layer"),
+    ]  # fmt: skip
+    for chart in charts:
+        altair.Chart.from_dict(chart)  # raises for what its schema does not have
+        with pytest.raises(ValidationError):
+            altair.Chart.from_dict({**chart, "width": "wide"})
 
 
 def test_sparse_layers_have_rows_of_their_numbers_alone():

@@ -42,3 +42,16 @@ def test_a_token_is_taken_out_on_the_way_to_another_host(monkeypatch):
             request = client.build_request("GET", url, headers={"authorization": credential})
             sessions._prepare(request)
             assert ("authorization" in request.headers) == is_kept, url
+
+
+def test_no_cookie_of_an_answer_is_kept():
+    """A process that acts for several people would send the cookie of one for another."""
+    sessions = limit_sessions()
+    client, address = sessions.make(), "https://hub.example/api/whoami-v2"
+    answer = sessions.httpx.Response(
+        200,
+        headers={"set-cookie": "token=of-one; Path=/"},
+        request=client.build_request("GET", address),
+    )
+    client.cookies.extract_cookies(answer)
+    assert "cookie" not in client.build_request("GET", address).headers

@@ -14,9 +14,11 @@ from support.stored_figures import (
     store_evaluation,
 )
 
+from rotationzoo.artifact.evaluation_file import Evaluation
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
+from rotationzoo.pages.arms import ShownArm, with_unique_labels
 from rotationzoo.pages.report import make_report
 from rotationzoo.pages.spectra import describe_clips
 
@@ -187,9 +189,9 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
     answers = decide.figures[0]
     labels = [row[0] for row in answers.table.rows]
     assert labels == ["exact model", LABELS[0], "oscar-v1 (published)", *LABELS[1:]]
-    assert decide.listed == [
+    assert decide.listed[-1] == (
         "c is not in the pictures: its evaluation differs from this one's in the text."
-    ]
+    )
     assert "oscar-v1 is not beside it" in " ".join(make_report(artifact).sections[0].listed)
 
 
@@ -212,14 +214,68 @@ def test_pictures_and_the_page_go_into_files_and_into_the_artifact(tmp_path, ins
     assert (folder / "report.html").read_bytes() == (inside.folder / "page.html").read_bytes()
 
 
+def test_evaluations_differ_in_whatever_changes_their_figures():
+    made = Made(layers=[0])
+    first = Evaluation.model_validate(make_evaluation(made))
+    for keys, value, words in (
+        (["rope_scaling"], "yarn:4", "RoPE scaling"),
+        (["sides"], ["value"], "quantized part"),
+        (["windows", 0, "recent"], 128, "windows"),
+        (["exact", "all_tasks", "questions"], 40, "questions"),
+        (["exact", "perplexity"], 3.51, "perplexity of the exact model"),
+        (["exact", "perplexity"], 3.5001, ""),
+    ):
+        other = place = make_evaluation(made)
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+        assert first.differs_from(Evaluation.model_validate(other)) == words
+
+
+def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
+    made = Made(layers=[0, 5], arm="mine")
+    folder = make_artifact(tmp_path / "made", made, evaluated=False)
+    evaluation = make_evaluation(made) | {
+        "sides": ["value"], "layers": [5], "notes": ["an engine needs the folded model"],
+        "prefill_chunk": 512, "prefill_layout": "server",
+    }  # fmt: skip
+    window = evaluation["windows"][0]
+    window["arms"]["mine+feedback"] = window["arms"]["mine"]
+    window["arms"]["of a later version"] = window["arms"]["identity"]
+    evaluation["windows"].append({**window, "recent": 128})
+    store_evaluation(folder, evaluation)
+    decide = make_report(Artifact.open(folder)).sections[0]
+    said = " ".join(decide.listed)
+    for words in ("Only values were in 2 bits", "Not all layers were in 2 bits: 0 stayed exact",
+                  "Also evaluated, and not shown: windows 64/128", "kivi is no rotation",
+                  "+feedback: the same rotations", "An engine needs the folded model"):  # fmt: skip
+        assert words in said
+    assert "prefilled in chunks of 512 tokens" in decide.words[0]
+    labels = [row[0] for row in decide.figures[0].table.rows]
+    assert labels[2] == "+ error feedback"
+    assert labels[-1] == "of a later version"
+
+
+def test_no_two_arms_have_one_label():
+    evaluation = Evaluation.model_validate(make_evaluation(Made(layers=[0])))
+    arms = [ShownArm(name, label, evaluation.window.arms["made"]) for name, label in (
+        ("a", "x" * 40 + "1"), ("b", "x" * 40 + "2"), ("c", "Hadamard"), ("hadamard", "Hadamard"),
+        ("d", "exact model"),
+    )]  # fmt: skip
+    labels = [arm.label for arm in with_unique_labels(arms)]
+    cut = "x" * 31 + "…"
+    assert labels == [cut, f"{cut} (2)", "Hadamard (2)", "Hadamard", "exact model (2)"]
+
+
 @pytest.mark.hostile("malformed")
 def test_a_damaged_evaluation_is_refused_in_one_sentence(tmp_path, inside):
     made = Made(layers=[0])
     folder = make_artifact(tmp_path / "made", made, evaluated=False)
     evaluation = make_evaluation(made)
     evaluation["windows"][0]["arms"][BASELINES[0]]["perplexity"] = "<b>"
-    store_evaluation(folder, evaluation)
-    result = inside("report", folder)
-    assert result.returncode == 1
-    assert "evaluation.json is damaged" in result.stderr
+    for content in (evaluation, make_evaluation(made) | {"own_arm": "another"}):
+        store_evaluation(folder, content)
+        result = inside("report", folder)
+        assert result.returncode == 1
+        assert "evaluation.json is damaged" in result.stderr
     assert not (inside.folder / "report.html").exists()

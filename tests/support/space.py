@@ -35,7 +35,8 @@ def _free_port() -> int:
 
 @contextmanager
 def running_space(log) -> Iterator[SimpleNamespace]:
-    """`hub`, `address`, and `ask(path, form, cookie)`, which returns status, headers and text.
+    """`hub`, `address`, and `ask(path, form, cookie, sender)`, which returns status, headers and
+    text. `sender` is the site of the form, as a browser names it.
 
     The Space has a token of its owner, and writes to the file `log`.
     """
@@ -61,9 +62,10 @@ def running_space(log) -> Iterator[SimpleNamespace]:
         address = f"http://127.0.0.1:{port}"
         opener = build_opener(_Stay)
 
-        def ask(path: str, form: dict | None = None, cookie: str = ""):
+        def ask(path: str, form: dict | None = None, cookie="", sender="same-origin"):
             data = None if form is None else urlencode(form).encode()
-            request = Request(address + path, data, {"Cookie": cookie})
+            headers = {"Cookie": cookie, "Sec-Fetch-Site": sender}
+            request = Request(address + path, data, headers)
             try:
                 with opener.open(request, timeout=_SECONDS) as answer:
                     return answer.status, answer.headers, answer.read().decode()

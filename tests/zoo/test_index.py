@@ -88,6 +88,9 @@ def test_what_later_versions_add_is_ignored_and_kept():
     rewritten = json.loads(parsed.extended(other).text())
     assert rewritten["mirrors"] == ["z"]
     assert rewritten["entries"][0] == content["entries"][0]
+    # Also where the same rotations are published again, by a version that does not know them.
+    merged = json.loads(parsed.extended(ENTRY).text())["entries"][0]
+    assert {key: merged[key] for key in later} == later
     for part in (
         content["entries"][0]["copies"][0],
         content["entries"][0]["files"]["rotations.safetensors"],

@@ -6,6 +6,7 @@ from support.zoo_models import CONFIG, EVALUATED, change_weights, planned
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.zoo import index
+from rotationzoo.zoo.due import find_newest
 
 
 def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):
@@ -78,3 +79,20 @@ def test_what_cannot_be_planned(zoo, model, tmp_path):
     assert f"there is no {model} on Hugging Face" in refused(
         zoo.run("regenerate", "--plan", "--repo", ZOO)
     )
+
+
+def test_rotations_for_another_rope_scaling_are_not_those_to_replace():
+    def entry(digit: str, **fields) -> index.Entry:
+        return index.Entry(
+            model="a/b",
+            files={"rotations.safetensors": index.File(size=1, sha256=digit * 64)},
+            copies=[index.Copy(hub="huggingface", repo="x/y", path=digit)],
+            **fields,
+        )
+
+    plain = entry("0", recipe="oscar", created="2026-01-01")
+    scaled = entry("1", recipe="oscar-yarn-4", rope_scaling="yarn:4", created="2026-01-02")
+    both = index.Index(entries=[plain, scaled])
+    assert find_newest(both, "a/b", None) == plain, "although the other is newer"
+    assert find_newest(both, "a/b", "yarn:4") == scaled
+    assert find_newest(both, "a/b", "yarn:8") is None

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 ROWS, LENGTH = 2, 2560  # more than the 2,176 tokens that configs/Qwen3-8B.yaml keeps exact
+JUDGED_ROWS, BASELINES = 1, ("identity", "hadamard")
 TASKS, QUESTIONS, PROMPT = 1, 1, 3584  # more than windows of 128/1024 and a chunk of 2,048 tokens
 HARNESS_QUESTIONS, NEW_TOKENS = 1, 8
 SEARCHED_ROWS, SEARCHED_LENGTH, SEARCH = 3, 512, {"texts": 1, "prompts": 2, "steps": 2}
@@ -25,7 +26,8 @@ def shrink() -> None:
     from rotationzoo.evaluation import job as evaluation
 
     contribution.plan = calibration.plan = _with_result(calibration.plan, small_plan)
-    evaluation.judged_text = _with_result(evaluation.judged_text, small_data)
+    evaluation.judged_text = _with_result(evaluation.judged_text, judged_data)
+    evaluation.build_arms = _with_argument(evaluation.build_arms, 4, few_baselines)
     evaluation.plan_tasks = _with_argument(evaluation.plan_tasks, 0, small_tasks)
     evaluation.run_harness = _with_argument(evaluation.run_harness, 3, small_harness)
     GenerationMixin.generate = _of_few_tokens(GenerationMixin.generate)
@@ -34,6 +36,14 @@ def shrink() -> None:
 def small_data(data: Any, rows: int = ROWS, longest: int = LENGTH) -> Any:
     length = min(data.length, longest)
     return data.model_copy(update={"length": length, "tokens": min(data.tokens, rows * length)})
+
+
+def judged_data(data: Any) -> Any:
+    return small_data(data, JUDGED_ROWS)
+
+
+def few_baselines(names: Any) -> Any:
+    return [name for name in names if name in BASELINES]
 
 
 def small_plan(plan: Any) -> Any:
