@@ -6,9 +6,18 @@ import sys
 
 import pytest
 from support.documented.blocks import PAGES, SHELL, blocks_of, left_out, name_of, script_of
-from support.documented.options import check_options, commands_in, spans_of, understand
+from support.documented.options import (
+    check_options,
+    commands_in,
+    lone_options,
+    options_of,
+    spans_of,
+    understand,
+)
 from support.documented.world import World, small_world
 from support.places import ROOT
+
+from rotationzoo.cli.app import COMMANDS
 
 # How a command begins -> why it is not run here.
 NOT_RUN = {
@@ -32,6 +41,11 @@ NOT_RUN = {
     "from mlx_lm": "MLX is for Apple's machines",
     ".venv/bin/pre-commit install": "it changes the repository's hooks",
 }
+# Options of scripts and of other programs, which the text names beside ours.
+OF_OTHERS = {
+    "--mamba-radix-cache-strategy", "--max-restarts", "--models", "--parts", "--quick",
+    "--truncate", "--write-docs",
+}  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}
 WITH_COMMANDS = [page for page, text in TEXTS.items() if script_of(text, NOT_RUN).strip()]
 WORKFLOWS = [ROOT / "docs" / "fleet.yml", *sorted((ROOT / ".github/workflows").glob("*.yml"))]
@@ -99,6 +113,11 @@ def test_blocks_of_commands_say_that_they_are(page):
 def test_commands_in_the_text_have_these_options(page):
     for span in spans_of(TEXTS[page]):
         check_options(span)
+
+
+def test_options_in_the_text_exist():
+    named = set().union(*map(lone_options, TEXTS.values()))
+    assert named - options_of(*COMMANDS) == OF_OTHERS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

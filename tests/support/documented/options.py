@@ -33,26 +33,47 @@ def understand(words: list[str]) -> None:
 
 def spans_of(text: str) -> Iterator[str]:
     """What stands between backquotes in the text of a page, and names a command of ours first."""
+    for span in _spans(text):
+        first = span.removeprefix("rotationzoo ").split(" ")[0]
+        if span.startswith("rotationzoo ") or (first in COMMANDS and " " in span):
+            yield span
+
+
+def lone_options(text: str) -> Iterator[str]:
+    """The options that the text of a page names without a command."""
+    for span in _spans(text):
+        if option := re.match(r"--[\w-]+", span):
+            yield option[0]
+
+
+def _spans(text: str) -> Iterator[str]:
     in_block = False
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
             in_block = not in_block
         if not in_block:
-            for span in _SPAN.findall(line):
-                first = span.removeprefix("rotationzoo ").split(" ")[0]
-                if span.startswith("rotationzoo ") or (first in COMMANDS and " " in span):
-                    yield span
+            yield from _SPAN.findall(line)
 
 
 def check_options(span: str) -> None:
     """The command exists, and it has the options that stand behind its name."""
     name, *words = span.removeprefix("rotationzoo ").split()
-    group = typer.main.get_command(app)
-    known = {"--help", *(option for parameter in group.params for option in parameter.opts)}
+    known = options_of()
     if not name.startswith("-") and name != "COMMAND":
         assert name in COMMANDS, f"there is no command {name} as in {span}"
-        for parameter in group.commands[name].params:
-            known |= {*parameter.opts, *parameter.secondary_opts}
+        known |= options_of(name)
     for word in [name, *words]:
         option = re.match(r"--[\w-]+", word)
         assert not option or option[0] in known, f"{name} has no option {option[0]}"
+
+
+def options_of(*names: str) -> set[str]:
+    """The options of these commands, and those that stand before a command."""
+    group = typer.main.get_command(app)
+    parameters = [*group.params]
+    for name in names:
+        parameters += group.commands[name].params
+    options = {"--help"}
+    for parameter in parameters:
+        options |= {*parameter.opts, *parameter.secondary_opts}
+    return options
