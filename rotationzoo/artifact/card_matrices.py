@@ -2,7 +2,7 @@
 cache gets."""
 
 from rotationzoo.artifact.manifest import Manifest
-from rotationzoo.artifact.reproduce import name_in_commands
+from rotationzoo.artifact.reproduce import export_commands, name_in_commands
 from rotationzoo.artifact.snippet import rotating_code
 from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.codec import int2
@@ -39,8 +39,7 @@ heads share one; N counts all layers of the model.
 {_equalizer_section(recipe)}{_feedback_section(recipe)}
     rotationzoo verify FOLDER --model {name}   # whole, orthogonal, and of this model
     rotationzoo evaluate {name} FOLDER        # what it costs, on your text
-    rotationzoo export FOLDER --to sglang     # or vllm, llama.cpp, mlx, onnx: files, \
-and the command that starts it
+{_export_lines(recipe, name)}
 
 Without rotationzoo:
 
@@ -56,6 +55,12 @@ and of {CONTEXT:,} tokens the first
 |---|---|---|---|
 {_sizes(recipe, cached)}
 """
+
+
+def _export_lines(recipe: Recipe, model: str) -> str:
+    *folding, last = export_commands(recipe, model)
+    last = f"{last:<41} # or vllm, llama.cpp, mlx, onnx: files, and the command that starts it"
+    return "\n".join(f"    {command}" for command in [*folding, last])
 
 
 def _describe_model(manifest: Manifest) -> str:

@@ -46,6 +46,18 @@ def name_in_commands(model: Model) -> str:
     return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
+def export_commands(recipe: Recipe, model: str) -> list[str]:
+    """The commands that export the artifact in FOLDER for SGLang. No engine applies equalizers, so
+    an equalized artifact needs a copy of the model with the equalizers folded in first."""
+    export = "rotationzoo export FOLDER --to sglang"
+    if not recipe.equalize:
+        return [export]
+    return [
+        f"rotationzoo export FOLDER --absorb {model} -o FOLDED-MODEL",
+        f"{export} --folded FOLDED-MODEL",
+    ]
+
+
 def reproduce_command(manifest: Manifest) -> str | None:
     """The `calibrate` command of an artifact; None for imported files.
 

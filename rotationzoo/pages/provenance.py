@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rotationzoo.artifact.reproduce import RECIPE_FILE, name_in_commands, reproduce_command
+from rotationzoo.artifact.reproduce import (
+    RECIPE_FILE,
+    export_commands,
+    name_in_commands,
+    reproduce_command,
+)
 from rotationzoo.artifact.results import ValidationSummary
 from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.errors import RotationZooError
@@ -83,7 +88,7 @@ def describe_use(artifact: Artifact) -> Section:
     commands = [
         f"rotationzoo pull {name} --local-dir FOLDER",
         f"rotationzoo verify FOLDER --model {name}",
-        "rotationzoo export FOLDER --to sglang",
+        *export_commands(artifact.recipe, name),
         f"rotationzoo generate {name} --rotations FOLDER --prompt 'Once upon a time'",
     ]
     clips, recipe = artifact.clip_ratios, artifact.recipe
