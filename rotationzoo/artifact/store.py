@@ -213,8 +213,9 @@ class Artifact:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if files.size_of(path) is None:
+        reason = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
         raise RotationZooError(
-            f"{folder} is no artifact: it has no {MANIFEST}",
+            f"{folder} is no artifact: {reason}",
             hint="make one with: rotationzoo calibrate demo",
         )
     return read_manifest(path)
