@@ -2,7 +2,7 @@
 cache gets."""
 
 from rotationzoo.artifact.manifest import Manifest
-from rotationzoo.artifact.reproduce import name_in_commands
+from rotationzoo.artifact.reproduce import export_commands, name_in_commands
 from rotationzoo.artifact.snippet import rotating_code
 from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.codec import int2
@@ -20,7 +20,7 @@ def matrices_section(manifest: Manifest, recipe: Recipe, cached: Geometry) -> st
     query, stored_key, stored_value, output = _formulas(recipe)
     clips = manifest.clip_ratios
     notes = "".join(f"* Note: {note}\n" for note in manifest.notes)
-    name = name_in_commands(manifest.model)
+    name, exports = name_in_commands(manifest.model), "\n    ".join(export_commands(manifest))
     return f"""## What this is
 
 * Orthogonal matrices for keys and values: {each}, in {counted(len(cached), "layer")}
@@ -39,7 +39,7 @@ heads share one; N counts all layers of the model.
 {_equalizer_section(recipe)}{_feedback_section(recipe)}
     rotationzoo verify FOLDER --model {name}   # whole, orthogonal, and of this model
     rotationzoo evaluate {name} FOLDER        # what it costs, on your text
-    rotationzoo export FOLDER --to sglang     # or vllm, llama.cpp, mlx, onnx: files, \
+    {exports}     # or vllm, llama.cpp, mlx, onnx: files, \
 and the command that starts it
 
 Without rotationzoo:

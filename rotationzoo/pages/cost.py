@@ -22,7 +22,7 @@ def draw_perplexity(arms: Arms) -> Figure:
         words = f"{cost:+.2%}" if error is None else f"{cost:+.2%} ±{error:.2%}"
         low, high = (None, None) if error is None else (cost - error, cost + error)
         bars.append(Bar(arm.label, cost, words, arm.is_own, low, high))
-        perplexity = f"{arm.figures.perplexity:.4g}"
+        perplexity = f"{arm.figures.perplexity:.3f}"
         rows.append([arm.label, perplexity, f"{cost:+.3%}", percent(error, 3)])
     columns = ["", "perplexity", "increase", "standard error"]
     chart = draw_bars(bars, "increase over the exact model", format="~%")

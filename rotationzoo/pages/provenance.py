@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rotationzoo.artifact.reproduce import RECIPE_FILE, name_in_commands, reproduce_command
+from rotationzoo.artifact.reproduce import (
+    RECIPE_FILE,
+    export_commands,
+    name_in_commands,
+    reproduce_command,
+)
+from rotationzoo.artifact.card_source import UNRECORDED
 from rotationzoo.artifact.results import ValidationSummary
 from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.errors import RotationZooError
@@ -79,19 +85,20 @@ def _validation(summary: ValidationSummary | None) -> Badge:
 
 def describe_use(artifact: Artifact) -> Section:
     """The commands that fetch, check, export and run the artifact."""
-    name = name_in_commands(artifact.manifest.model)
+    name, recipe = name_in_commands(artifact.manifest.model), artifact.recipe
+    scaling = f" --rope-scaling {recipe.rope_scaling}" if recipe.rope_scaling else ""
     commands = [
-        f"rotationzoo pull {name} --local-dir FOLDER",
+        f"rotationzoo pull {name} --recipe {recipe.name}{scaling} --local-dir FOLDER",
         f"rotationzoo verify FOLDER --model {name}",
-        "rotationzoo export FOLDER --to sglang",
+        *export_commands(artifact.manifest),
         f"rotationzoo generate {name} --rotations FOLDER --prompt 'Once upon a time'",
     ]
-    clips, recipe = artifact.clip_ratios, artifact.recipe
+    clips = artifact.clip_ratios
     words = (
         f"Serve with clip ratios {clips['key']:g} for keys and {clips['value']:g} for values, and "
         f"with the first {recipe.sink} and the last {recipe.recent} tokens exact. FOLDER is the "
-        "artifact's. The first command fetches what has been published for the model; leave it "
-        "out if you have the artifact already."
+        "artifact's. The first command fetches what has been published for the model by this "
+        "recipe; leave it out if you have the artifact already."
     )
     return Section("use", "How to use it", [words], commands=commands)
 
@@ -106,11 +113,11 @@ def describe_making(artifact: Artifact) -> Section:
     table = Table(["file", "bytes", "sha256"], rows)
     command = reproduce_command(manifest)
     title = "How it was made"
-    if command is None or (manifest.imported is None and not artifact.bound):
+    if command is None:
         words = [f"Imported by rotationzoo {manifest.versions.rotationzoo}, matrices unchanged."]
         return Section("made", title, words, table=table)
     words = [
-        f"By rotationzoo {manifest.versions.rotationzoo} on {manifest.run.device or 'a CPU'} in "
+        f"By rotationzoo {manifest.versions.rotationzoo} on {manifest.run.device or UNRECORDED} in "
         f"{manifest.run.seconds:.0f} s. The same command on the same machine writes the same "
         "bytes. Largest |R R^T - I|: "
         f"{manifest.metrics.orthogonality_error:.1e}."

@@ -80,7 +80,7 @@ def test_tables_have_the_numbers_of_the_evaluation(page, folder, browser):
         error = arm["standard_error"]["perplexity_increase"]
         assert row == [
             label,
-            f"{arm['perplexity']:.4g}",
+            f"{arm['perplexity']:.3f}",
             f"{arm['perplexity_increase']:+.3%}",
             f"{error:.3%}",
         ]
