@@ -40,9 +40,7 @@ def draw_bars(
         colour = ACCENT if bar.accent else PLAIN
         rows.append({**asdict(bar), "label": f"{bar.name}: {bar.words}", "colour": colour})
     names = altair.Axis(labelLimit=_NAME, labelPadding=6, ticks=False)
-    base = altair.Chart(ROWS).encode(
-        y=altair.Y("name:N", sort=None, title=None, axis=names)
-    )
+    base = altair.Chart(ROWS).encode(y=altair.Y("name:N", sort=None, title=None, axis=names))
     domain = altair.Scale() if limits is None else altair.Scale(domain=list(limits))
     axis = altair.Axis(tickCount=3) if format is None else altair.Axis(tickCount=3, format=format)
     drawn = base.mark_bar(height=14).encode(

@@ -58,7 +58,9 @@ def describe_growth(arms: Arms) -> Section:
                     points.append(Point(arm.label, f"{bucket.from_:,}", value, label))
         if points:
             axes = Axes("position, from", words, x_type="ordinal", percent="%" in format)
-            lines = [[at, *(row.get(name, "-") for name in columns[1:])] for at, row in rows.items()]
+            lines = []
+            for positions, row in rows.items():
+                lines.append([positions, *[row.get(label, "-") for label in columns[1:]]])
             table = Table(columns, lines)
             name = f"growth-{measure.replace('_', '-')}"
             figures.append(Figure(name, words, draw_lines(points, axes), table))

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rotationzoo.artifact.card_source import UNRECORDED
 from rotationzoo.artifact.reproduce import (
     RECIPE_FILE,
     export_commands,
     name_in_commands,
     reproduce_command,
 )
-from rotationzoo.artifact.card_source import UNRECORDED
 from rotationzoo.artifact.results import ValidationSummary
 from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.errors import RotationZooError
