@@ -74,7 +74,7 @@ def _first_command(manifest: Manifest, repo: str | None) -> str:
     if repo is not None:
         return shlex.join(["rotationzoo", "pull", manifest.model.id, "--repo", repo])
     prompt = "" if model == "demo" else " --prompt TEXT"
-    return f"rotationzoo generate {shlex.quote(model)} --rotations FOLDER{prompt}"
+    return f"rotationzoo generate {model} --rotations FOLDER{prompt}"
 
 
 def _picture(files: dict[str, File], name: str, words: str) -> str:

@@ -6,6 +6,7 @@ from rotationzoo.artifact.reproduce import RECIPE_FILE, reproduce_command
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.words import counted
 
+UNRECORDED = "a device that nobody recorded"
 _LIBRARIES = ("torch", "transformers", "python")
 
 
@@ -63,8 +64,7 @@ def _describe_run(manifest: Manifest) -> str:
     with_threads = f" with {threads} threads" if threads else ""
     versions = manifest.versions.model_dump()
     names = ", ".join(f"{name} {versions[name]}" for name in _LIBRARIES if name in versions)
-    device = run.device or "a device that nobody recorded"
-    return f"on {device}{with_threads}, in {run.seconds:.1f} s ({names})"
+    return f"on {run.device or UNRECORDED}{with_threads}, in {run.seconds:.1f} s ({names})"
 
 
 def _describe_text(manifest: Manifest) -> str:

@@ -14,7 +14,7 @@ from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import regular_file
 from rotationzoo.storage.strict_json import Strict
 
-_SAME = 1e-3  # of perplexity: one model on two machines is nearer, in two dtypes it is not
+_SAME = 1e-3  # of the exact model's perplexity, which another dtype may change more
 _Asked = Annotated[int, Field(gt=0)]
 
 

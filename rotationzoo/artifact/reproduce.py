@@ -1,4 +1,5 @@
-"""The commands of an artifact: those that export it, and the one that makes it again."""
+"""Commands that cards and pages name: the one that makes an artifact again, and the ones that serve
+it."""
 
 import shlex
 from typing import Any
@@ -37,10 +38,26 @@ _BATCH = "4"  # rows of a forward pass where nobody asked for others
 
 
 def name_in_commands(model: Model) -> str:
-    """The model's name in example commands: a hub id or `demo`, else the placeholder `MODEL`.
+    """The model's name in example commands, quoted for a shell: a hub id or `demo`, else the
+    placeholder `MODEL`.
 
     A local folder exists only on one machine, so its name would mean nothing to a reader.
     """
+    return shlex.quote(_name(model))
+
+
+def export_commands(manifest: Manifest) -> list[str]:
+    """The commands that export an artifact in `FOLDER` for an engine. No engine applies equalizers,
+    so an artifact with some is for a copy of the model that carries them."""
+    if not Recipe.model_validate(manifest.recipe).equalize:
+        return ["rotationzoo export FOLDER --to sglang"]
+    return [
+        f"rotationzoo export FOLDER --absorb {name_in_commands(manifest.model)} -o FOLDED",
+        "rotationzoo export FOLDER --to sglang --folded FOLDED",
+    ]
+
+
+def _name(model: Model) -> str:
     if model.config_sha256 is None:
         return "MODEL"
     return model.id if model.revision or model.id == "demo" else "MODEL"
@@ -67,7 +84,7 @@ def reproduce_command(manifest: Manifest) -> str | None:
     """
     if manifest.imported is not None:
         return None
-    words = ["calibrate", name_in_commands(manifest.model)]
+    words = ["calibrate", _name(manifest.model)]
     if manifest.model.revision:
         words += ["--revision", manifest.model.revision]
     words += _recipe_words(Recipe.model_validate(manifest.recipe))

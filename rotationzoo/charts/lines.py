@@ -1,7 +1,7 @@
 """Lines, each told from the others by its colour, its dashes and the shape of its points."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import altair
@@ -60,7 +60,7 @@ def draw_lines(points: Sequence[Point], axes: Axes) -> Chart:
         color=colour, shape=shape, description=altair.Description("label:N")
     )
     chart = altair.layer(lines, marks).properties(width=_WIDTH, height=_HEIGHT)
-    return specify(chart, points)
+    return specify(chart, [asdict(point) for point in points])
 
 
 @unchecked
@@ -77,7 +77,8 @@ def draw_bundle(points: Sequence[Point], axes: Axes, legend: str) -> Chart:
     lines = base.mark_line(strokeWidth=1.2).encode(
         color=colour, detail=altair.Detail("line:N"), description=altair.Description("label:N")
     )
-    return specify(lines.properties(width=_WIDTH, height=_HEIGHT), points)
+    chart = lines.properties(width=_WIDTH, height=_HEIGHT)
+    return specify(chart, [asdict(point) for point in points])
 
 
 def _base(axes: Axes) -> altair.Chart:

@@ -22,7 +22,7 @@ def draw_perplexity(arms: Arms) -> Figure:
         words = f"{cost:+.2%}" if error is None else f"{cost:+.2%} ±{error:.2%}"
         low, high = (None, None) if error is None else (cost - error, cost + error)
         bars.append(Bar(arm.label, cost, words, arm.is_own, low, high))
-        perplexity = f"{arm.figures.perplexity:.4g}"
+        perplexity = f"{arm.figures.perplexity:.3f}"
         rows.append([arm.label, perplexity, f"{cost:+.3%}", percent(error, 3)])
     columns = ["", "perplexity", "increase", "standard error"]
     chart = draw_bars(bars, "increase over the exact model", format="~%")
@@ -58,9 +58,9 @@ def describe_growth(arms: Arms) -> Section:
                     points.append(Point(arm.label, f"{bucket.from_:,}", value, label))
         if points:
             axes = Axes("position, from", words, x_type="ordinal", percent="%" in format)
-            lines = [
-                [at, *(row.get(name, "-") for name in columns[1:])] for at, row in rows.items()
-            ]
+            lines = []
+            for positions, row in rows.items():
+                lines.append([positions, *[row.get(label, "-") for label in columns[1:]]])
             table = Table(columns, lines)
             name = f"growth-{measure.replace('_', '-')}"
             figures.append(Figure(name, words, draw_lines(points, axes), table))

@@ -63,4 +63,5 @@ for (const chart of document.querySelectorAll("figure svg")) {
   chart.addEventListener("pointerover", (event) => show(event.target.closest(MARK)));
   chart.addEventListener("pointerleave", () => show(null));
 }
-addEventListener("scroll", () => show(null), { passive: true });
+// Focus itself scrolls, to a mark below the window.
+addEventListener("scroll", () => show(document.activeElement.closest(MARK)), { passive: true });

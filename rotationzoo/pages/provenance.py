@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rotationzoo.artifact.card_source import UNRECORDED
 from rotationzoo.artifact.reproduce import (
     RECIPE_FILE,
     export_commands,
@@ -84,23 +85,25 @@ def _validation(summary: ValidationSummary | None) -> Badge:
 
 def describe_use(artifact: Artifact) -> Section:
     """The commands that fetch, check, export and run the artifact."""
-    name = name_in_commands(artifact.manifest.model)
+    name, recipe = name_in_commands(artifact.manifest.model), artifact.recipe
     commands = [
         f"rotationzoo verify FOLDER --model {name}",
         *export_commands(artifact.manifest),
         f"rotationzoo generate {name} --rotations FOLDER --prompt 'Once upon a time'",
     ]
-    clips, recipe = artifact.clip_ratios, artifact.recipe
+    clips = artifact.clip_ratios
     words = (
         f"Serve with clip ratios {clips['key']:g} for keys and {clips['value']:g} for values, and "
         f"with the first {recipe.sink} and the last {recipe.recent} tokens exact. FOLDER is the "
         "artifact's."
     )
     if name not in ("demo", "MODEL"):
-        commands.insert(0, f"rotationzoo pull {name} --local-dir FOLDER")
+        scaling = f" --rope-scaling {recipe.rope_scaling}" if recipe.rope_scaling else ""
+        pull = f"rotationzoo pull {name} --recipe {recipe.name}{scaling} --local-dir FOLDER"
+        commands.insert(0, pull)
         words += (
-            " The first command fetches what has been published for the model; leave it out if you "
-            "have the artifact already."
+            " The first command fetches what has been published for the model by this recipe; "
+            "leave it out if you have the artifact already."
         )
     return Section("use", "How to use it", [words], commands=commands)
 
@@ -115,11 +118,11 @@ def describe_making(artifact: Artifact) -> Section:
     table = Table(["file", "bytes", "sha256"], rows)
     command = reproduce_command(manifest)
     title = "How it was made"
-    if command is None or (manifest.imported is None and not artifact.bound):
+    if command is None:
         words = [f"Imported by rotationzoo {manifest.versions.rotationzoo}, matrices unchanged."]
         return Section("made", title, words, table=table)
     words = [
-        f"By rotationzoo {manifest.versions.rotationzoo} on {manifest.run.device or 'a CPU'} in "
+        f"By rotationzoo {manifest.versions.rotationzoo} on {manifest.run.device or UNRECORDED} in "
         f"{manifest.run.seconds:.0f} s. The same command on the same machine writes the same "
         "bytes. Largest |R R^T - I|: "
         f"{manifest.metrics.orthogonality_error:.1e}."

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from support.stored_figures import Made, make_artifact
 
-from rotationzoo.artifact.reproduce import reproduce_command
+from rotationzoo.artifact.reproduce import export_commands, name_in_commands, reproduce_command
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.recipe import PRESETS, override
 
@@ -52,3 +52,20 @@ def test_a_revision_is_named_and_imported_files_have_no_command(manifest):
     named = reproduce_command(manifest.model_copy(update={"model": model}))
     assert named == "rotationzoo calibrate some/model --revision abc --recipe oscar"
     assert reproduce_command(manifest.model_copy(update={"imported": object()})) is None
+
+
+def test_an_equalized_artifact_is_exported_for_a_folded_model(manifest):
+    assert export_commands(manifest) == ["rotationzoo export FOLDER --to sglang"]
+    equalized = manifest.model_copy(update={"recipe": PRESETS["feedback"].published()})
+    assert export_commands(equalized) == [
+        "rotationzoo export FOLDER --absorb demo -o FOLDED",
+        "rotationzoo export FOLDER --to sglang --folded FOLDED",
+    ]
+
+
+@pytest.mark.hostile("markup")
+def test_a_models_name_runs_nothing_in_a_shell(manifest):
+    model = manifest.model.model_copy(update={"id": "a/b; touch taken", "revision": "abc"})
+    assert name_in_commands(model) == "'a/b; touch taken'"
+    command = reproduce_command(manifest.model_copy(update={"model": model}))
+    assert shlex.split(command)[2] == model.id

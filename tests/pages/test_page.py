@@ -56,6 +56,12 @@ def test_keys_and_the_pointer_show_the_values_of_marks(file, browser, scheme):
     for key, label in (("ArrowRight", "0: 1.5"), ("ArrowRight", "1: 2.5"), ("Home", "0: 1.5")):
         opened.keyboard.press(key)
         assert value.inner_text() == f"layer {label}"
+    opened.evaluate("""() => {
+        document.body.style.minHeight = "3000px";
+        scrollBy(0, 5);
+        return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    }""")
+    assert value.is_visible(), "focus scrolls to marks below the window"
     opened.keyboard.press("Escape")
     assert not value.is_visible()
     opened.locator("figure svg path").nth(1).hover()

@@ -18,7 +18,8 @@ from rotationzoo.artifact.evaluation_file import Evaluation
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
-from rotationzoo.pages.arms import ShownArm, with_unique_labels
+from rotationzoo.pages.arms import ShownArm, arms_of, with_unique_labels
+from rotationzoo.pages.cost import describe_growth
 from rotationzoo.pages.report import make_report
 from rotationzoo.pages.spectra import describe_clips
 
@@ -80,7 +81,7 @@ def test_tables_have_the_numbers_of_the_evaluation(page, folder, browser):
         error = arm["standard_error"]["perplexity_increase"]
         assert row == [
             label,
-            f"{arm['perplexity']:.4g}",
+            f"{arm['perplexity']:.3f}",
             f"{arm['perplexity_increase']:+.3%}",
             f"{error:.3%}",
         ]
@@ -166,6 +167,7 @@ def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
 def test_an_evaluation_of_earlier_versions_is_shown_as_far_as_it_goes(tmp_path):
     artifact = Artifact.open(make_artifact(tmp_path / "made", Made(old=True)))
     sections = {section.anchor: section for section in make_report(artifact).sections}
+    assert "from the smallest magnitude upwards" in sections["clip-ratios"].words[0]
     assert [figure.name for figure in sections["decide"].figures] == ["answers", "perplexity"]
     for anchor in ("needles", "attention-kl", "output-error", "row-ranges"):
         assert "Evaluate again" in " ".join(sections[anchor].words)
@@ -254,6 +256,16 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
     labels = [row[0] for row in decide.figures[0].table.rows]
     assert labels[2] == "+ error feedback"
     assert labels[-1] == "of a later version"
+
+
+def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
+    evaluation = make_evaluation(Made(layers=[0]))
+    buckets = evaluation["windows"][0]["arms"]["identity"].pop("by_length")
+    arms = arms_of(Evaluation.model_validate(evaluation), "mine")
+    table = describe_growth(arms).figures[0].table
+    assert table.columns[:4] == ["positions", "mine", "no rotation", "Hadamard"]
+    assert len(table.rows) == len(buckets)
+    assert table.rows[0][:4] == ["512 to 1,023", "1.00%", "-", "3.00%"]
 
 
 def test_no_two_arms_have_one_label():
