@@ -17,8 +17,9 @@ ARGS ?=
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
+# Threads that wait take no time from each other: on a busy machine, spinning ones made this slower.
 demo: $(VENV)/.ready  ## calibrate the demo model and ask it about its context; needs no network
-	HF_HUB_OFFLINE=1 $(BIN)/rotationzoo demo --restart
+	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/rotationzoo demo --restart
 
 test: $(VENV)/.ready-dev  ## the linter, the type checker and all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
