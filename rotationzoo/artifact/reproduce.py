@@ -63,18 +63,6 @@ def _name(model: Model) -> str:
     return model.id if model.revision or model.id == "demo" else "MODEL"
 
 
-def export_commands(manifest: Manifest) -> list[str]:
-    """The commands that write the files of an engine. Where the model's weights must carry the
-    equalizers, the first one makes a copy of the model that does."""
-    if not Recipe.model_validate(manifest.recipe).equalize:
-        return ["rotationzoo export FOLDER --to sglang"]
-    model = shlex.quote(name_in_commands(manifest.model))
-    return [
-        f"rotationzoo export FOLDER --absorb {model} -o FOLDED",
-        "rotationzoo export FOLDER --to sglang --folded FOLDED",
-    ]
-
-
 def reproduce_command(manifest: Manifest) -> str | None:
     """The `calibrate` command of an artifact; None for imported files.
 
