@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IMPORTED = (
-    "PIL.Image", "jinja2", "pydantic", "rich.console", "safetensors.torch", "scipy.linalg",
+    "jinja2", "pydantic", "rich.console", "safetensors.torch", "scipy.linalg",
     "scipy.ndimage", "scipy.stats", "torch._dynamo", "torch.distributed.tensor", "typer", "yaml",
 )  # fmt: skip
 # They keep what the variables of hubs were when they were imported, above all HF_HOME.
