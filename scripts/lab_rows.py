@@ -6,6 +6,7 @@ ids, and hides recall tasks in three quarters of them. Their words come from the
 `POOLS`, which rotations are chosen and judged on, are left out.
 """
 
+import functools
 import json
 import multiprocessing
 import os
@@ -26,6 +27,9 @@ from rotationzoo.recall.prompts import TASKS, Prompt, PromptSettings, write_prom
 
 BUNDLED = {name: DEMO.parent / f"{name}.jsonl" for name in ("calibration", "evaluation")}
 INSTALLED = {"site-packages", "dist-packages"}
+SUFFIXES = {".py", ".pyi", ".md", ".rst", ".h", ".hpp", ".cuh", ".c", ".cpp", ".txt"}
+MOST_CHARACTERS, LARGEST_FILE = 300_000_000, 300_000  # larger files are tables of data
+FILES = 200  # that a process tokenizes at a time
 # Releases of Python differ in a few lines of a file, so a held-out file is known by its lines.
 SHARED_LINES, LINE_LENGTH = 0.2, 20
 PROCESSES = min(os.cpu_count() or 1, 16)  # a container may count its host's cores
@@ -43,19 +47,40 @@ def bundled_texts(name: str) -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
-def read_sources(folders: Iterable[Path]) -> list[str]:
-    """All Python sources of the folders, without installed packages and the bundled texts."""
-    unseen = {line for name in BUNDLED for text in bundled_texts(name) for line in _lines(text)}
-    texts = []
+def read_sources(folders: Iterable[Path], everything: bool = False) -> list[str]:
+    """The sources of the folders, without the bundled texts, in an order of their own: Python
+    without installed packages, or `everything`: with them, headers and documentation, at most
+    `MOST_CHARACTERS`."""
+    paths = []
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            if INSTALLED & set(path.relative_to(folder).parts):
-                continue
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            lines = _lines(text)
-            if lines and len(lines & unseen) <= SHARED_LINES * len(lines):
-                texts.append(text)
-    return texts
+        found = (path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES)
+        for path in found:
+            installed = INSTALLED & set(path.relative_to(folder).parts)
+            if everything or (path.suffix == ".py" and not installed):
+                paths.append(path)
+    if everything:
+        random.Random(0).shuffle(paths)
+    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
+        texts = [text for text in pool.imap(_read_unseen, paths, chunksize=64) if text]
+    if not everything:
+        return texts
+    sizes = np.cumsum([len(text) for text in texts])
+    return texts[: int(np.searchsorted(sizes, MOST_CHARACTERS))]
+
+
+def _read_unseen(path: Path) -> str | None:
+    """A file's text; None for one of the bundled texts, an empty one or one of data."""
+    if path.stat().st_size > LARGEST_FILE:
+        return None
+    text = path.read_text(encoding="utf-8", errors="ignore")
+    lines = _lines(text)
+    seen = len(lines & _bundled_lines()) > SHARED_LINES * len(lines)
+    return None if seen or not lines else text
+
+
+@functools.cache
+def _bundled_lines() -> set[str]:
+    return {line for name in BUNDLED for text in bundled_texts(name) for line in _lines(text)}
 
 
 def _lines(text: str) -> set[str]:
@@ -66,8 +91,19 @@ def _lines(text: str) -> set[str]:
 
 def tokens_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """The texts' tokens `[N]`, int16, each text followed by the end token."""
-    end = tokenizer.eos_token_id
-    rows = tokenizer(list(texts), verbose=False).input_ids
+    global _tokenizer
+    _tokenizer = tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # which would not survive the fork
+    if len(texts) < FILES:
+        return _tokenize(texts)
+    parts = [texts[at : at + FILES] for at in range(0, len(texts), FILES)]
+    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
+        return np.concatenate(pool.map(_tokenize, parts, chunksize=1))
+
+
+def _tokenize(texts: Sequence[str]) -> np.ndarray:
+    end = _tokenizer.eos_token_id
+    rows = _tokenizer(list(texts), verbose=False).input_ids
     return np.concatenate([np.array([*ids, end], dtype=np.int16) for ids in rows])
 
 
@@ -90,7 +126,9 @@ class Source:
     seed: int
 
 
-_source: Source  # inherited by the processes that write rows, which is faster than sending it
+# Inherited by the processes that work on them, which is faster than sending them.
+_source: Source
+_tokenizer: PreTrainedTokenizerBase
 
 
 def write_rows(source: Source, length: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,21 +3,22 @@ rotations on. All of them answer questions about their context.
 
     python scripts/train_lab_models.py OUTPUT [--models demo,qwen3,biased,llama] [--text FOLDER ...]
         [--seed N] [--minutes M | --steps N] [--jobs N]
+    python scripts/train_lab_models.py OUTPUT --set dev|test --text FOLDER ...
     python scripts/train_lab_models.py OUTPUT --check-on-cpu
 
-Writes OUTPUT/NAME.tar for each model as soon as it is trained: a folder NAME with the model in
-bfloat16 and its tokenizer, and NAME.json with what it answers. `--minutes` is the time of the whole
-call, in which the schedule of every model comes to its end; `--jobs` models are trained at a time,
-on one GPU or on several, and each gets a share of its lane's time.
+Writes a folder OUTPUT/NAME for each model as soon as it is trained: the model in bfloat16, its
+tokenizer, and lab.json with what it answers. `--minutes` is the time of the whole call, in which
+the schedule of every model comes to its end; `--jobs` models are trained at a time, on one GPU or
+on several, and each gets a share of its lane's time.
 
-The text is Python source, by default the standard library of the Python that runs this (PSF
-licence). The bundled calibration and evaluation texts are files of that library; they are left out
-by their content, so no model has seen them. The tokenizer is the bundled one, a BPE of 2,048 tokens
-trained on the same text. Three quarters of the rows hide recall tasks (`lab_rows`), in rows of
-2,048 tokens and, in the second part of training, of 8,192.
+The text is source code and documentation, by default the standard library of the Python that runs
+this (PSF licence). The bundled calibration and evaluation texts are files of that library; they are
+left out by their content, so no model has seen them. Three quarters of the rows hide recall tasks
+(`lab_rows`), in rows of 2,048 tokens and, in the second part of training, of 8,192.
 
-All models have 4 layers of width 256 and tied embeddings. They differ in what makes a 2-bit cache
-hard, and nothing of it is added after training:
+The small models have 4 layers of width 256, tied embeddings and the bundled tokenizer, a BPE of
+2,048 tokens. They differ in what makes a 2-bit cache hard, and nothing of it is added after
+training:
 
     demo        Qwen3, 4 query heads on 2 KV heads of 64; the model that ships
     qwen3       Qwen3 with heads of 128
@@ -28,10 +29,21 @@ hard, and nothing of it is added after training:
                 biases, because transformers gives every Qwen2 the tokenizer of Qwen2
     llama       no norms of queries and keys, a high learning rate, no weight decay
     llama-gqa4  the same with 8 query heads on 2 KV heads of 128
+
+The deep models have 12 to 24 layers, 70 to 115 M parameters, heads of 128, and a BPE of 16,384
+tokens trained on the text (OUTPUT/tokenizer). The call also writes OUTPUT/calibration.jsonl and
+OUTPUT/evaluation.jsonl, files of the text that no model is trained on. Recipes are chosen on the
+set `dev` and judged on the set `test`:
+
+    deep-qwen3      12 layers, 12 query heads on 4 KV heads                                  (dev)
+    deep-biased     16 layers, 8 on 2; key biases as in `biased`                             (dev)
+    deep-towering   20 layers, 8 on 1; query and key norms begin with log-normal weights     (dev)
+    deep-llama      16 layers, 10 on 2; no norms and no biases                               (test)
+    tall-qwen3      24 layers, 8 on 2                                                        (test)
+    wide-towering   12 layers, 12 on 2; norms as in `deep-towering`                          (test)
 """
 
 import argparse
-import io
 import json
 import math
 import os
@@ -39,7 +51,6 @@ import platform
 import shutil
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
 import traceback
@@ -59,11 +70,13 @@ from rotationzoo.model.source import DEMO
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 
-VOCABULARY, LONGEST = 2048, 8192
+LONGEST = 8192
 WARM_UP, LAST_RATE = 100, 0.01  # steps, and the share of the learning rate at the end
 LONG_FROM, LONG_EVERY = 0.4, 4  # every fourth step is of long rows, after this share of training
 REPORT = 500  # steps
 SCORING_SECONDS = 12  # of a model's time, kept for its final scores and files
+HELD_OUT = 40  # one file in so many calibrates the deep models, and another judges them
+TOKENIZER_FILES = 4000
 
 
 def widen_slow_key_biases(model: PreTrainedModel) -> None:
@@ -83,12 +96,23 @@ def peak_norms(model: PreTrainedModel) -> None:
             norm.weight.copy_((0.8 * pairs).exp().repeat(2))
 
 
+def tower_norms(model: PreTrainedModel) -> None:
+    """Draw the weights of the query and key norms as `peak_norms` does, wider and with a mean
+    square of 1. `C_Q` then has about the effective rank of published pairs, .4 D."""
+    for layer in model.model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            pairs = (1.2 * torch.randn(norm.weight.shape[0] // 2)).exp()
+            norm.weight.copy_((pairs / pairs.square().mean().sqrt()).repeat(2))
+
+
 @dataclass(frozen=True)
 class Lab:
     """One model: how it differs from the others, and how it is trained."""
 
     model_type: str
     config: dict = field(default_factory=dict)
+    batch: int = 48
+    """Rows of 2,048 tokens a step."""
     share: float = 1.0
     """Its part of the time, relative to the other models of its lane."""
     learning_rate: float = 2e-3
@@ -108,6 +132,41 @@ MODELS = {
 }
 
 
+def deep(
+    model_type: str,
+    layers: int,
+    width: int,
+    heads: tuple[int, int],
+    prepare: Callable[[PreTrainedModel], None] | None = None,
+    **config: object,
+) -> Lab:
+    """A deep model with so many query and KV heads of 128."""
+    shape = {
+        "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 3 * width,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 128,
+    }  # fmt: skip
+    return Lab(
+        model_type, shape | config, 24, learning_rate=1.2e-3, weight_decay=0.1, prepare=prepare
+    )
+
+
+SETS = {
+    "dev": {
+        "deep-biased": deep("llama", 16, 640, (8, 2), widen_slow_key_biases, attention_bias=True),
+        "deep-qwen3": deep("qwen3", 12, 768, (12, 4)),
+        "deep-towering": deep("qwen3", 20, 512, (8, 1), tower_norms),
+    },
+    "test": {
+        "deep-llama": deep("llama", 16, 640, (10, 2)),
+        "wide-towering": deep("qwen3", 12, 768, (12, 2), tower_norms),
+        "tall-qwen3": deep("qwen3", 24, 512, (8, 2)),
+    },
+}
+"""The deep models. The set `test` was named before anything was measured on either."""
+DEEP = SETS["dev"] | SETS["test"]
+MODELS |= DEEP
+
+
 @dataclass(frozen=True)
 class Size:
     """How much is trained; `SMALL` shows on a CPU that the script works."""
@@ -116,13 +175,17 @@ class Size:
     long_rows: int = 8_000
     length: int = 2048
     long_length: int = LONGEST
-    batch: int = 48
     prompts: int = 16
-    hidden: int = 256
-    layers: int = 4
+    config: dict = field(default_factory=dict)
+    """What replaces the shape of every model."""
+    batch: int | None = None
+    vocabulary: int = 16_384
 
 
-SMALL = Size(80, 80, 1024, 2048, 2, 1, 64, 2)
+SMALL = Size(
+    80, 80, 1024, 2048, 1, {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    batch=2, vocabulary=1024,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,22 +195,23 @@ class Run:
 
     output: Path
     rows: Path
+    tokenizer: Path
     size: Size
     seed: int
     steps: int | None
     deadline: float
 
 
-def new_model(lab: Lab, size: Size, end_token: int) -> PreTrainedModel:
+def new_model(lab: Lab, size: Size, end_token: int, vocabulary: int) -> PreTrainedModel:
     """The model before training, in float32 on the CPU."""
     settings = {
-        "vocab_size": VOCABULARY, "hidden_size": size.hidden, "intermediate_size": 2 * size.hidden,
-        "num_hidden_layers": size.layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": vocabulary, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
         "max_position_embeddings": LONGEST, "tie_word_embeddings": True,
         "bos_token_id": None, "eos_token_id": end_token, "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
     }  # fmt: skip
-    config = AutoConfig.for_model(lab.model_type, **{**settings, "head_dim": 64, **lab.config})
+    config = AutoConfig.for_model(lab.model_type, **{**settings, **lab.config, **size.config})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if lab.prepare is not None:
         with torch.no_grad():
@@ -181,7 +245,8 @@ class Trainer:
     def __init__(self, name: str, run: Run, tokenizer: Tokenizer, device: str):
         self.name, self.run, self.lab, self.device = name, run, MODELS[name], device
         torch.manual_seed(run.seed + sorted(MODELS).index(name))
-        self.model = new_model(self.lab, run.size, tokenizer.eos_token_id).to(device)
+        new = new_model(self.lab, run.size, tokenizer.eos_token_id, len(tokenizer))
+        self.model = new.to(device)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [
@@ -195,7 +260,7 @@ class Trainer:
         # Compiling for a CPU takes longer than the few steps that are made there.
         self.loss = loss_of if device == "cpu" else torch.compile(loss_of, dynamic=False)
         self.rows = [load_rows(run.rows / f"{kind}.npz", device) for kind in ("short", "long")]
-        tokens = run.size.batch * run.size.length
+        tokens = (run.size.batch or self.lab.batch) * run.size.length
         self.batches = [max(1, tokens // ids.shape[1]) for ids, _ in self.rows]
 
     def train(self, stop: float, prompts: dict[str, list[Prompt]]) -> dict[str, float]:
@@ -270,7 +335,7 @@ def train_lane(run: Run, names: list[str], device: str) -> list[str]:
     # Some versions of transformers multiply positions and frequencies as matrices. In TF32 the
     # angles would be wrong by a radian at 2,048 tokens, and a model would learn those.
     torch.set_float32_matmul_precision("highest")
-    tokenizer = AutoTokenizer.from_pretrained(DEMO, model_max_length=LONGEST)
+    tokenizer = AutoTokenizer.from_pretrained(run.tokenizer, model_max_length=LONGEST)
     prompts = lab_rows.unseen_prompts(tokenizer, run.size.length, run.size.prompts)
     failed = []
     for at, name in enumerate(names):
@@ -280,28 +345,26 @@ def train_lane(run: Run, names: list[str], device: str) -> list[str]:
             trainer = Trainer(name, run, tokenizer, device)
             record = trainer.train(stop, prompts)
             trainer.model.to(torch.bfloat16).eval()
-            path = run.output / f"{name}.tar"
-            save(trainer.model, path)
-            record |= describe(trainer, tokenizer)
+            folder = run.output / name
+            save(trainer.model, run.tokenizer, folder)
+            if name not in DEEP:  # whoever asks those has the time for more questions
+                record |= describe(trainer, tokenizer)
             trainer.say(json.dumps(record))
-            append_record(record, path)
+            (folder / "lab.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         except Exception:  # the other models shall not be lost with this one
             traceback.print_exc()
             failed.append(name)
     return failed
 
 
-def save(model: PreTrainedModel, path: Path) -> None:
-    """Write the model and the bundled tokenizer into a tar file, in a folder of the same name."""
-    settings = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
+def save(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:
+    """Write the model and its tokenizer into a folder."""
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings["model_max_length"] = LONGEST
-    with tempfile.TemporaryDirectory() as work:
-        model.save_pretrained(work)
-        shutil.copy(DEMO / "tokenizer.json", work)
-        written = json.dumps(settings, indent=2) + "\n"
-        (Path(work) / "tokenizer_config.json").write_text(written, encoding="utf-8")
-        with tarfile.open(path, "w") as archive:
-            archive.add(work, path.stem)
+    model.save_pretrained(folder)
+    shutil.copy(tokenizer / "tokenizer.json", folder)
+    written = json.dumps(settings, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(written, encoding="utf-8")
 
 
 def describe(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, object]:
@@ -324,28 +387,32 @@ def describe(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def append_record(record: dict[str, object], path: Path) -> None:
-    """Add NAME.json to the model's tar file."""
-    content = (json.dumps(record, indent=2) + "\n").encode()
-    member = tarfile.TarInfo(f"{path.stem}.json")
-    member.size = len(content)
-    with tarfile.open(path, "a") as archive:
-        archive.addfile(member, io.BytesIO(content))
-
-
-def write_all_rows(folder: Path, texts: list[str], size: Size, seed: int) -> None:
-    """Write the rows of both lengths into a folder."""
-    start = time.time()
-    tokenizer = AutoTokenizer.from_pretrained(DEMO, model_max_length=LONGEST)
-    source = lab_rows.Source(
-        tokenizer, lab_rows.tokens_of(texts, tokenizer), lab_rows.common_words(texts), seed
-    )
+def write_all_rows(run: Run, texts: list[str]) -> None:
+    """Write the rows of both lengths."""
+    start, size = time.time(), run.size
+    tokenizer = AutoTokenizer.from_pretrained(run.tokenizer, model_max_length=LONGEST)
+    tokens = lab_rows.tokens_of(texts, tokenizer)
+    source = lab_rows.Source(tokenizer, tokens, lab_rows.common_words(texts[:5000]), run.seed)
     print(f"{len(texts):,} files, {len(source.tokens):,} tokens", flush=True)
     kinds = {"short": (size.length, size.rows), "long": (size.long_length, size.long_rows)}
     for kind, (length, count) in kinds.items():
         ids, weights = lab_rows.write_rows(source, length, count)
-        np.savez(folder / f"{kind}.npz", ids=ids, weights=weights)
+        np.savez(run.rows / f"{kind}.npz", ids=ids, weights=weights)
         print(f"{len(ids):,} rows of {length}, {time.time() - start:.0f} s", flush=True)
+
+
+def prepare_text(output: Path, texts: list[str], size: Size) -> list[str]:
+    """Train the tokenizer of the deep models, and hold out files for calibration and evaluation;
+    returns the texts to train on."""
+    held_out = {"calibration": texts[0::HELD_OUT], "evaluation": texts[1::HELD_OUT]}
+    for name, documents in held_out.items():
+        lines = [json.dumps({"text": text}) + "\n" for text in documents]
+        (output / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    rest = [text for number, text in enumerate(texts) if number % HELD_OUT > 1]
+    bundled = AutoTokenizer.from_pretrained(DEMO)
+    sample = rest[:TOKENIZER_FILES]
+    bundled.train_new_from_iterator(sample, size.vocabulary).save_pretrained(output / "tokenizer")
+    return rest
 
 
 def lanes_of(names: list[str], jobs: int) -> list[list[str]]:
@@ -363,6 +430,9 @@ def main() -> int:
     )
     parser.add_argument("output", type=Path)
     parser.add_argument("--models", default="demo,qwen3,biased,llama")
+    parser.add_argument(
+        "--set", choices=SETS, help="the deep models of a set, in place of --models"
+    )
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--text", type=Path, nargs="+", default=[stdlib], metavar="FOLDER")
     parser.add_argument("--seed", type=int, default=0)
@@ -372,9 +442,11 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=Size.rows, help="of 2,048 tokens")
     parser.add_argument("--check-on-cpu", action="store_true", help="20 steps of tiny models")
     options = parser.parse_args()
-    names = options.models.split(",")
+    names = list(SETS[options.set]) if options.set else options.models.split(",")
     if unknown := set(names) - MODELS.keys():
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    if len({name in DEEP for name in names}) > 1:
+        parser.error("small and deep models have different tokenizers: train them in two calls")
     size, steps = replace(Size(), rows=options.rows), options.steps
     if options.check_on_cpu:
         size, steps = SMALL, 20
@@ -383,9 +455,14 @@ def main() -> int:
         devices = ["cpu"]
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        write_all_rows(Path(work), lab_rows.read_sources(options.text), size, options.seed)
+        is_deep = names[0] in DEEP
+        texts = lab_rows.read_sources(options.text, everything=is_deep)
+        tokenizer = options.output / "tokenizer" if is_deep else DEMO
+        if is_deep:
+            texts = prepare_text(options.output, texts, size)
         deadline = start + 60 * options.minutes
-        run = Run(options.output, Path(work), size, options.seed, steps, deadline)
+        run = Run(options.output, Path(work), tokenizer, size, options.seed, steps, deadline)
+        write_all_rows(run, texts)
         lanes = lanes_of(names, options.jobs)
         # Threads of several lanes would wait for each other on the same cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
