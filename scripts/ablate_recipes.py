@@ -284,6 +284,27 @@ def value_arms(base: str, study: Study) -> Iterator[Arm]:
         yield Arm("oscar, values by projection alone", without_keys(plain), rounding="feedback")
 
 
+WRITTEN = {
+    "written": {"center_keys": True},
+    "written by layer": {"center_keys": True, "pooling": "layer"},
+    "written, hadamard": {"center_keys": True, "composition": "hadamard"},
+    "written, random": {"center_keys": True, "composition": "random"},
+    "written, values centred": {"center_keys": True, "center_values": True},
+    "written, equalized": {"center_keys": True, "equalize": True},
+    "written, keys not centred": {},
+}
+"""Name -> recipe of arms whose keys and values are both written by error feedback, in the metrics
+of all queries alike and of the outputs."""
+
+
+def written_arms(name: str, study: Study) -> Iterator[Arm]:
+    rotations = study.rotations("oscar", **WRITTEN[name])
+    rotations = with_factors(study, rotations, "value", "output")
+    if name == "written":
+        yield Arm("written, peaked queries", rotations, rounding="feedback")
+    yield Arm(name, with_factors(study, rotations, "key", "query"), rounding="feedback")
+
+
 def without_keys(rotations: Rotations) -> Rotations:
     """Keys whose factor is that of the identity: rounded one by one, with the ranges searched."""
 
@@ -303,6 +324,7 @@ def plain_arms(study: Study) -> Iterator[Arm]:
 
 
 ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
+    **{name: functools.partial(written_arms, name) for name in WRITTEN},
     "values of oscar": functools.partial(value_arms, "oscar"),
     **{name: functools.partial(closed_arms, name) for name in CLOSED},
     "values of hadamard": functools.partial(value_arms, "hadamard"),

@@ -101,7 +101,7 @@ def tower_norms(model: PreTrainedModel) -> None:
     square of 1. `C_Q` then has about the effective rank of published pairs, .4 D."""
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            pairs = (1.2 * torch.randn(norm.weight.shape[0] // 2)).exp()
+            pairs = (0.9 * torch.randn(norm.weight.shape[0] // 2)).exp()
             norm.weight.copy_((pairs / pairs.square().mean().sqrt()).repeat(2))
 
 
