@@ -47,7 +47,7 @@ class CacheOptions(TypedDict, total=False):
     group_size: int
     """Channels that share a scale; by default the recipe's, or the whole head. Not for `kivi`."""
     rounding: Rounding
-    """How keys get their codes: by error `feedback` where the artifact was calibrated for it, which
+    """How rows get their codes: by error `feedback` where the artifact was calibrated for it, which
     loses fewer answers, and else the `nearest`, as engines write them. Not for `kivi`."""
     prefill_layout: Layout
     """What a chunk of a prompt reads exact of earlier tokens: with `server`, the default, the sink

@@ -42,9 +42,9 @@ class Rotation:
     equal within a RoPE pair; for values an invertible matrix `[KV heads, D, D]`. None where the
     recipe does not equalize."""
     feedback: torch.Tensor | None = None
-    """Keys only: the factor `[KV heads, D, D]`, float32, of the metric in which queries read errors
-    of rotated rows, as `codec.feedback` takes it; one per KV head, even where heads share a matrix.
-    None where the recipe leaves it out: codes are then rounded to the nearest."""
+    """The factor `[KV heads, D, D]`, float32, of the metric in which errors of rotated rows count,
+    as `codec.feedback` takes it; one per KV head, even where heads share a matrix. None where the
+    recipe leaves it out: codes are then rounded to the nearest."""
 
     @cached_property
     def transform(self) -> torch.Tensor:
@@ -169,8 +169,8 @@ class Rotations(Mapping[int, LayerRotations]):
 
     @property
     def has_feedback(self) -> bool:
-        """Whether the keys of every layer have the factor that error feedback needs."""
-        return all(sides.key.feedback is not None for sides in self.values())
+        """Whether both sides of every layer have the factor that error feedback needs."""
+        return all(rotation.feedback is not None for _, _, rotation in self.each())
 
     @property
     def orthogonality_error(self) -> float:

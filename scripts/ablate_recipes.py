@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from cache_readers import Reader, answers_of, exact, losses_of, simulated
+from rotationzoo.calibration.key_feedback import error_metric
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
@@ -39,7 +40,6 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.key_feedback import error_metric
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.codec import cuda

@@ -98,9 +98,9 @@ def _feedback_section(recipe: Recipe) -> str:
     if not recipe.feedback:
         return ""
     return """
-`layers.N.key.feedback` (`[KV heads, D, D]`) is for a writer of the cache that chooses the codes of
-a key together, so that each makes up for what the others leave in the scores. It is U with d on its
-diagonal, of the metric `U diag(d) U^T` in which queries read errors of stored keys (U unit upper
+`layers.N.{key,value}.feedback` (`[KV heads, D, D]`) are for a writer of the cache that chooses the
+codes of a row together, so that each makes up for the errors of the others. A factor is U with d on
+its diagonal, of the metric `U diag(d) U^T` in which errors of stored rows count (U unit upper
 triangular). Reader, format and size stay the same, and a writer that rounds to the nearest codes,
 as engines do today, needs none of this.
 """

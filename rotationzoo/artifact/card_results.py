@@ -13,7 +13,7 @@ ABOUT_KIVI = (
 )
 ABOUT_FEEDBACK = (
     "+feedback: the same rotations and the same bytes, but whoever writes the cache chooses the "
-    "codes of a key together, by the artifact's factors: RotatedCache does, while engines write "
+    "codes of a row together, by the artifact's factors: RotatedCache does, while engines write "
     "the nearest codes today"
 )
 

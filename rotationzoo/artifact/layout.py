@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rotationzoo.artifact.manifest import ROTATIONS
-from rotationzoo.linalg.moments import WEIGHTED, Average, Averages
+from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
@@ -134,7 +134,7 @@ def _moment_name(layer: int, kind: str) -> str:
 def _count_name(layer: int, kind: str) -> str:
     if kind == "key_energy":
         return tensor_name(layer, "value", "key_energy")
-    return tensor_name(layer, kind, "weight" if kind in WEIGHTED else "count")
+    return tensor_name(layer, kind, "count")
 
 
 def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
@@ -153,7 +153,7 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
             if recipe.equalize:
                 factors = (dim,) if side == "key" else (dim, dim)
                 fields["equalizer"] = torch.float32, (layer.kv_heads, *factors)
-            if recipe.feedback and side == "key":
+            if recipe.feedback:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
             for field, shape in fields.items():
                 shapes[tensor_name(layer.index, side, field)] = shape
@@ -173,13 +173,10 @@ def statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
             shapes[_moment_name(layer.index, kind)] = moment
             shapes[tensor_name(layer.index, kind, "mean")] = torch.float64, (layer.kv_heads, dim)
             shapes[_count_name(layer.index, kind)] = torch.int64, ()
-        weighted = {"peaked_query": key_dim} if recipe.feedback else {}
         if recipe.value_statistic == "key_energy":
-            weighted["key_energy"] = value_dim
-        for kind, dim in weighted.items():
-            moment = torch.float64, (layer.kv_heads, dim, dim)
-            shapes[_moment_name(layer.index, kind)] = moment
-            shapes[_count_name(layer.index, kind)] = torch.float64, (layer.kv_heads,)
+            moment = torch.float64, (layer.kv_heads, value_dim, value_dim)
+            shapes[_moment_name(layer.index, "key_energy")] = moment
+            shapes[_count_name(layer.index, "key_energy")] = torch.float64, (layer.kv_heads,)
     return shapes
 
 

@@ -32,8 +32,8 @@ class SideSpectrum:
     """The smallest and the largest factor of keys, or singular value of the matrices of values;
     None without an equalizer."""
     feedback: float | None = None
-    """The share of nearest codes' squared errors of scores, weighted as in the factors, that error
-    feedback is expected to leave: the mean over heads. None without factors."""
+    """The share of nearest codes' squared errors, in the metric of the factors, that error feedback
+    is expected to leave: the mean over heads. None without factors."""
 
 
 @dataclass(frozen=True)

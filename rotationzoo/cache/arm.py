@@ -27,9 +27,8 @@ class Arm:
     rotations: Rotations
     group_size: int | None = None
     rounding: Literal["nearest", "feedback"] = "nearest"
-    """How keys get their codes: each channel the nearest one, as engines write today, or together
-    by error feedback (`codec.feedback`). Both are stored in the same bytes. Values always get the
-    nearest codes."""
+    """How rows get their codes: each channel the nearest one, as engines write today, or together
+    by error feedback (`codec.feedback`). Both are stored in the same bytes."""
     _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -37,7 +36,7 @@ class Arm:
     def __post_init__(self) -> None:
         if self.rounding == "feedback" and not self.rotations.has_feedback:
             raise RotationZooError(
-                f"{self.name} has no factors to choose key codes by error feedback with",
+                f"{self.name} has no factors to choose codes by error feedback with",
                 hint="calibrate with --feedback",
             )
 

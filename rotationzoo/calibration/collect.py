@@ -1,7 +1,6 @@
 """The main loop of a calibration: batches of token rows -> second moments of the attention's inputs
 and outputs."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -10,12 +9,11 @@ from transformers import PreTrainedModel
 from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import KeyEnergyObserver, MomentObserver
-from rotationzoo.calibration.peaked_queries import PeakedQueryObserver
 from rotationzoo.calibration.running_sums import RunningSums
 from rotationzoo.calibration.totals import sum_over_ranks
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.moments import Statistics
-from rotationzoo.model.capture import capture, decoder, intercept
+from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
@@ -43,15 +41,14 @@ def collect(
     Queries and outputs count at every position, towards the layer that owns the cache they read.
     Keys and values count from position `sink` on if the recipe excludes the sink. `key_energy`
     takes a second pass over the same rows, because its weights depend on the queries of all of
-    them. `peaked_query` counts sampled queries of the first pass.
+    them.
 
     A batch that runs out of memory is halved, and so are those that follow, also after a resume:
     the `limit` of the checkpoint says how many rows were left. Raises `RotationZooError` where a
     single row is too large, and in one of several processes.
 
     Raises `UnsupportedModel` if the hooks miss a layer or a token, and `RotationZooError`, naming
-    the layer, if an activation is not finite. Raises `UnsupportedModel` too if the recipe has error
-    feedback and the model does not show its softmax.
+    the layer, if an activation is not finite.
     """
     passes = 2 if recipe.value_statistic == "key_energy" else 1
     sums = RunningSums(geometry, recipe, checkpoint, input_device(model))
@@ -62,20 +59,17 @@ def collect(
     progress = in_tokens(progress, [ids.numel() for ids in shared] * passes)
     progress("calibrating", sums.done, passes * len(shared))
     observer = MomentObserver(geometry, sums.batch, skip)
-    peaked = PeakedQueryObserver(geometry, sums.batch, (recipe.sink, recipe.recent))
     with sums.saved_if_interrupted():
         for number in range(passes):
             if number == 1:
                 # It needs the finished query moments of the first pass, also after a resume.
                 queries = sum_over_ranks(sums.whole, ["query"])
                 observer = KeyEnergyObserver(geometry, sums.batch, skip, queries)
-            sampling = recipe.feedback and number == 0
-            kinds = (*observer.kinds, *peaked.kinds) if sampling else observer.kinds
-            forward = partial(_observe, model, observer, peaked if sampling else None)
+            forward = partial(_observe, model, observer)
             first = number * len(shared)
             for ids in shared[max(sums.done - first, 0) :]:
                 limit.run(ids, forward, sums.keep_batch)
-                sums.finish_batch(kinds)
+                sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(shared))
                 ranks.beat()
             if ranks.world() > 1 or recipe.search is not None:
@@ -85,15 +79,9 @@ def collect(
     return totals
 
 
-def _observe(
-    model: PreTrainedModel,
-    observer: MomentObserver,
-    peaked: PeakedQueryObserver | None,
-    ids: torch.Tensor,
-) -> None:
-    """Run the decoder on rows `[B, T]` while the observers add up what its attention reads."""
-    weighting = nullcontext() if peaked is None else intercept(model, peaked)
-    with capture(model, observer), weighting:
+def _observe(model: PreTrainedModel, observer: MomentObserver, ids: torch.Tensor) -> None:
+    """Run the decoder on rows `[B, T]` while the observer adds up what its attention reads."""
+    with capture(model, observer):
         decoder(model)(input_ids=ids.to(input_device(model)), use_cache=False)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from rotationzoo.calibration.equalizing import equalize, fold_statistics
-from rotationzoo.calibration.key_feedback import add_factors
+from rotationzoo.calibration.feedback_factors import add_factors
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics

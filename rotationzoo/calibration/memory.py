@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from rotationzoo.calibration.peaked_queries import peaked_query_bytes
 from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.geometry import Geometry, cached_layers
@@ -37,24 +36,21 @@ class Footprint:
 
     @property
     def statistics(self) -> int:
-        """The statistics: four float64 second moments per layer, one more with key energy, one of
-        the output projection with an equalizer, and one of peaked queries with error feedback."""
+        """The statistics: four float64 second moments per layer, one more with key energy, and one
+        of the output projection with an equalizer."""
         if not self.recipe.needs_statistics:
             return 0
         two_passes = self.recipe.value_statistic == "key_energy"
-        key_moments = 2 + int(self.recipe.feedback)
         value_moments = 2 + int(two_passes) + int(self.recipe.may_equalize)
         return sum(
-            8
-            * layer.kv_heads
-            * (key_moments * layer.key_dim**2 + value_moments * layer.value_dim**2)
+            8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
             for layer in cached_layers(self.geometry)
         )
 
     @property
     def rotations(self) -> int:
         """The rotations: two float32 matrices per KV head, or per layer if heads are pooled, and
-        the equalizers and the factor of error feedback of every KV head."""
+        the equalizers and the factors of error feedback of every KV head."""
         total = 0
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
@@ -62,7 +58,7 @@ class Footprint:
             if self.recipe.may_equalize:
                 total += 4 * layer.kv_heads * (layer.key_dim + layer.value_dim**2)
             if self.recipe.feedback:
-                total += 4 * layer.kv_heads * layer.key_dim**2
+                total += 4 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2)
         return total
 
     def peak(self, weights: int) -> int:
@@ -86,9 +82,7 @@ class Footprint:
     def pass_bytes(self, batch: int) -> int:
         """What a pass over `batch` rows takes beside the weights, with the sums: those of whole
         batches, of the batch under way, and of this batch before its last rows."""
-        working = max(
-            self.activations(batch), self.peaked_queries(batch), self.generation_cache(batch)
-        )
+        working = max(self.activations(batch), self.generation_cache(batch))
         return working + 3 * self.statistics
 
     def activations(self, batch: int) -> int:
@@ -121,15 +115,6 @@ class Footprint:
                     run_bytes(layer.kv_heads, rows, layer.value_dim, self.item, weighted=True)
                 )
         return max(adding)
-
-    def peaked_queries(self, batch: int) -> int:
-        """Peak memory of the decoder while the sampled queries of one batch are weighted; 0 without
-        error feedback."""
-        if not self.recipe.feedback:
-            return 0
-        length = self.recipe.data.length
-        weighting = (peaked_query_bytes(layer, batch, length) for layer in self.geometry)
-        return self._states(length * batch) + max(weighting, default=0)
 
     def _states(self, tokens: int) -> int:
         """The residual stream and one layer's projections."""

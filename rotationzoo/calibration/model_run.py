@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
+from rotationzoo.calibration.feedback_factors import add_factors
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.generate import (
     WritingSettings,
@@ -23,7 +24,6 @@ from rotationzoo.calibration.generate import (
     read_sampling,
     write_texts,
 )
-from rotationzoo.calibration.key_feedback import add_factors
 from rotationzoo.calibration.passes import Passes
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.calibration.recipe_checks import (

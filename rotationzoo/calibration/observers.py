@@ -5,7 +5,7 @@ import torch
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.linalg import run_sums
-from rotationzoo.linalg.moments import PEAKED, Moment, Statistics
+from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.geometry import Geometry, Layer, cached_layers
 from rotationzoo.recipe import Recipe
 
@@ -13,8 +13,7 @@ from rotationzoo.recipe import Recipe
 def zero_statistics(
     geometry: Geometry, recipe: Recipe, device: torch.device | str = "cpu"
 ) -> Statistics:
-    """The initial sums: four moments per cached layer, one more with key energy and one more with
-    error feedback."""
+    """The initial sums: four moments per cached layer, one more with key energy."""
     statistics: Statistics = {}
     for layer in cached_layers(geometry):
         dims = {
@@ -23,8 +22,6 @@ def zero_statistics(
             "key": layer.key_dim,
             "value": layer.value_dim,
         }
-        if recipe.feedback:
-            dims[PEAKED] = layer.key_dim
         if recipe.value_statistic == "key_energy":
             dims["key_energy"] = layer.value_dim
         statistics[layer.index] = {

@@ -67,7 +67,7 @@ def calibrate_command(
         bool | None,
         typer.Option(
             "--feedback/--no-feedback",
-            help="Store what a cache needs to choose codes of keys by error feedback.",
+            help="Store what a cache needs to choose codes by error feedback.",
         ),
     ] = None,
     subset: Subset = None,

@@ -96,7 +96,7 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         sides = "Keys are" if fixed else "Keys and values are"
         say(f"{sides} equalized first: these weights can carry the equalizers")
     if job.recipe.feedback:
-        say("Keys get the factors that a cache needs to choose codes by error feedback")
+        say("Keys and values get the factors that a cache needs to choose codes by error feedback")
     if job.recipe.search is not None:
         say(_search_words(job.recipe.search, job.budget))
     if data["layers"]:

@@ -66,7 +66,7 @@ def generate_command(
     format: Annotated[CacheFormat, typer.Option(help="The 2-bit format of the cache.")] = "sglang",
     rounding: Annotated[
         Literal["nearest", "feedback"] | None,
-        typer.Option(help="How keys get their codes (feedback, where the artifact has it)."),
+        typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
     ] = None,
     sink: Annotated[
         int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")

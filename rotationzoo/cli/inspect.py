@@ -78,11 +78,13 @@ def _equalizer_words(layers: list["LayerSummary"]) -> str:
 
 def _feedback_words(layers: list["LayerSummary"]) -> str:
     """One line with the range over layers of what error feedback leaves of errors."""
-    shares = [layer.key.feedback for layer in layers]
-    known = [share for share in shares if share is not None]
+    ranges = []
+    for side in ("key", "value"):
+        shares = [getattr(layer, side).feedback for layer in layers]
+        ranges.append(f"{min(shares):.0%} to {max(shares):.0%} for {side}s")
     return (
-        "Error feedback: of the squared errors that nearest codes of keys make in scores, "
-        f"{min(known):.0%} to {max(known):.0%} are expected to be left, layer by layer"
+        "Error feedback: of the weighted squared errors of nearest codes, it is expected to leave "
+        f"{' and '.join(ranges)}, layer by layer"
     )
 
 

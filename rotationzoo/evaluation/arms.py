@@ -1,7 +1,7 @@
 """The arms of an evaluation: the user's artifacts, with error feedback too where they can, and
 baselines that need no calibration."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from rotationzoo.artifact.store import Artifact
@@ -12,7 +12,6 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
-from rotationzoo.rotations import SIDES
 
 DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
@@ -34,7 +33,7 @@ def shared_recipe(artifacts: list[Artifact]) -> Recipe:
 
 
 def feedback_name(name: str) -> str:
-    """The name of the arm that writes an artifact's keys with error feedback, from that of the arm
+    """The name of the arm that writes an artifact's rows with error feedback, from that of the arm
     with the nearest codes."""
     return name + _FEEDBACK
 
@@ -48,21 +47,19 @@ def build_arms(
     artifacts: list[Artifact],
     geometry: Geometry,
     source: Source,
-    sides: Sequence[str] = SIDES,
     baselines: Collection[str] = BASELINES,
 ) -> list[Arm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
     factors; then one per baseline. All names differ.
 
     - `source`: the evaluated model, whose weights may carry an artifact's equalizer.
-    - `sides`: those that are quantized; error feedback is for keys.
     - `baselines`: those to compare with, in the order of `BASELINES`.
     """
     arms: list[Arm] = []
     for artifact in artifacts:
         name = _unique_name(artifact, arms)
         arms.append(Arm(name, rotations_for(artifact, source), artifact.recipe.group_size))
-    with_factors = [arm for arm in arms if "key" in sides and arm.rotations.has_feedback]
+    with_factors = [arm for arm in arms if arm.rotations.has_feedback]
     for arm in with_factors:
         arms.append(replace(arm, name=feedback_name(arm.name), rounding="feedback"))
     all_baselines = build_baselines(shared_recipe(artifacts), geometry)

@@ -1,4 +1,4 @@
-"""What error feedback adds: an artifact's arm that writes keys with it, beside the arm of the same
+"""What error feedback adds: an artifact's arm that writes with it, beside the arm of the same
 rotations with the nearest codes."""
 
 import math

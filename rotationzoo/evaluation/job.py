@@ -147,7 +147,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        arms = build_arms(artifacts, geometry, source, job.sides, job.baselines)
+        arms = build_arms(artifacts, geometry, source, job.baselines)
         layers = _layers_in_2_bits(job, geometry)
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, job.real_cache)
         with loading.forward_errors(job.model, job.batch, job.data.length):

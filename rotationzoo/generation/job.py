@@ -159,7 +159,7 @@ def _open(job: Generation, progress: Progress) -> Artifact | None:
     if feedback and (artifact is None or not artifact.rotations.has_feedback):
         name = artifact.folder if artifact else "a cache without rotations"
         raise RotationZooError(
-            f"{name} has no factors to choose key codes by error feedback with",
+            f"{name} has no factors to choose codes by error feedback with",
             hint="calibrate with --feedback, or leave out --rounding",
         )
     return artifact

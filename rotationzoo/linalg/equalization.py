@@ -120,7 +120,6 @@ def frame_transforms(key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.
     divided = torch.diag_embed(1 / key.double())
     return {
         "query": divided,
-        "peaked_query": divided,
         "key": factors,
         "output": matrix,
         "value": matrix,

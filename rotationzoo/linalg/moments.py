@@ -11,12 +11,9 @@ import torch
 
 Statistics = dict[int, dict[str, "Moment"]]
 """Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`; for two-pass
-recipes, `key_energy`; for recipes with error feedback, `peaked_query`; and for recipes that
-equalize, `projection`: the columns of the output projection's weight, once for each query head."""
-
-PEAKED = "peaked_query"
-WEIGHTED = frozenset({"key_energy", PEAKED})
-"""The kinds whose weight is not a row count, and differs from head to head."""
+recipes, `key_energy`, whose weight is no row count and differs from head to head; and for recipes
+that equalize, `projection`: the columns of the output projection's weight, once for each query
+head."""
 
 
 @dataclass
@@ -116,9 +113,9 @@ class Average:
     second_moment: torch.Tensor
     """`[H, D, D]`, exactly symmetric."""
     mean: torch.Tensor | None = None
-    """`[H, D]`. None for the `WEIGHTED` kinds, and for imported files."""
+    """`[H, D]`. None for key energy, and for imported files."""
     count: torch.Tensor | None = None
-    """Number of rows, an int64 scalar. For the `WEIGHTED` kinds it is the total weight `[H]`; for
+    """Number of rows, an int64 scalar. For key energy it is the total weight `[H]`; for
     imported files it is None."""
 
     @property
@@ -147,7 +144,7 @@ def average(statistics: Statistics) -> Averages:
 
 def _average(kind: str, moment: Moment) -> Average:
     second = moment.second_moment.cpu().contiguous()
-    if kind in WEIGHTED:
+    if kind == "key_energy":
         return Average(second, None, moment.weight.cpu().contiguous())
     # All heads have seen the same rows, so one head's weight is the count.
     return Average(second, moment.mean.cpu().contiguous(), moment.weight[0].round().long().cpu())

@@ -13,7 +13,7 @@ _SEARCHED = Recipe(key_clip=0.9, search=Search(composition=("hadamard",)), data=
 
 _RECIPES = (
     Recipe(name="oscar"),
-    Recipe(name="feedback", center_keys=True, equalize=True, feedback=True),
+    Recipe(name="feedback", center_keys=True, feedback=True),
     Recipe(name="oscar-clip", search=_CLIP, data=_LONG_MIXED),
     _PUBLISHED,
     _PUBLISHED.model_copy(update={"name": "oscar-v1-clip", "search": _CLIP, "data": _LONG_MIXED}),

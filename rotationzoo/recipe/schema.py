@@ -115,9 +115,9 @@ class Recipe(Section):
     """Scale keys, and transform values, by closed forms of the statistics before they are rotated,
     so that no channel towers. The scales can be folded into the weights of the model."""
     feedback: bool = False
-    """Also store how queries read errors of keys, so that a writer of the cache can choose the
-    codes of a key together, each making up for the errors of others. Readers and formats stay the
-    same."""
+    """Also store how errors of keys and of values count, so that a writer of the cache can choose
+    the codes of a row together, each making up for the errors of others. Readers and formats stay
+    the same."""
     exclude_sink: bool = True
     """Leave the first `sink` tokens of each row out of the key and value sums, because they are
     never quantized."""

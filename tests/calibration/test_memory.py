@@ -20,8 +20,6 @@ from rotationzoo.calibration import machine
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
-from rotationzoo.calibration.observers import zero_statistics
-from rotationzoo.calibration.peaked_queries import PeakedQueryObserver, peaked_query_bytes
 from rotationzoo.calibration.search.choice import Choice
 from rotationzoo.calibration.search.closed_forms import closed_forms, count_closed_forms
 from rotationzoo.calibration.search.draws import SamplingSettings
@@ -33,7 +31,6 @@ from rotationzoo.calibration.search.memory import TextLengths
 from rotationzoo.calibration.search.model_divergence import ModelDivergence
 from rotationzoo.calibration.search.sampling import take_samples
 from rotationzoo.calibration.search.shelf import Shelf
-from rotationzoo.model.capture import intercept
 from rotationzoo.model.geometry import Layer, geometry_of
 from rotationzoo.model.projection import output_projections
 from rotationzoo.recipe import PRESETS, Data, Search
@@ -153,34 +150,12 @@ def test_predictions_of_the_exact_model_are_kept_as_planned(medium):
     assert search.peak - replace(search, on_cpu=False).peak > search.exact_states
 
 
-def test_weighting_queries_takes_what_is_planned(medium):
-    layer, options = medium.geometry[0], medium.recipe
-    sums = zero_statistics(medium.geometry, options)
-    observer = PeakedQueryObserver(medium.geometry, sums, (options.sink, options.recent))
-    most = []
-
-    def measure(index, query, key, value, attend):
-        taken, _, output = allocated(lambda: observer(index, query, key, value, attend))
-        most.append(taken)
-        return output
-
-    with torch.no_grad(), intercept(medium.model, measure):
-        medium.model(medium.rows[0][None], use_cache=False)
-    planned = peaked_query_bytes(layer, 1, LENGTH)
-    for taken in most:
-        assert LEAST < planned / taken < 1.5  # measured 1.36; with sinks, 3 copies exist and not 2
-    feedback = medium.needs.peaked_queries(1)
-    assert feedback > planned
-    plain = replace(medium.needs, recipe=options.model_copy(update={"feedback": False}))
-    assert plain.peaked_queries(1) == 0
-
-
 def test_statistics_and_rotations_are_as_large_as_planned(medium):
     sums = [moment for kinds in medium.statistics.values() for moment in kinds.values()]
     raw = sum(moment.second.nbytes + moment.first.nbytes for moment in sums)
     assert LEAST < medium.needs.statistics / raw < MOST
     matrices = [rotation.matrix for _, _, rotation in medium.baseline.each()]
-    matrices += [sides.key.feedback for sides in medium.baseline.values()]
+    matrices += [rotation.feedback for _, _, rotation in medium.baseline.each()]
     assert medium.needs.rotations == sum(matrix.nbytes for matrix in matrices)
 
 

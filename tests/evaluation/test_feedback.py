@@ -44,7 +44,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(mode
     assert list(report["arms"]) == ["mine", "mine+feedback", *BASELINES]
     nearest, feedback = (report["arms"][name] for name in ("mine", "mine+feedback"))
     assert feedback["bits_at_length"] == nearest["bits_at_length"]
-    # Measured .72 of it; the factors are for peaked queries, and this is the mean over all.
+    # Measured VALUE of it.
     assert feedback["attention_kl"] < 0.85 * nearest["attention_kl"]
     assert feedback["tasks"]["quote"]["questions"] == 8
 
@@ -88,8 +88,6 @@ def test_arms_of_artifacts_come_first_and_no_two_have_one_name(model, mine, tmp_
     assert [arm.name for arm in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
     assert len({arm.name for arm in arms}) == len(arms) == 6 + len(BASELINES)
     assert [arm.rounding for arm in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
-    values = build_arms(artifacts[:1], artifacts[0].geometry, source, sides=("value",))
-    assert [arm.name for arm in values] == ["mine+feedback", *BASELINES]
 
 
 def test_what_feedback_adds_is_paired():

@@ -138,7 +138,7 @@ def test_a_full_main_memory_is_recognised():
 
 def test_an_evaluation_measures_each_text_once(model):
     geometry = geometry_of(model)
-    arms = build_arms([], geometry, find("demo"), ("key", "value"))
+    arms = build_arms([], geometry, find("demo"))
     caches = [Cache(int2.SIMULATED["sglang"], 4, 8)]
     trial = Trial(geometry, arms, caches, [0, 1, 2], ("key", "value"), 4, 12)
     expected = run_models(model, [IDS[:2], IDS[2:4]], trial, silent)

@@ -1,4 +1,4 @@
-"""The factors with which a writer chooses key codes by error feedback: made from statistics, and
+"""The factors with which a writer chooses codes by error feedback: made from statistics, and
 checked against them."""
 
 from collections import defaultdict
@@ -10,36 +10,38 @@ import torch
 from rotationzoo.artifact.tensor_check import sentences
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
-from rotationzoo.linalg.moments import PEAKED, Average, Moment
+from rotationzoo.linalg.moments import Average, Moment
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotation, Rotations
 
 Moments = Mapping[int, Mapping[str, Moment]] | Mapping[int, Mapping[str, Average]]
 """Layer -> kind -> moment, as sums or as averages."""
 
+METRIC_KINDS = {"key": "query", "value": "output"}
+"""Side -> the statistic in whose second moment errors of its rows count."""
 # 0 was measured on the machine that wrote them. Inverses of keys are exact in float32, because the
 # factors of an equalizer are powers of two.
 _CLOSE, _NOTHING = 1e-4, 1e-6
 
 
-def error_metric(rotation: Rotation, peaked_query: torch.Tensor) -> torch.Tensor:
-    """The metric `[KV heads, D, D]`, float64, in which queries read errors of rotated keys.
+def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
+    """The metric `[KV heads, D, D]`, float64, in which errors of rotated rows count.
 
-    `peaked_query` is C, the second moment `[KV heads, D, D]` of the queries of the published
-    weights, weighted by how peaked their attention is: queries that look something up must read
-    keys exactly.
-    Stored rows are `y = (x - mean) @ transform`. An error e of y is the error `e @ inverse` of the
-    key, and changes the score of a query q by `e @ inverse @ q^T`. The weighted mean square of that
-    is `e M e^T` with `M = inverse @ C @ inverse^T`. It is the same where an equalizer is folded
-    into the weights, because queries are then divided by it.
+    `moment` is C, the second moment `[KV heads, D, D]` of the published weights: `C_Q` of the
+    queries for keys, `C_S` of the attention outputs for values. Stored rows are
+    `y = (x - mean) @ transform`, so an error e of y is the error `e @ inverse` of x, and
+    `M = inverse @ C @ inverse^T`. For keys, `e M e^T` is the mean square of the change of a score;
+    it is the same where an equalizer is folded into the weights, because queries are then divided
+    by it. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured it beside
+    the metric of the output projection.
     """
     inverse = rotation.inverse.double()
-    return inverse @ peaked_query.double().cpu() @ inverse.mT
+    return inverse @ moment.double().cpu() @ inverse.mT
 
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
-    """The rotations with the factor of every key side's metric; unchanged for a recipe without
-    error feedback.
+    """The rotations with the factors of both sides' metrics; unchanged for a recipe without error
+    feedback.
 
     Raises `RotationZooError` if there are no statistics.
     """
@@ -49,10 +51,8 @@ def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe
         raise RotationZooError(f"the recipe {recipe.name} has error feedback and needs statistics")
 
     def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-        if side != "key":
-            return rotation
-        metric = error_metric(rotation, statistics[layer][PEAKED].second_moment)
-        return replace(rotation, feedback=factorize(metric))
+        moment = statistics[layer][METRIC_KINDS[side]].second_moment
+        return replace(rotation, feedback=factorize(error_metric(rotation, moment)))
 
     return rotations.replace(add_factor)
 
@@ -66,15 +66,15 @@ def factor_problems(rotations: Rotations, statistics: Moments | None, recipe: Re
         return []
     expected = None if statistics is None else add_factors(rotations, statistics, recipe)
     layers: dict[str, list[int]] = defaultdict(list)
-    for layer, sides in rotations.items():
-        factor = sides.key.feedback
+    for layer, side, rotation in rotations.each():
+        factor = rotation.feedback
         assert factor is not None, "a missing factor is a problem of the layout"
         if not torch.equal(factor, factor.triu()):
-            layers["key feedback not upper triangular"].append(layer)
+            layers[f"{side} feedback not upper triangular"].append(layer)
         elif not (factor.diagonal(dim1=-2, dim2=-1) > 0).all():
-            layers["key feedback without a positive diagonal"].append(layer)
-        elif expected is not None and not _agree(factor, expected[layer].key.feedback):
-            layers["key feedback not that of the statistics and the rotation"].append(layer)
+            layers[f"{side} feedback without a positive diagonal"].append(layer)
+        elif expected is not None and not _agree(factor, expected[layer][side].feedback):
+            layers[f"{side} feedback not that of the statistics and the rotation"].append(layer)
     return sentences(layers)
 
 
