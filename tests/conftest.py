@@ -32,6 +32,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write tables that tests compute into docs/, instead of comparing them",
     )
+    parser.addoption(
+        "--seed-offset",
+        type=int,
+        default=0,
+        help="add this to every seed of torch that a test draws with, to try other numbers",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before tests are collected: some draw when they are imported.
+    if offset := config.getoption("--seed-offset"):
+        move_seeds(offset)
+
+
+def move_seeds(offset: int) -> None:
+    """Add `offset` to the seeds that tests set; those of the package stay as they are."""
+    tests, set_seed, plain = str(Path(__file__).parent), torch.manual_seed, torch.Generator
+
+    def moved(seed: int) -> int:
+        return seed + offset * sys._getframe(2).f_code.co_filename.startswith(tests)
+
+    class Generator(plain):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return super().manual_seed(moved(seed))
+
+    torch.Generator = Generator
+    torch.manual_seed = lambda seed: set_seed(moved(seed))
 
 
 @pytest.fixture(scope="session")
