@@ -20,8 +20,7 @@ from support.ranks import Launcher
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes of several threads each would wait for each other.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
