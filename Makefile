@@ -16,8 +16,9 @@ ARGS ?=
 # runs all tests with the processor's own kernels and one thread.
 ORDERS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
 CHECKED := $(addprefix tests/,linalg codec cache calibration evaluation test_rotated_cache.py)
-# These compare no sums: they measure memory, start processes, and compile for GPUs.
-UNCHECKED := not test_memory and not test_ranks and not spilled and not compiles
+# Left out: what compares no sums (memory, processes, compilers for GPUs), and the slowest whole commands.
+UNCHECKED := not test_memory and not test_ranks and not spilled and not compiles \
+	and not test_tasks and not test_best_makes and not command_line
 
 .PHONY: help demo test check lint format gpu coverage docs security clean
 
