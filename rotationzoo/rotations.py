@@ -49,8 +49,8 @@ class Rotation:
 
     @cached_property
     def transform(self) -> torch.Tensor:
-        """`E @ matrix`, what centred rows of the published weights are multiplied by: `[H, D, D]` in
-        the matrix's type, formed in float64. Without an equalizer it is the matrix."""
+        """`E @ matrix`, what centred rows of the published weights are multiplied by: `[H, D, D]`
+        in the matrix's type, formed in float64. Without an equalizer it is the matrix."""
         if self.equalizer is None:
             return self.matrix
         matrix, equalizer = self.matrix.double(), self.equalizer.double()
