@@ -107,7 +107,7 @@ def eigenbasis(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     moment, in float64.
 
     The sign of an eigenvector is arbitrary. Its largest-magnitude entry is made positive, so that
-    one machine writes the same bytes twice.
+    one kind of machine writes the same bytes twice.
     """
     moment = moment.double().cpu()
     # Sums of products are symmetric only up to rounding, and eigh reads just one triangle.
