@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 )
 
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
-from rotationzoo.model.files import read_json, tensor_ends, weight_files
+from rotationzoo.model.files import check_configs, read_json, tensor_ends, weight_files
 from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
 
@@ -72,6 +72,7 @@ def find(model: str, revision: str | None = None) -> Source:
                 hint="give the folder that save_pretrained wrote, a hub id such as Qwen/Qwen3-8B, "
                 "or demo",
             )
+        check_configs(folder, model)
         return Source(model, folder, None)
     # A hub id has at most one slash, so anything else is a mistyped path.
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -81,6 +82,7 @@ def find(model: str, revision: str | None = None) -> Source:
         )
     with _hub_errors(model, revision):
         config = Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
+    check_configs(config.parent, model)
     # The hub's cache names a snapshot's folder after its commit.
     return Source(model, config.parent, config.parent.name)
 
@@ -97,6 +99,7 @@ def fetch(source: Source, weights: bool = True) -> None:
                 allow_patterns=_FILES,
                 ignore_patterns=skipped,
             )
+        check_configs(source.folder, source.name)
     if weights and not has_weights(source):
         raise ModelUnavailable(
             f"{source.name} has no complete safetensors weights",
