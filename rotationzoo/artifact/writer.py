@@ -58,7 +58,7 @@ def write_artifact(
         content = {"schema": SCHEMA, **content, "files": written}
         _write_manifest_and_card(work, content)
         install(work, folder)
-    remember(written[ROTATIONS]["sha256"])
+    remember(str(written[ROTATIONS]["sha256"]))
     return Artifact(folder, content)
 
 

@@ -3,13 +3,13 @@ identified."""
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
-import yaml
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -23,6 +23,7 @@ from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailabl
 from rotationzoo.model.files import check_configs, read_json, tensor_ends, weight_files
 from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
+from rotationzoo.storage import strict_yaml
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
 # Only files at the root are fetched: subfolders hold other formats of the same weights.
@@ -36,6 +37,7 @@ _FILES = [
     "*.txt",
     "*.jinja",
 ]
+_CARD_FRONT = re.compile(r"\s*---\s*\n(.*?)\n---", re.DOTALL)
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
@@ -178,11 +180,11 @@ def license_of(source: Source) -> str | None:
     card = source.folder / "README.md"
     if not card.is_file():  # not `exists`: reading a pipe would wait for ever
         return None
-    try:
-        metadata = huggingface_hub.metadata_load(card)
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    license_name = (metadata or {}).get("license")
+    metadata = None
+    with suppress(OSError, ValueError), card.open(encoding="utf-8") as file:
+        if block := _CARD_FRONT.match(file.read(strict_yaml.LIMIT)):
+            metadata = strict_yaml.parse(block[1])
+    license_name = metadata.get("license") if isinstance(metadata, dict) else None
     return license_name if isinstance(license_name, str) else None
 
 

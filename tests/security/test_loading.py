@@ -68,7 +68,9 @@ def test_nothing_in_python_reads_them_either(made, tmp_path, factor):
 
 
 @pytest.mark.parametrize("dim", [16, 80, 128, 512])
-@pytest.mark.parametrize(("imported", "allowed"), [(False, ORTHOGONAL), (True, ORTHOGONAL_IMPORTED)])
+@pytest.mark.parametrize(
+    ("imported", "allowed"), [(False, ORTHOGONAL), (True, ORTHOGONAL_IMPORTED)]
+)
 def test_float32_decides_as_float64_does(dim, imported, allowed):
     generator = torch.Generator().manual_seed(dim)
     matrices = torch.randn(4, dim, dim, generator=generator, dtype=torch.float64)
