@@ -7,6 +7,7 @@ that leave a default to the library, are built on `meta` (`meta_shape`).
 from typing import Any
 
 from rotationzoo.capacity.shape import CachedLayer, Shape
+from rotationzoo.model.files import MOST_LAYERS
 
 # Types whose head dimension is hidden size / heads where the config names none.
 _DIVIDED = {"llama", "mistral", "mixtral", "phi3", "qwen2"}
@@ -105,6 +106,8 @@ def _latent_attention(text: dict[str, Any], hidden: int, rank: int, rotated: int
 
 def _windows(text: dict[str, Any], kind: str, count: int) -> list[int | None] | None:
     """The window of each layer, None for full attention; or None where the library decides."""
+    if count > MOST_LAYERS:
+        return None
     window = _number(text, "sliding_window")
     types = text.get("layer_types")
     if types is not None:

@@ -20,11 +20,11 @@ def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
     none is left.
     """
     fitting = _artifacts(folder, source)
-    own = [each for each in fitting if is_remembered(each)]
-    if own:
+    trusted = [each for each in fitting if is_remembered(each)]
+    if trusted:
         # The rotations, and not the manifest, which `evaluate --save` writes again.
-        newest = max(own, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
-        return newest, len(own)
+        newest = max(trusted, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
+        return newest, len(trusted)
     words = shlex.quote(source.name)
     if fitting:
         place = fitting[0].folder
