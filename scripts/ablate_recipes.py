@@ -8,8 +8,9 @@ evaluation.jsonl. Statistics are collected once for every model. Every arm has t
 questions and texts, so that all differences are paired; `ablation_tables` makes tables of them.
 Models run in bfloat16, as they are served.
 
-An arm is a closed form, whose recipe is `CLOSED`, or what a search of `SEARCHES` chose. `+fb` after
-its name: keys are written by error feedback. Settings are prompts of 2,048 tokens, the same
+An arm is a closed form, whose recipe is `CLOSED`, what a search of `SEARCHES` chose, or a cache of
+transformers. `+fb` after its name: keys and values are written by error feedback; `+keys`: keys
+alone. Settings are prompts of 2,048 tokens, the same
 prefilled in chunks of 512 as OSCAR's server writes them, and prompts of 8,192 tokens.
 
 `--jobs` processes share each GPU. OUTPUT/PROCESS.jsonl gets a line for each arm and setting.
@@ -26,27 +27,30 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from cache_readers import Reader, answers_of, exact, losses_of, simulated
-from rotationzoo.calibration.key_feedback import error_metric
+from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
+from transformers import PreTrainedModel
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
+from rotationzoo.calibration.feedback_factors import METRIC_KINDS, add_factors, error_metric
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.search.run import search_rotations
 from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.codec import cuda
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.linalg import error_feedback
-from rotationzoo.linalg.moments import PEAKED, Statistics
+from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, geometry_on_meta
@@ -64,13 +68,15 @@ LAST_SEARCH = 200  # seconds before the end after which no search begins
 TEXTS, TEXT_LENGTH = 16, 2048  # plain text, for the perplexity
 CALIBRATION = {"tokens": 262_144, "length": 4096, "packing": "mixed"}
 
-OSCAR = {"composition": "r_h_pbr"}
 CLOSED: dict[str, dict[str, Any]] = {
     "oscar": {},
     "oscar by layer": {"pooling": "layer"},
     "hadamard": {"composition": "hadamard"},
     "random": {"composition": "random"},
     "oscar centred": {"center_keys": True},
+    "oscar centred by layer": {"center_keys": True, "pooling": "layer"},
+    "hadamard centred": {"center_keys": True, "composition": "hadamard"},
+    "random centred": {"center_keys": True, "composition": "random"},
     "oscar equalized": {"equalize": True},
     "oscar centred, equalized": {"center_keys": True, "equalize": True},
     "oscar-v1": {"pooling": "layer", "value_statistic": "key_energy", "exclude_sink": False},
@@ -78,12 +84,8 @@ CLOSED: dict[str, dict[str, Any]] = {
 }
 """Name -> what its recipe changes of `oscar`; each is an arm with nearest codes, and one with error
 feedback."""
-CLIPS = {
-    "oscar, clip .92/.92": (0.92, 0.92), "oscar, clip 1/1": (1.0, 1.0),
-    "oscar+fb, clip 1": (0.96, 1.0), "oscar+fb, clip .96": (0.96, 0.96),
-    "oscar+fb, clip .88": (0.96, 0.88),
-}  # fmt: skip
-"""Name -> other clip ratios; error feedback has one for values alone."""
+CLIPS = {"oscar, clip .92/.92": (0.92, 0.92), "oscar, clip 1/1": (1.0, 1.0)}
+"""Name -> other clip ratios. Error feedback searches ranges, and has none."""
 SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "best": ("best", {}),
     "best without learning": ("best", {"steps": 0}),
@@ -96,6 +98,8 @@ SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> the preset that the search starts from, and the settings of the search."""
 FEEDBACK = "+fb"
+DEFAULT = "oscar centred"
+"""The closed form that is changed one step at a time."""
 
 
 @dataclass(frozen=True)
@@ -195,18 +199,12 @@ class Study:
         )  # fmt: skip
         chosen = search_rotations(task)
 
-        def add_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-            if side == "value":
-                return rotation
-            metric = error_metric(rotation, statistics[layer][PEAKED].second_moment)
-            return replace(rotation, feedback=error_feedback.factorize(metric))
-
         record = {
             "seconds": round(time.monotonic() - started),
             "taken": chosen.record["choice"]["taken"],
             "winner": chosen.record["choice"]["winner"],
         }
-        return chosen.rotations.replace(add_factor), record
+        return add_factors(chosen.rotations, statistics, recipe), record
 
 
 def both(name: str, rotations: Rotations) -> Iterator[Arm]:
@@ -216,11 +214,7 @@ def both(name: str, rotations: Rotations) -> Iterator[Arm]:
 
 
 def with_factors(
-    study: Study,
-    rotations: Rotations,
-    side: str,
-    kind: str,
-    damping: float = 0.01,
+    study: Study, rotations: Rotations, side: str, kind: str, damping: float
 ) -> Rotations:
     """The rotations whose factors of one side are those of another moment, or damped otherwise."""
     statistics = study.statistics()
@@ -238,24 +232,36 @@ def with_factors(
     return rotations.replace(change)
 
 
+def without(side: str, rotations: Rotations) -> Rotations:
+    """The rotations whose factors of one side are those of the identity: its codes are rounded one
+    by one, with the ranges searched."""
+
+    def change(layer: int, its_side: str, rotation: Rotation) -> Rotation:
+        if its_side != side:
+            return rotation
+        identity = torch.eye(rotation.dim).expand(len(rotation.clip), -1, -1)
+        return replace(rotation, feedback=identity.contiguous())
+
+    return rotations.replace(change)
+
+
 def closed_arms(name: str, study: Study) -> Iterator[Arm]:
     yield from both(name, study.rotations(name))
 
 
 def clip_arms(name: str, study: Study) -> Iterator[Arm]:
     key, value = CLIPS[name]
-    rotations = study.rotations("oscar", key_clip=key, value_clip=value)
-    yield Arm(name, rotations, rounding="feedback" if FEEDBACK in name else "nearest")
+    yield Arm(name, study.rotations("oscar", key_clip=key, value_clip=value))
 
 
 def constant_arms(study: Study) -> Iterator[Arm]:
     """The constants of error feedback, one changed at a time."""
-    oscar = study.rotations("oscar")
+    rotations = study.rotations(DEFAULT)
     for damping in (0.001, 0.1):
-        changed = with_factors(study, oscar, "key", PEAKED, damping)
-        yield Arm(f"oscar+fb, damping {damping:g}", changed, rounding="feedback")
-    changed = with_factors(study, oscar, "key", "query")
-    yield Arm("oscar+fb, all queries alike", changed, rounding="feedback")
+        changed = rotations
+        for side, kind in METRIC_KINDS.items():
+            changed = with_factors(study, changed, side, kind, damping)
+        yield Arm(f"{DEFAULT}+fb, damping {damping:g}", changed, rounding="feedback")
 
 
 def range_arms(cuts: str, study: Study) -> Iterator[Arm]:
@@ -266,88 +272,80 @@ def range_arms(cuts: str, study: Study) -> Iterator[Arm]:
         kept, cuda.FEEDBACK_SOURCE = cuda.FEEDBACK_SOURCE, changed
         cuda.compiled.cache_clear()
         try:
-            yield Arm(f"oscar+fb, cuts {cuts}", study.rotations("oscar"), rounding="feedback")
+            yield Arm(f"{DEFAULT}+fb, cuts {cuts}", study.rotations(DEFAULT), rounding="feedback")
         finally:
             cuda.FEEDBACK_SOURCE = kept
             cuda.compiled.cache_clear()
 
 
-def value_arms(base: str, study: Study) -> Iterator[Arm]:
-    """Values written by error feedback too, in the metric of the output projection, of the
-    outputs, and of both."""
-    rotations = study.rotations(base)
-    for kind in ("projection", "output")[: 2 if base == "oscar" else 1]:
-        changed = with_factors(study, rotations, "value", kind)
-        yield Arm(f"{base}+fb, values by {kind}", changed, rounding="feedback")
-    if base == "oscar":
-        plain = with_factors(study, rotations, "value", "projection")
-        yield Arm("oscar, values by projection alone", without_keys(plain), rounding="feedback")
+def side_arms(study: Study) -> Iterator[Arm]:
+    """Error feedback for one side, and for values in the metric of the output projection."""
+    rotations = study.rotations(DEFAULT)
+    yield Arm(f"{DEFAULT}+keys", without("value", rotations), rounding="feedback")
+    yield Arm(f"{DEFAULT}+values", without("key", rotations), rounding="feedback")
+    changed = with_factors(study, rotations, "value", "projection", error_feedback.DAMPING)
+    yield Arm(f"{DEFAULT}+fb, values by projection", changed, rounding="feedback")
+    neither = without("key", without("value", rotations))
+    yield Arm(f"{DEFAULT}, ranges alone", neither, rounding="feedback")
 
 
-WRITTEN = {
-    "written": {"center_keys": True},
-    "written by layer": {"center_keys": True, "pooling": "layer"},
-    "written, hadamard": {"center_keys": True, "composition": "hadamard"},
-    "written, random": {"center_keys": True, "composition": "random"},
-    "written, values centred": {"center_keys": True, "center_values": True},
-    "written, equalized": {"center_keys": True, "equalize": True},
-    "written, keys not centred": {},
-}
-"""Name -> recipe of arms whose keys and values are both written by error feedback, in the metrics
-of all queries alike and of the outputs."""
-
-
-def written_arms(name: str, study: Study) -> Iterator[Arm]:
-    rotations = study.rotations("oscar", **WRITTEN[name])
-    rotations = with_factors(study, rotations, "value", "output")
-    if name in ("written", "written, equalized"):
-        yield Arm(f"{name}, peaked queries", rotations, rounding="feedback")
-    yield Arm(name, with_factors(study, rotations, "key", "query"), rounding="feedback")
-
-
-def without_keys(rotations: Rotations) -> Rotations:
-    """Keys whose factor is that of the identity: rounded one by one, with the ranges searched."""
-
-    def change(layer: int, side: str, rotation: Rotation) -> Rotation:
-        if side == "value":
-            return rotation
-        identity = torch.eye(rotation.dim).expand(len(rotation.clip), -1, -1)
-        return replace(rotation, feedback=identity.contiguous())
-
-    return rotations.replace(change)
-
-
-def plain_arms(study: Study) -> Iterator[Arm]:
-    rotations = study.rotations("oscar")
-    yield Arm("oscar, ranges alone", without_keys(rotations), rounding="feedback")
-    yield KiviArm("kivi-64", study.rotations("identity", feedback=False), tokens=64, channels=64)
+def kivi_arms(study: Study) -> Iterator[Arm]:
+    plain = study.rotations("identity", feedback=False)
+    yield KiviArm("kivi-64", plain, tokens=64, channels=64)
 
 
 ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
-    **{name: functools.partial(written_arms, name) for name in WRITTEN},
-    "values of oscar": functools.partial(value_arms, "oscar"),
     **{name: functools.partial(closed_arms, name) for name in CLOSED},
-    "values of hadamard": functools.partial(value_arms, "hadamard"),
+    "kivi": kivi_arms,
+    "sides": side_arms,
     "constants": constant_arms,
-    "plain": plain_arms,
     **{name: functools.partial(clip_arms, name) for name in CLIPS},
     "one range": functools.partial(range_arms, "{0.0f, 0.0f, 0.0f, 0.0f}"),
     "wide ranges": functools.partial(range_arms, "{0.0f, 0.075f, 0.15f, 0.225f}"),
 }
-"""Job -> its arms. Every search is a job, too."""
+"""Job -> its arms. Every search and every reader of `READERS` is a job, too."""
+
+
+def read_stored(study: Study, questions: Questions) -> Reader:
+    """The default recipe, read from a cache that stores 2 bits."""
+    arm = Arm(DEFAULT, study.rotations(DEFAULT), rounding="feedback")
+    bits = simulated(study.loaded, arm, questions.cache, questions.length).bits
+    return Reader(ThroughCache(study.model, arm, questions.cache), nullcontext, bits)
+
+
+def read_library(name: str, study: Study, questions: Questions) -> Reader:
+    return through(study.loaded, name, questions.cache, questions.length)
+
+
+LIBRARIES = ("hqq-2", "quanto-2", "hqq-2-per-token", "quanto-2-per-channel")
+READERS: dict[str, tuple[Callable[[Study, Questions], Reader], tuple[str, ...]]] = {
+    "RotatedCache": (read_stored, ("2048", "chunks")),
+    **{name: (functools.partial(read_library, name), ("2048", "8192")) for name in LIBRARIES},
+}
+"""Arm that is no simulation -> what reads it, and the settings in which it is asked. Without chunks
+`RotatedCache` reads token by token, which takes as many calls as there are tokens; the caches of
+transformers are no servers and have no chunks."""
 
 
 def ask(study: Study, reader: Reader, questions: Questions, blind: bool = False) -> dict[str, Any]:
-    tasks = {}
+    """What was answered, task by task. The prompts of all tasks share batches."""
+    prompts = []
+    for series in questions.series:
+        prompts += series.blind if blind else series.prompts
+    # A cache that reads token by token takes as many calls for a large batch as for a small one.
+    batch = questions.batch if isinstance(reader.model, PreTrainedModel) else 4 * questions.batch
     with torch.no_grad(), reader.context():
-        for series in questions.series:
-            prompts = series.blind if blind else series.prompts
-            answers = answers_of(reader.model, prompts, questions.batch)
-            tasks[series.task] = {
-                "correct": "".join(map(str, answers.correct.int().tolist())),
-                "log_probabilities": [round(x, 4) for x in answers.log_probability.tolist()],
-                "prompts": [len(prompt.questions) for prompt in prompts],
-            }
+        answers = answers_of(reader.model, prompts, batch)
+    correct = "".join(map(str, answers.correct.int().tolist()))
+    logs = [round(x, 4) for x in answers.log_probability.tolist()]
+    tasks, start = {}, 0
+    for series in questions.series:
+        sizes = [len(prompt.questions) for prompt in (series.blind if blind else series.prompts)]
+        end = start + sum(sizes)
+        tasks[series.task] = {
+            "correct": correct[start:end], "log_probabilities": logs[start:end], "prompts": sizes,
+        }  # fmt: skip
+        start = end
     return tasks
 
 
@@ -369,6 +367,15 @@ def run_job(study: Study, job: str, settings: list[str], write: Callable[..., No
             tasks = ask(study, reader, questions)
             blind = ask(study, reader, questions, blind=True)
             write(setting=setting, arm=job, bits=16, tasks=tasks, text_losses=losses, blind=blind)
+        return
+    if job in READERS:
+        read, asked = READERS[job]
+        for setting in settings:
+            if setting in asked:
+                questions = study.questions(setting)
+                reader = read(study, questions)
+                tasks = ask(study, reader, questions)
+                write(setting=setting, arm=job, bits=reader.bits, tasks=tasks)
         return
     record: dict[str, Any] = {}
     if job in SEARCHES:
@@ -480,7 +487,8 @@ def main() -> int:
     for process in first:
         process.join()
     # Searches take minutes: half of the processes begin with them, and half with closed forms.
-    fast = [name for name in ("exact", *ARMS) if re.search(options.arms, name) or name == "exact"]
+    fast = [name for name in (*READERS, *ARMS) if re.search(options.arms, name)]
+    fast = ["exact", *fast]
     slow = [name for name in SEARCHES if re.search(options.arms, name)]
     queues = []
     for names in (slow, fast):
