@@ -13,7 +13,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.plan import Job
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.settings import TaskSettings
@@ -49,7 +49,7 @@ def calibrate(
     * `model`: a hub id, a local folder, or `demo`, a small model that ships with this package;
     * `output`: the artifact folder. If it already holds the artifact of this job, that artifact is
       returned unchanged. A run that was stopped resumes from its checkpoint;
-    * `recipe`: a name such as `oscar` or `best`, a YAML file, or a `Recipe`;
+    * `recipe`: a name such as `oscar`, a YAML file, or a `Recipe`;
     * `options`: see `CalibrationOptions`.
 
     Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
@@ -63,10 +63,6 @@ def calibrate(
         chosen = with_feedback(chosen, options["feedback"])
     if "rope_scaling" in options:
         chosen = with_rope_scaling(chosen, options["rope_scaling"])
-    if "budget" in options and chosen.search is None:
-        raise UsageError(
-            f"budget is for recipes that search, and {chosen.name} does not", hint='recipe="best"'
-        )
     settings = {key: value for key, value in options.items() if key not in _TEXT}
     for of_recipe in ("equalize", "feedback", "rope_scaling"):
         settings.pop(of_recipe, None)

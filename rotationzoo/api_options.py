@@ -48,10 +48,8 @@ class CalibrationOptions(Text, Run, total=False):
     equalize: bool
     """Scale keys and transform values before they are rotated; see docs/recipes.md."""
     feedback: bool
-    """Store, or leave out, what a cache needs to choose codes of keys by error feedback. Without
+    """Store, or leave out, what a cache needs to choose codes by error feedback. Without
     this option, the recipe decides."""
-    budget: float
-    """Time limit in minutes for the search of recipes such as `best`."""
     restart: bool
     """Discard an existing checkpoint and replace an existing artifact."""
     progress: Progress

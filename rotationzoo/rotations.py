@@ -6,7 +6,7 @@ alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -138,25 +138,6 @@ class Rotations(Mapping[int, LayerRotations]):
                 for layer, sides in self._layers.items()
             }
         )
-
-    def with_clip(self, side: str, ratio: float) -> "Rotations":
-        """The same rotations with one clip ratio for all heads of a side."""
-
-        def set_clip(layer: int, rotation_side: str, rotation: Rotation) -> Rotation:
-            if rotation_side != side:
-                return rotation
-            return replace(rotation, clip=torch.full_like(rotation.clip, ratio))
-
-        return self.replace(set_clip)
-
-    def with_side(self, side: str, other: "Rotations") -> "Rotations":
-        """The same rotations, with the keys or the values taken from `other`, which has the same
-        layers."""
-
-        def choose(layer: int, rotation_side: str, rotation: Rotation) -> Rotation:
-            return other[layer][side] if rotation_side == side else rotation
-
-        return self.replace(choose)
 
     @property
     def per_head(self) -> bool:

@@ -166,7 +166,7 @@ def statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     for layer in cached_layers(geometry):
         key_dim, value_dim = layer.key_dim, layer.value_dim
         dims = {"query": key_dim, "key": key_dim, "output": value_dim, "value": value_dim}
-        if recipe.may_equalize:
+        if recipe.equalize:
             dims["projection"] = value_dim
         for kind, dim in dims.items():
             moment = torch.float64, (layer.kv_heads, dim, dim)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from rotationzoo.artifact.results import Count, Metrics, Search
+from rotationzoo.artifact.results import Count, Metrics
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import SIDES
@@ -121,9 +121,8 @@ class Run(Strict):
     device: str | None = None
     dtype: str | None = None
     passes: dict[str, Count] = Field(default_factory=dict)
-    """Purpose -> the tokens that passed through the model for it, such as `statistics` or
-    `samples`, also in earlier runs that were stopped. Empty in artifacts of earlier versions, and
-    without a model."""
+    """Purpose -> the tokens that passed through the model for it, such as `statistics`,
+    also in earlier runs that were stopped. Empty without a model."""
 
 
 class Versions(Strict):
@@ -150,21 +149,15 @@ class Manifest(Strict):
     notes: list[str] = Field(default=[])
     imported: Imported | None = None
     equalization: Equalization | None = None
-    search: Search | None = None
 
     @property
     def clip_ratios(self) -> dict[str, float]:
-        """The clip ratios to serve with, for `key` and `value`: found by a search, or given by the
-        recipe."""
-        if self.search is not None:
-            return {"key": self.search.model.key.clip, "value": self.search.model.value.clip}
+        """The clip ratios to serve with, for `key` and `value`."""
         return {side: self.recipe[f"{side}_clip"] for side in SIDES}
 
-    @field_validator("imported", "equalization", "search")
+    @field_validator("imported", "equalization")
     @classmethod
-    def _missing_or_whole(
-        cls, value: Imported | Equalization | Search | None
-    ) -> Imported | Equalization | Search:
+    def _missing_or_whole(cls, value: Imported | Equalization | None) -> Imported | Equalization:
         if value is None:
             raise ValueError("null, which is neither missing nor whole")
         return value

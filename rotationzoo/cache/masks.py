@@ -164,13 +164,6 @@ def own_mask(
     return mask[:, :, queries]
 
 
-def mask_of_queries(attend: Attention, positions: torch.Tensor, length: int) -> torch.Tensor:
-    """The model's own mask `[B or 1, 1, Q, T]` of the queries at some positions `[Q]` of rows of
-    `length` tokens, float32 and additive. Raises `UnsupportedModel` as `two_copy_mask` does."""
-    mask = own_mask(attend, positions, (length, length), positions.device)
-    return as_additive(mask, torch.float32)
-
-
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert a boolean mask (True = attend) to one that is added to the scores."""
     if mask.dtype != torch.bool:

@@ -5,8 +5,7 @@
 - Before the weights are read: `plan` (a job and what is known about it), `recipe_checks`, `memory`,
   `machine` and `output`.
 - With the model: `model_run`, which calls `generate` (text that the model writes itself), `collect`
-  (batches -> statistics, summed by `observers`), `fit` (statistics -> rotations) and `search`
-  (better rotations, chosen on held-out text).
+  (batches -> statistics, summed by `observers`) and `fit` (statistics -> rotations).
 - On disk: `checkpoint` and `identity` for an unfinished job, `record` for the manifest, and
   `soundness`, through which every artifact is written.
 """

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
-from rotationzoo.artifact.layout import matrix_name
-from rotationzoo.artifact.results import ChosenSides
 from rotationzoo.artifact.writer import replace_tensors
 from rotationzoo.calibration.checkpoint_file import damaged, read_field, read_tensors
 from rotationzoo.calibration.identity import Identity
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
 from rotationzoo.model.out_of_memory import RowLimit
-from rotationzoo.rotations import SIDES
 
 # The parts of a job's identity that decide the text that the model writes.
 _TEXT_PARTS = ("config", "weights", "text", "data", "sampling", "generation_config")
@@ -26,15 +23,11 @@ _SHARE = 20  # save once 20 times the duration of the last save has passed
 # channels, took 0.4 to 0.7 s: as long as several batches take on a GPU.
 _SPEED = 2e8
 
-Matrices = dict[tuple[int, str], torch.Tensor]
-"""(layer, side) -> rotations `[H, D, D]`."""
-
 
 def checkpoint_files(path: Path) -> tuple[Path, ...]:
-    """The files that a checkpoint at `path` may consist of: texts that the model wrote, finished
-    layers of a search, the scores of its candidates, and sums."""
-    parts = ("text", "search", "scores")
-    return *(path.with_suffix(f".{part}.safetensors") for part in parts), path
+    """The files that a checkpoint at `path` may consist of: texts that the model wrote, and
+    sums."""
+    return path.with_suffix(".text.safetensors"), path
 
 
 def rank_file(path: Path, rank: int) -> Path:
@@ -60,12 +53,10 @@ class _SoFar(BaseModel):
 class Checkpoint:
     """The files of a checkpoint, bound to a job by its `identity`.
 
-    One file holds the raw sums, one the texts that the model wrote, one the layers that a search
-    has finished, and one the scores of its candidates. The identity covers everything that could
-    change a byte of the result, but for free memory, which decides how many rows and layers are
-    computed at a time. Files are saved only between batches, layers and candidates, so where as
-    much memory is free, a resumed run gives the bytes of an uninterrupted one. On a GPU, a search
-    groups the layers that are left anew, and products of another size may round differently.
+    One file holds the raw sums, and one the texts that the model wrote. The identity covers
+    everything that could change a byte of the result, but for free memory, which decides how many
+    rows are computed at a time. Files are saved only between batches, so where as much memory is
+    free, a resumed run gives the bytes of an uninterrupted one.
     """
 
     def __init__(self, path: Path, identity: Identity):
@@ -75,7 +66,7 @@ class Checkpoint:
         """How many rows of a batch fit the device's memory; saved with every file."""
         self.passes: dict[str, int] = {}
         """Purpose -> tokens that passed through the model so far; saved with every file."""
-        self._text_path, self._search_path, self._scores_path, _ = checkpoint_files(path)
+        self._text_path, _ = checkpoint_files(path)
         self._due: float | None = None
 
     def of_text(self, fingerprint: str) -> "Checkpoint":
@@ -84,19 +75,14 @@ class Checkpoint:
         return Checkpoint(self.path, {**self.identity, "written": fingerprint})
 
     def resume_counts(self) -> None:
-        """Go on with the `limit` and the `passes` of the run that saved sums, layers or scores.
+        """Go on with the `limit` and the `passes` of the run that saved sums.
 
-        Raises `RotationZooError` if a file is damaged or of another job.
+        Raises `RotationZooError` if the file is damaged or of another job.
         """
-        for path in (self.path, self._search_path, self._scores_path):
-            # Earlier versions saved none.
-            content = read_field(path, self.identity, "so_far", _SoFar | None)
-            so_far = _SoFar(**content or {})
-            # The file that was saved last has the fewest rows, and the most tokens.
-            rows = [rows for rows in (self.limit.rows, so_far.rows) if rows is not None]
-            self.limit.rows = min(rows, default=None)
-            for purpose, tokens in so_far.passes.items():
-                self.passes[purpose] = max(tokens, self.passes.get(purpose, 0))
+        content = read_field(self.path, self.identity, "so_far", _SoFar | None)
+        so_far = _SoFar(**content or {})
+        self.limit.rows = so_far.rows
+        self.passes.update(so_far.passes)
 
     def read(self, zeros: Statistics) -> tuple[Statistics, int] | None:
         """The saved sums and the number of batches in them, or None if nothing was saved.
@@ -144,42 +130,6 @@ class Checkpoint:
         self._due = None
         tensors = {str(number): text for number, text in enumerate(texts)}
         self._save(self._text_path, lambda: tensors, {"texts": len(texts)})
-
-    def read_search(self) -> tuple[Matrices, dict[str, Any]]:
-        """The matrices of the layers that a search has finished, and their record."""
-        kind = dict[str, ChosenSides]
-        tensors, record = self._read(self._search_path, "record", kind) or ({}, {})
-        names = {
-            (int(layer), side): matrix_name(int(layer), side) for layer in record for side in SIDES
-        }
-        if tensors.keys() != set(names.values()):
-            raise damaged(self._search_path)
-        return {place: tensors[name] for place, name in names.items()}, record
-
-    def save_search(
-        self, matrices: Matrices, record: dict[str, Any], at_once: bool = False
-    ) -> bool:
-        """Save the finished layers of a search, and return whether that was done. Unless they are
-        to be saved at once, this is done no more often than in `save`."""
-        if at_once:
-            self._due = None
-        tensors = {
-            matrix_name(layer, side): matrix
-            for (layer, side), matrix in matrices.items()
-            if str(layer) in record  # Ctrl-C may come before a layer has its record
-        }
-        return self._save(self._search_path, lambda: tensors, {"record": record})
-
-    def read_scores(self) -> dict[str, torch.Tensor]:
-        """The scores that a search has measured, by name."""
-        tensors, _ = self._read(self._scores_path, "scores", int) or ({}, 0)
-        return tensors
-
-    def save_scores(self, scores: Mapping[str, torch.Tensor]) -> None:
-        """Save the scores that a search has measured. This never waits: they are small, and a
-        resumed search must make the choice of which it has saved layers."""
-        self._due = None
-        self._save(self._scores_path, lambda: scores, {"scores": len(scores)})
 
     def remove(self) -> None:
         """Remove all files, also those of other processes. The sums go first: sums that outlived

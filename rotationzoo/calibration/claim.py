@@ -38,11 +38,7 @@ class Claim:
 
     recipe: Recipe
     geometry: Geometry
-    clips: Mapping[str, float]
-    """Side -> clip ratio."""
     imported: bool = False
-    by_head: bool = False
-    """Whether a search chose rotations head by head, which no formula makes again."""
 
     @classmethod
     def from_manifest(cls, content: Mapping[str, Any]) -> "Claim":
@@ -50,18 +46,7 @@ class Claim:
         damaged."""
         recipe = from_dict(content["recipe"], "the manifest's recipe")
         geometry = geometry_from_json(content["geometry"])
-        claim = cls.from_recipe(recipe, geometry)
-        clips, by_head = claim.clips, False
-        if "search" in content:
-            chosen = content["search"]["model"]
-            clips = {side: chosen[side]["clip"] for side in SIDES}
-            by_head = chosen.get("kept") != "own"
-        return cls(recipe, geometry, clips, "imported" in content, by_head)
-
-    @classmethod
-    def from_recipe(cls, recipe: Recipe, geometry: Geometry) -> "Claim":
-        """The claim of a recipe with its own clip ratios, before any search."""
-        return cls(recipe, geometry, {"key": recipe.key_clip, "value": recipe.value_clip})
+        return cls(recipe, geometry, "imported" in content)
 
     def layout_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Tensors that are missing, superfluous, misshapen or not finite."""
@@ -84,20 +69,21 @@ class Claim:
         return sentences(layers)
 
     def clip_problems(self, rotations: Rotations) -> list[str]:
-        """Clip ratios that differ from those of the recipe, or of its search."""
+        """Clip ratios that differ from those of the recipe."""
+        clips = {"key": self.recipe.key_clip, "value": self.recipe.value_clip}
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
-            if not (rotation.clip == self.clips[side]).all():
+            if not (rotation.clip == clips[side]).all():
                 layers[f"{side} clip ratio not that of the recipe"].append(layer)
         return sentences(layers)
 
     def origin_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Rotations that the recipe would not make from the statistics, or from no data at all.
 
-        Rotations that were imported without their formula, or chosen head by head, are not checked.
+        Rotations that were imported without their formula are not checked.
         """
         recipe = self.recipe
-        if recipe.composition == compositions.GIVEN or self.by_head:
+        if recipe.composition == compositions.GIVEN:
             return []
         if not recipe.has_eigenbasis:
             return self._formula_problems(rotations)

@@ -72,8 +72,8 @@ def collect(
                 sums.finish_batch(observer.kinds)
                 progress("calibrating", sums.done, passes * len(shared))
                 ranks.beat()
-            if ranks.world() > 1 or recipe.search is not None:
-                sums.save()  # other processes, or the search, may take long
+            if ranks.world() > 1:
+                sums.save()  # other processes may take long
         totals = sum_over_ranks(sums.whole)
     _check_counts(totals, geometry, batches, skip)
     return totals

@@ -4,13 +4,12 @@ from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint, rank_file
 from rotationzoo.calibration.identity import differences
 from rotationzoo.calibration.job import read_source_text
-from rotationzoo.calibration.model_run import collect_share, run_model
+from rotationzoo.calibration.model_run import collect_share
 from rotationzoo.calibration.plan import Job, plan
 from rotationzoo.calibration.record import identify_job
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import loading
 from rotationzoo.model.source import fetch
-from rotationzoo.progress import silent
 from rotationzoo.recipe import SELF
 from rotationzoo.words import differing
 
@@ -19,8 +18,7 @@ _PARTS = ("recipe", "config", "weights", "text", "batch", "dtype", "versions")
 
 
 def contribute(job: Job) -> None:
-    """Do the share of this process in a job that process 0 runs with `calibrate`: sums of its text
-    and, in a search, layers of its own and measurements on its texts and prompts.
+    """Do the share of this process in a job that process 0 runs with `calibrate`: sums of its text.
 
     Waits until process 0 has checked the job and fetched the model. Does nothing if the artifact is
     finished, or if the recipe needs no statistics. Raises as `calibrate` does.
@@ -42,19 +40,13 @@ def contribute(job: Job) -> None:
         )
     checkpoint = Checkpoint(rank_file(planned.job.checkpoint, ranks.rank()), identity)
     with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
-        if job.recipe.search is None:
-            collect_share(planned, text, checkpoint)
-        else:
-            # Every process runs the whole search, and each measures only a part of it.
-            run_model(planned, text, checkpoint, silent)
+        collect_share(planned, text, checkpoint)
 
 
 def check_shareable(job: Job) -> None:
     """Raise `UsageError` for a job that one process has to do alone."""
     alone = None
-    if job.budget is not None:
-        alone = "--budget ends a search by the clock of one process, which"
-    elif job.recipe.data.source == SELF:
+    if job.recipe.data.source == SELF:
         alone = "the model writes its own text with --data self, which"
     elif job.device_map is not None:
         alone = "--device-map spreads one model over all devices, which"

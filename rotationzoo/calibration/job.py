@@ -14,7 +14,6 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.model_run import CalibrationResult, run_model
 from rotationzoo.calibration.output import check_output, check_room, finished_artifact
 from rotationzoo.calibration.plan import Job, Plan, plan
-from rotationzoo.calibration.recipe_checks import check_held_out
 from rotationzoo.calibration.record import identify_job, manifest_content
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
 from rotationzoo.errors import Unsound
@@ -105,8 +104,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
 def read_source_text(planned: Plan) -> Corpus | None:
     """Read the calibration text, or the prompts if the model writes the text itself.
 
-    None if the recipe needs no statistics. If the lengths of the rows are known by now, rows that a
-    search could not choose on are refused here.
+    None if the recipe needs no statistics.
     """
     recipe, data = planned.job.recipe, planned.job.recipe.data
     if recipe.needs_statistics:
@@ -117,13 +115,8 @@ def read_source_text(planned: Plan) -> Corpus | None:
         return None
     tokenizer = loading.load_tokenizer(planned.source)
     if data.source == SELF:
-        prompts = read_prompts(data, tokenizer)
-        if data.packing != "document":
-            check_held_out(recipe, data.row_lengths)
-        return prompts
-    text = read_corpus(data, tokenizer)
-    check_held_out(recipe, [len(row) for row in text.rows])
-    return text
+        return read_prompts(data, tokenizer)
+    return read_corpus(data, tokenizer)
 
 
 def _run(

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from rotationzoo.calibration.search.memory import SearchFootprint
 from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
-from rotationzoo.recipe import SELF, Recipe, variants
+from rotationzoo.recipe import SELF, Recipe
 
 # torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
 _LIBRARIES = 450_000_000
@@ -31,8 +30,6 @@ class Footprint:
     item: int
     """Bytes per activation element."""
     on_cpu: bool
-    memory: int = 0
-    """Bytes of memory where the job runs; 0 if nobody knows."""
 
     @property
     def statistics(self) -> int:
@@ -41,7 +38,7 @@ class Footprint:
         if not self.recipe.needs_statistics:
             return 0
         two_passes = self.recipe.value_statistic == "key_energy"
-        value_moments = 2 + int(two_passes) + int(self.recipe.may_equalize)
+        value_moments = 2 + int(two_passes) + int(self.recipe.equalize)
         return sum(
             8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
             for layer in cached_layers(self.geometry)
@@ -55,7 +52,7 @@ class Footprint:
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
             total += 4 * heads * (layer.key_dim**2 + layer.value_dim**2)
-            if self.recipe.may_equalize:
+            if self.recipe.equalize:
                 total += 4 * layer.kv_heads * (layer.key_dim + layer.value_dim**2)
             if self.recipe.feedback:
                 total += 4 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2)
@@ -66,18 +63,12 @@ class Footprint:
         libraries = _LIBRARIES if self.on_cpu else 0
         if not self.recipe.needs_statistics:
             return self.rotations + libraries
-        # After the passes, the sums exist beside the averages that are written. With a search all
-        # its candidates exist together: the variants, and what is chosen head by head.
-        candidates = len(variants(self.recipe)) + 2 if self.recipe.search else 1
-        rotations = candidates * self.rotations
-        kept = weights + 2 * self.statistics + rotations
         passing = weights + self.pass_bytes(self.batch)
-        search_peak = self.search_peak(kept)
-        # On a CPU, the allocator keeps what the passes freed, in fragments that a search can hardly
-        # reuse. The passes and the search therefore add up.
+        # On a CPU, the allocator keeps what the passes freed.
         if self.on_cpu:
-            return libraries + passing + rotations + search_peak
-        return max(passing, kept + search_peak)
+            return libraries + passing + self.rotations
+        # After the passes, the sums exist beside the averages that are written.
+        return max(passing, weights + 2 * self.statistics + self.rotations)
 
     def pass_bytes(self, batch: int) -> int:
         """What a pass over `batch` rows takes beside the weights, with the sums: those of whole
@@ -141,28 +132,6 @@ class Footprint:
             for layer in cached_layers(self.geometry)
         )
         return batch * self.recipe.data.length * width * self.item
-
-    def search(self, kept: int = 0) -> SearchFootprint | None:
-        """The footprint of the search alone, beside `kept` bytes of the model and what was made for
-        it; None if the recipe does not search."""
-        if self.recipe.search is None:
-            return None
-        return SearchFootprint(
-            recipe=self.recipe,
-            settings=self.recipe.search,
-            geometry=self.geometry,
-            config=self._text,
-            item=self.item,
-            forward=self.activations(self.batch),
-            on_cpu=self.on_cpu,
-            batch=self.batch,
-            free=max(1, self.memory - kept) if self.memory else 0,
-        )
-
-    def search_peak(self, kept: int = 0) -> int:
-        """Peak memory of the search, beside `kept` bytes of weights, statistics and rotations."""
-        search = self.search(kept)
-        return 0 if search is None else search.peak
 
     @property
     def _text(self) -> PretrainedConfig:

@@ -1,14 +1,11 @@
 """The part of a calibration that needs the model's weights.
 
-Its steps: load the model, find its geometry, check the capture, write text, collect, fit, search.
+Its steps: load the model, find its geometry, check the capture, write text, collect, fit.
 """
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +13,6 @@ from transformers import PreTrainedModel
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
-from rotationzoo.calibration.feedback_factors import add_factors
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.generate import (
     WritingSettings,
@@ -25,17 +21,10 @@ from rotationzoo.calibration.generate import (
     write_texts,
 )
 from rotationzoo.calibration.passes import Passes
-from rotationzoo.calibration.plan import Job, Plan
-from rotationzoo.calibration.recipe_checks import (
-    check_held_out,
-    check_recipe,
-    settle_centering,
-)
-from rotationzoo.calibration.search.run import search_rotations
-from rotationzoo.calibration.search.task import SearchTask
-from rotationzoo.calibration.soundness import check_before_search
+from rotationzoo.calibration.plan import Plan
+from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.calibration.totals import notes_of_idle
-from rotationzoo.linalg.moments import Statistics, average
+from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import attend_as_is
 from rotationzoo.model.centering import ShiftCheck
@@ -43,7 +32,7 @@ from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
 from rotationzoo.model.transparency import check_transparent
 from rotationzoo.progress import Progress
-from rotationzoo.recipe import SELF, Recipe, tries
+from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.text.rows import Corpus, pack_texts
 from rotationzoo.text.tokenizing import start_tokens
@@ -56,8 +45,8 @@ class CalibrationResult:
     """What a run produces."""
 
     recipe: Recipe
-    """The recipe that was followed: the variant that a search chose. Keys keep their mean if the
-    loaded model shows that they must; `notes` then say so."""
+    """The recipe that was followed. Keys keep their mean if the loaded model shows that they must;
+    `notes` then say so."""
     geometry: Geometry
     rotations: Rotations
     statistics: Statistics | None = None
@@ -67,8 +56,6 @@ class CalibrationResult:
     passes: Mapping[str, int] = field(default_factory=dict)
     """Purpose -> the tokens that passed through the model for it. Those of earlier runs count as
     far as their checkpoint was saved."""
-    search: dict[str, Any] | None = None
-    """The record of a search for the manifest."""
     notes: Sequence[str] = ()
 
 
@@ -103,46 +90,20 @@ def run_model(
             text = _write_text(planned, model, source_text, checkpoint, progress)
             # Sums over a different text must not be resumed.
             checkpoint = checkpoint.of_text(text.fingerprint)
-        fitted, held_out = _split_rows(text, recipe)
-        batches = fitted.batches(job.batch)
+        batches = text.batches(job.batch)
         checkpoint.resume_counts()
         passes = Passes(checkpoint.passes)
         counting.enter_context(passes.counting(model))
         with passes.of("statistics"):
             statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
-        if recipe.may_equalize:
+        if recipe.equalize:
             add_projections(statistics, model, geometry)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
-        notes += notes_of_idle(fitted, job.batch)
-        result = CalibrationResult(
-            recipe, geometry, rotations, statistics, text, dtype, notes=notes
+        notes += notes_of_idle(text, job.batch)
+        return CalibrationResult(
+            recipe, geometry, rotations, statistics, text, dtype, passes.of_all(), notes
         )
-        if recipe.search is None:
-            return replace(result, passes=passes.of_all())
-
-        # A search takes most of a job's time, so what would be refused after it is refused now.
-        check_before_search(rotations, average(statistics), recipe, geometry)
-        tokenizer = loading.load_tokenizer(planned.source)
-        task = SearchTask(
-            model,
-            geometry,
-            recipe,
-            statistics,
-            rotations,
-            fitted.rows,
-            held_out,
-            tokenizer,
-            # Batches that were too large for the statistics are too large for the search.
-            batch=checkpoint.limit.cut(job.batch),
-            passes=passes,
-        )
-        with loading.forward_errors(job.model, task.batch, recipe.data.length):
-            chosen = search_rotations(task, _search_deadline(job), checkpoint, progress)
-        # The metric of errors depends on the rotation, and the search has judged nearest codes.
-        rotations = add_factors(chosen.rotations, statistics, chosen.recipe)
-        result = replace(result, recipe=chosen.recipe, rotations=rotations, search=chosen.record)
-        return replace(result, passes=passes.of_all())
 
 
 def collect_share(planned: Plan, text: Corpus, checkpoint: Checkpoint) -> None:
@@ -165,7 +126,7 @@ def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:
     """Load the model's weights, with the language-model head only if its predictions are used."""
     job = planned.job
     assert planned.config is not None
-    predicts = job.recipe.search is not None or job.recipe.data.source == SELF
+    predicts = job.recipe.data.source == SELF
     return loading.load(
         planned.source, planned.config, job.torch_device, job.torch_dtype, placement, predicts
     )
@@ -196,7 +157,7 @@ def _check_capture(
     """
     shift = ShiftCheck()
     with torch.no_grad():
-        check_transparent(model, ids, shift if tries(recipe, "center_keys") else attend_as_is)
+        check_transparent(model, ids, shift if recipe.center_keys else attend_as_is)
     return settle_centering(recipe, sorted({*shifted_layers(geometry), *shift.layers}))
 
 
@@ -208,7 +169,7 @@ def _write_text(
     progress: Progress,
 ) -> Corpus:
     """The rows of the texts that the model writes from the prompts."""
-    recipe, data = planned.job.recipe, planned.job.recipe.data
+    data = planned.job.recipe.data
     tokenizer = loading.load_tokenizer(planned.source)
     settings = WritingSettings(
         length=data.length,
@@ -221,22 +182,5 @@ def _write_text(
     )
     texts = write_texts(model, prompts.rows, settings, checkpoint, progress)
     text = pack_texts(texts, data, tokenizer)
-    check_held_out(recipe, [len(row) for row in text.rows])
     notes = [note for note in (prompts.note, text.note) if note]
     return replace(text, note="; ".join(notes) or None)
-
-
-def _split_rows(text: Corpus, recipe: Recipe) -> tuple[Corpus, list[torch.Tensor]]:
-    """Split the rows into those for the statistics and the last few, which are held out for the
-    search."""
-    held_out = 0 if recipe.search is None else recipe.search.held_out(len(text.rows))
-    fitted = len(text.rows) - held_out
-    return replace(text, rows=text.rows[:fitted]), text.rows[fitted:]
-
-
-def _search_deadline(job: Job) -> float:
-    """The `time.monotonic()` at which a search that starts now runs out of time.
-
-    The budget does not count collecting statistics, which is a small part of such a job.
-    """
-    return math.inf if job.budget is None else time.monotonic() + 60 * job.budget

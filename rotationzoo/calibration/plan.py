@@ -16,9 +16,7 @@ from rotationzoo.calibration.memory import Footprint
 from rotationzoo.calibration.recipe_checks import (
     check_length,
     check_recipe,
-    hint_without,
     settle_centering,
-    settle_equalizing,
     shorten_rows,
 )
 from rotationzoo.errors import UnsupportedModel, as_unavailable
@@ -47,9 +45,6 @@ class Job:
     device_map: str | None = None
     max_memory: str | None = None
     restart: bool = False
-    budget: float | None = None
-    """Minutes that a search may take; None lets it finish. The budget ends learning and the search
-    for clip ratios early, but never shortens what choices are scored on."""
     fit_length: bool = False
     """Whether rows longer than the model's positions are shortened instead of refused. True if the
     length is the recipe's default and not the user's choice."""
@@ -131,18 +126,14 @@ def plan(job: Job) -> Plan:
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
-    problem = None
-    if job.recipe.may_equalize:
+    if job.recipe.equalize:
         geometry, problem = _trace_equalizing(model, geometry)
-    if problem is not None and job.recipe.equalize:
-        reason = f"equalizers cannot be folded into these weights: {problem}"
-        hint = hint_without(job.recipe, "leave --equalize out")
-        refused = UnsupportedModel(reason, hint=hint)
-        return Plan(job, source, config, geometry, refused)
+        if problem is not None:
+            reason = f"equalizers cannot be folded into these weights: {problem}"
+            refused = UnsupportedModel(reason, hint="leave --equalize out")
+            return Plan(job, source, config, geometry, refused)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
-    recipe, equalizing_notes = settle_equalizing(recipe, problem)
-    notes += equalizing_notes
     check_recipe(recipe, geometry or [])
     check_length(recipe, config)
     job = replace(job, recipe=recipe)
@@ -189,7 +180,6 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         batch=job.batch,
         item=dtype.itemsize,
         on_cpu=on_cpu,
-        memory=memory,
     )
     if job.batch == SIZED:
         limits = memory_limits(job.device_map, job.max_memory)

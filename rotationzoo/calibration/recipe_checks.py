@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.rope import longer_rows_hint, position_count
-from rotationzoo.recipe import SELF, Recipe, tries, without
+from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -40,41 +39,13 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
 
 
 def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
-    """Adapt the recipe to a model in which subtracting a mean from all keys changes the attention
-    of `layers`; also return notes for the user.
-
-    A recipe with a search then keeps the mean of the keys. Raises `RotationZooError` for any other
-    recipe that centres keys.
-    """
-    if not tries(recipe, "center_keys") or not layers:
+    """The recipe for a model in which subtracting a mean from all keys changes the attention of
+    `layers`: keys keep their mean. Also returns notes for the user."""
+    if not recipe.center_keys or not layers:
         return recipe, []
     reason = centering.reason(layers)
-    if recipe.search is None:
-        raise RotationZooError(
-            f"keys of this model cannot be centred: {reason}",
-            hint=hint_without(recipe, "set center_keys to false in the recipe"),
-        )
     note = f"keys keep their mean, although the recipe {recipe.name} centres them: {reason}"
-    return without(recipe, "center_keys"), [note]
-
-
-def hint_without(recipe: Recipe, change: str) -> str:
-    """The hint for a model that does not allow what a recipe centres or equalizes: the `change` to
-    make, or a command that keeps the recipe's error feedback, which asks less of a model."""
-    return "run with: --recipe oscar --feedback" if recipe.feedback else change
-
-
-def settle_equalizing(recipe: Recipe, problem: str | None) -> tuple[Recipe, list[str]]:
-    """Adapt the recipe to a model whose weights cannot carry an equalizer, because of `problem`;
-    also return notes for the user.
-
-    A search then tries none. A recipe that equalizes whatever a search finds stays as it is; it is
-    refused elsewhere.
-    """
-    if problem is None or recipe.equalize or not recipe.may_equalize:
-        return recipe, []
-    note = f"no equalizer is tried, although the recipe {recipe.name} does: {problem}"
-    return without(recipe, "equalize"), [note]
+    return recipe.model_copy(update={"center_keys": False}), [note]
 
 
 def shorten_rows(recipe: Recipe, config: "PretrainedConfig") -> Recipe:
@@ -112,23 +83,4 @@ def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
         raise RotationZooError(
             f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}",
             hint=f"ask for at least --tokens {length}, or for shorter rows with --length",
-        )
-
-
-def check_held_out(recipe: Recipe, lengths: list[int]) -> None:
-    """Raise `RotationZooError` if rows of these lengths leave a search no text to choose on."""
-    if recipe.search is None:
-        return
-    if len(lengths) < 3:
-        raise RotationZooError(
-            "a search chooses on rows that the statistics have not seen: "
-            f"of {len(lengths)} there are none to spare",
-            hint="give at least three: more --tokens, or a shorter --length",
-        )
-    exact = Cache(sink=recipe.sink, recent=recipe.recent).first_quantized
-    # The last rows are held out. A row no longer than the exact windows reads nothing quantized.
-    held_out = lengths[-recipe.search.held_out(len(lengths)) :]
-    if max(held_out) <= exact:
-        raise RotationZooError(
-            f"no held-out row is longer than {exact} tokens", hint="give longer rows with --length"
         )

@@ -50,7 +50,6 @@ def identify_job(job: Job, source: Source, source_text: Corpus | None) -> dict[s
         "threads": threads,
         "device_map": job.device_map,
         "max_memory": job.max_memory,
-        "budget": job.budget,
         # The order of float64 sums depends on it.
         "processes": ranks.world() if ranks.world() > 1 else None,
     }
@@ -96,8 +95,6 @@ def manifest_content(
     }
     if result.recipe.equalize:
         content["equalization"] = {"weights": "published"}
-    if result.search is not None:
-        content["search"] = result.search
     return content
 
 

@@ -11,8 +11,6 @@ from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.errors import Unsound
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Averages
-from rotationzoo.model.geometry import Geometry
-from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
 
 FETCH_AGAIN = "fetch the weights again; activations as large as theirs have no float32 statistics"
@@ -66,17 +64,6 @@ def write_sound_artifact(
     """
     _refuse_problems(check(rotations, statistics, content), hint)
     return write_artifact(folder, rotations, statistics, content)
-
-
-def check_before_search(
-    rotations: Rotations, statistics: Averages, recipe: Recipe, geometry: Geometry
-) -> None:
-    """Raise `Unsound` if the recipe's rotations before a search would not pass `verify`.
-
-    A search takes long, so a job that would be refused is refused before it.
-    """
-    claim = Claim.from_recipe(recipe, geometry)
-    _refuse_problems(_check_claim(rotations, statistics, claim), FETCH_AGAIN)
 
 
 def check(

@@ -3,7 +3,6 @@
 The model is run on a text, and the artifact's rotations are compared with the resulting statistics.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +15,7 @@ from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizer
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
-from rotationzoo.linalg.moments import Average, Statistics
+from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.placement import memory_limits, place_weights
@@ -133,34 +132,19 @@ def _collect_statistics(
 
 
 def _recover_bases(artifact: Artifact) -> dict[tuple[int, str], torch.Tensor]:
-    """The eigenbases `[H, D, D]` inside the rotations, by layer and side.
-
-    No eigenbasis can be read from rotations that a search has learned. For those, the eigenbases
-    come from the artifact's statistics.
-    """
+    """The eigenbases `[H, D, D]` inside the rotations, by layer and side."""
     recipe = artifact.recipe
-    statistics = None if recipe.search is None else artifact.statistics
-    equalizers = stored_equalizers(artifact.rotations)
-    if not recipe.has_eigenbasis or (recipe.search is not None and statistics is None):
+    if not recipe.has_eigenbasis:
         raise RotationZooError(
             f"{artifact.folder} holds no eigenbasis to look for in a model "
             f"(composition {recipe.composition})",
             hint="leave --run out",
         )
-    kinds = {"key": recipe.key_statistic, "value": recipe.value_statistic}
     bases = {}
-    for layer, side in product(cached_layers(artifact.geometry), SIDES):
-        if statistics is not None:
-            averages: Mapping[str, Average] = statistics[layer.index]
-            if layer.index in equalizers:
-                averages = equalizers[layer.index].fold_averages(averages)
-            moment = averages[kinds[side]].second_moment
-            _, basis = compositions.eigenbasis(moment)
-        else:
-            rotation = artifact.rotations[layer.index][side]
-            group = recipe.group(rotation.dim)
-            basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
-        bases[layer.index, side] = basis
+    for layer, side, rotation in artifact.rotations.each():
+        group = recipe.group(rotation.dim)
+        basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
+        bases[layer, side] = basis
     return bases
 
 

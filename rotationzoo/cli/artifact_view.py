@@ -4,7 +4,6 @@ from rotationzoo.artifact.spectra import LayerSummary, SideSpectrum, summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say
-from rotationzoo.cli.search_view import search_sentences
 from rotationzoo.words import counted
 
 
@@ -38,8 +37,6 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
     def human() -> None:
         name = f"{manifest.model.id}, recipe {artifact.recipe.name}"
         say(f"{name}: {counted(len(layers), 'layer')}, {_effective_ranks(layers)}")
-        if manifest.search is not None:
-            say(*search_sentences(artifact.content["search"]))
         if with_time and manifest.imported is None:
             say(f"{counted(tokens, 'token')} in {run.seconds:.1f} s")
         say(f"Artifact: {artifact.folder}")

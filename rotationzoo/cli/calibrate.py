@@ -27,7 +27,7 @@ from rotationzoo.cli.options import (
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.errors import Interrupted, UsageError
+from rotationzoo.errors import Interrupted
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -80,8 +80,8 @@ def calibrate_command(
             "per row."
         ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in all (32768; best: 262144).")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per row (2048; best: 4096).")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in all (32768).")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per row (2048).")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of the documents (0).")] = None,
     batch: Annotated[
         int | None,
@@ -102,9 +102,6 @@ def calibrate_command(
     restart: Annotated[
         bool, typer.Option("--restart", help="Drop a checkpoint and replace an artifact.")
     ] = False,
-    budget: Annotated[
-        float | None, typer.Option(min=0, help="Minutes for the search of recipes such as best.")
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done; read only the config.")
     ] = False,
@@ -167,14 +164,9 @@ def calibrate_command(
         device_map=device_map,
         max_memory=max_memory,
         restart=restart,
-        budget=budget,
         # A preset's rows are cut to the model's positions, but not a length that the user chose.
         fit_length=length is None and recipe in PRESETS,
     )
-    if budget is not None and chosen.search is None:
-        raise UsageError(
-            f"--budget is for recipes that search, and {chosen.name} does not", hint="--recipe best"
-        )
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
     if ranks.launched_rank() is not None:

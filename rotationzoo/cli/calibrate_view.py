@@ -8,7 +8,7 @@ from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
-from rotationzoo.recipe import Recipe, Search
+from rotationzoo.recipe import Recipe
 from rotationzoo.words import counted
 
 
@@ -48,7 +48,6 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "peak_memory_bytes": known.peak_memory_bytes,
         "memory_bytes": known.memory_bytes,
         "artifact_bytes": known.artifact_bytes,
-        "search": _search_json(known.job),
         "bits_per_element": bits,
         "refusal": refusal,
         "notes": list(known.notes),
@@ -67,13 +66,6 @@ def _bits(recipe: Recipe, cached: Geometry, name: str) -> float | None:
         return None
     codec = FORMATS[name]
     return bits_per_element(cached, recipe.group_size, codec, recipe.sink, recipe.recent)
-
-
-def _search_json(job: Job) -> dict[str, Any] | None:
-    """The recipe's search settings and the budget in minutes; None if it does not search."""
-    if job.recipe.search is None:
-        return None
-    return job.recipe.search.model_dump() | {"budget_minutes": job.budget}
 
 
 def _say_plan(known: Plan, data: dict[str, Any]) -> None:
@@ -97,36 +89,10 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
         say(f"{sides} equalized first: these weights can carry the equalizers")
     if job.recipe.feedback:
         say("Keys and values get the factors that a cache needs to choose codes by error feedback")
-    if job.recipe.search is not None:
-        say(_search_words(job.recipe.search, job.budget))
     if data["layers"]:
         bits = [f"{value:.2f} ({format})" for format, value in data["bits_per_element"].items()]
         say(f"Bits per cached element at {CONTEXT:,} tokens, windows included: {', '.join(bits)}")
     say(f"Would write: {job.output}")
-
-
-def _search_words(search: Search, budget: float | None) -> str:
-    """One line that describes the search.
-
-    It gives a duration only if the user set a budget; otherwise nobody knows before the search
-    runs.
-    """
-    work = "clip ratios"
-    if search.heads:
-        work = "clip ratios, and closed forms for every head"
-        if search.steps:
-            work += f" with {counted(search.steps, 'step')} of learning"
-            work += f" from {counted(search.starts, 'start')}"
-    limit = "no limit of time (--budget MINUTES sets one)"
-    if budget is not None:
-        minutes = "1 minute" if budget == 1 else f"{budget:g} minutes"
-        limit = f"{minutes} for learning and clip ratios"
-        limit += ", beside what statistics and scoring take"
-    questions = f"{counted(search.prompts, 'prompt')} with questions and "
-    asked = questions if search.prompts else ""
-    texts = f"chosen on {asked}up to {counted(search.texts, 'text')} held out"
-    texts += f", in the format {search.format}"
-    return f"Search: {work}, {texts}; {limit}"
 
 
 def _size(count: int) -> str:

@@ -33,8 +33,6 @@ def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet =
 
 def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
     """Keys and values side by side, no wider than a terminal."""
-    from rotationzoo.cli.search_view import show_search
-
     columns = ["layer", "heads"]
     for side in "KV":
         columns += [f"{side} dim", "rank", "top1", "top8"]
@@ -56,8 +54,6 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
         say(_equalizer_words(layers))
     if artifact.rotations.has_feedback:
         say(_feedback_words(layers))
-    if artifact.manifest.search is not None:
-        show_search(artifact.content["search"])
 
 
 def _equalizer_words(layers: list["LayerSummary"]) -> str:

@@ -1,9 +1,8 @@
 """The clip rules: the magnitude at which a row is clamped before it is quantized.
 
 `group_threshold` chooses the rule of a format. A new rule is a function here and a field in
-`formats.Format`; `cuda` refuses rules that the kernel does not have. Ratios are chosen elsewhere,
-in `calibration.search.clip_ratios`. Everything is float32 except the position of a threshold, which
-is computed in float64.
+`formats.Format`; `cuda` refuses rules that the kernel does not have. Ratios are keys of a recipe.
+Everything is float32 except the position of a threshold, which is computed in float64.
 """
 
 import torch

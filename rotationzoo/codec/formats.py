@@ -56,7 +56,7 @@ MLX = Format(
 )
 
 FORMATS = {"sglang": SGLANG, "vllm": VLLM, "mlx": MLX}
-"""The formats that a recipe can search in and that the CUDA kernels write."""
+"""The formats that the CUDA kernels write."""
 
 SIMULATED = FORMATS | {"sglang-bisected": replace(SGLANG, bisected=True)}
 """The formats that a model can be evaluated with. SGLang sorts a row during prefill, but bisects

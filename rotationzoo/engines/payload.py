@@ -123,9 +123,7 @@ def pooled_rotations(artifact: Artifact) -> Rotations:
         "center_values": False,
         "equalize": False,
         "feedback": False,
-        "search": None,
     }
-    # A search's choices for single heads are dropped, except for the clip ratios.
     changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
     pooled_recipe = recipe.model_copy(update=changes)
     moments = None if statistics is None else sums(statistics)

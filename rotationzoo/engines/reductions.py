@@ -17,10 +17,6 @@ from rotationzoo.engines.payload import Clips, Request, requested_clips
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 
-_CHOSEN = (
-    ", for which a search chose its rotations: with higher ones they can be far worse than others"
-)
-
 _CLIP_WORDS = {
     "one": "a single clip ratio",
     "side": "one clip ratio for all keys and one for all values",
@@ -48,7 +44,6 @@ def agreed_reductions(
     Raises `RotationZooError`, with the whole command, for what the engine cannot serve and the
     request does not leave out, and for what the engine needs and the request does not name.
     """
-    searched = artifact.manifest.search is not None
     rows = itertools.chain(
         _missing_models(artifact, request),
         _pooling(artifact, request, capabilities),
@@ -63,8 +58,6 @@ def agreed_reductions(
     flags = dict(row.flag.partition(" ")[::2] for row in refused)
     wanted = ", ".join(f"{row.words} ({row.flag.split()[0]})" for row in refused)
     hint = f"with all of that: {_command(artifact, request, flags)}"
-    if searched and "--uncentered" in flags:
-        hint = f"--recipe best-uncentered makes rotations for such engines; {hint}"
     raise RotationZooError(
         f"{request.engine} cannot serve {artifact.folder} as it is, only with {wanted}", hint=hint
     )
@@ -156,8 +149,6 @@ def _clip_ratios(
     }[capabilities.clip]
     if request.clip is not None:
         words = f"clip ratios {_pair(request.clip)} instead of the artifact's own"
-        if artifact.manifest.search is not None:
-            words += _CHOSEN
         unchanged = clips == requested_clips(artifact.rotations, replace(request, clip=None))
         yield _Reduction(needed=fits and not unchanged, agreed=True, words=words)
     # Suggest the highest ratio, which clips least. Lower ones were chosen for heads that tolerate

@@ -15,17 +15,6 @@ def paired_difference(
     return weighted_mean(difference, torch.tensor(tokens, dtype=torch.float64))
 
 
-def clearly_less(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Boolean `[...]`: whether the scores `after` are lower than `before`, both `[texts, ...]`, by
-    more than one standard error of their paired difference."""
-    difference = after - before
-    texts = len(difference)
-    error = torch.zeros_like(difference[0])  # unknown for a single text: any decrease counts
-    if texts > 1:
-        error = difference.std(0) / texts**0.5
-    return difference.mean(0) < -error
-
-
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> tuple[float, float | None]:
     """Weighted mean over texts and its standard error. The error is None where only one text has
     weight."""

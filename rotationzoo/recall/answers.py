@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import ranks
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.recall.prompts import Prompt
@@ -51,19 +50,6 @@ def read_answers(
                 correct.append((predicted.argmax(-1) == target).all())
                 log_probability.append(-loss.double())
     return Answers(torch.stack(correct).cpu(), torch.stack(log_probability).cpu())
-
-
-def read_shared_answers(
-    model: PreTrainedModel, prompts: Sequence[Prompt], batch: int = 1
-) -> Answers:
-    """The answers of `read_answers`. Processes that `ranks` joins share the batches of prompts, and
-    each returns all answers."""
-    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    results = []
-    for rows in ranks.share(batches):
-        results.append(vars(read_answers(model, rows, batch)))
-        ranks.beat()
-    return join_answers(ranks.gather(results))
 
 
 def join_answers(parts: Sequence[Mapping[str, torch.Tensor]]) -> Answers:

@@ -11,8 +11,6 @@ from rotationzoo.recipe.loading import (
 from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
 from rotationzoo.recipe.schema import SELF, Data, Recipe
-from rotationzoo.recipe.search import Search
-from rotationzoo.recipe.variants import followed_recipes, tries, variants, without
 
 __all__ = [
     "FILES",
@@ -20,18 +18,13 @@ __all__ = [
     "SELF",
     "Data",
     "Recipe",
-    "Search",
     "digest",
     "equalized",
-    "followed_recipes",
     "from_dict",
     "load",
     "name_of",
     "override",
-    "tries",
-    "variants",
     "with_feedback",
     "with_rope_scaling",
-    "without",
     "without_paths",
 ]

@@ -9,13 +9,9 @@ from pydantic import ValidationError
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.schema import Data, Recipe
-from rotationzoo.recipe.search import Search
 from rotationzoo.recipe.section import Section
 from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
-
-_SECTIONS = {"data": "source and tokens", "search": "prompts and steps"}
-"""Section of a recipe -> examples of its keys."""
 
 
 def load(recipe: str) -> Recipe:
@@ -55,15 +51,11 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
             f"{origin} extends an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
         )
     preset = PRESETS[base].model_dump()
-    # Sections are merged key by key, so that a file holds only what differs.
-    for section, example in _SECTIONS.items():
-        changes = content.get(section)
-        if changes is None and section == "search":
-            continue  # the preset's, or none where the file says so
-        changes = changes or {}
-        if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
-            raise RotationZooError(f"{origin}: {section} must hold keys, such as {example}")
-        content[section] = {**(preset[section] or {}), **changes}
+    # The section is merged key by key, so that a file holds only what differs.
+    changes = content.get("data") or {}
+    if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
+        raise RotationZooError(f"{origin}: data must hold keys, such as source and tokens")
+    content["data"] = {**preset["data"], **changes}
     try:
         return Recipe(**{**preset, **content})
     except ValidationError as error:
@@ -123,8 +115,7 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     key = shortened(str(problem["loc"][-1]))
     if problem["type"] == "extra_forbidden":
-        sections: dict[int | str, type[Section]] = {"data": Data, "search": Search}
-        section = sections.get(problem["loc"][0], Recipe)
+        section: type[Section] = Data if problem["loc"][0] == "data" else Recipe
         return f"unknown key {key!r}{nearest(key, section.model_fields)}"
     reason = problem["msg"].removeprefix("Value error, ").lower()
     return f"{key} = {shortened(repr(problem['input']))}: {reason}"

@@ -11,14 +11,12 @@ _PLACES = ("source", "prompts")  # keys of `Data` that may hold paths
 
 
 def digest(content: dict[str, Any]) -> str:
-    """sha256 of a recipe's content. The content may come from an earlier rotationzoo, with fewer
-    keys."""
+    """sha256 of a recipe's content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def without_paths(content: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's content in the form of `Recipe.published`. The content may come from an earlier
-    rotationzoo, which stored paths."""
+    """A recipe's content in the form of `Recipe.published`."""
     data = content["data"]
     names = {key: name_of(place) for key, place in data.items() if key in _PLACES}
     model = content.get("model")

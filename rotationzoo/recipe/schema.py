@@ -12,15 +12,11 @@ from pydantic import Field, ValidationInfo, field_validator
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.published import digest, name_of, without_paths
 from rotationzoo.recipe.rope_scaling import RopeScaling
-from rotationzoo.recipe.search import ADDED_TO_SEARCH, Search
 from rotationzoo.recipe.section import Count, Section, Seed, Tokens, Window
 from rotationzoo.words import nearest
 
 SELF = "self"
 """The `Data.source` that stands for text which the model writes itself."""
-ADDED = ("equalize", "feedback", "rope_scaling")
-"""Keys of a recipe that artifacts have been published without. They count in a recipe's hash only
-where they are not at their default."""
 
 
 class Data(Section):
@@ -107,7 +103,8 @@ class Recipe(Section):
     `linalg.compositions.COMPOSITIONS`."""
     center_keys: bool = False
     """Subtract each KV head's mean key before the key is rotated and stored. A softmax ignores what
-    all keys share."""
+    all keys share. A model whose attention does not keeps its means, and the artifact's recipe says
+    so."""
     center_values: bool = False
     """Subtract each KV head's mean value, too. The reader adds it back to the output, times the
     attention that the tokens received."""
@@ -131,14 +128,11 @@ class Recipe(Section):
     recent: Window = 256
     """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
     seed: Seed = 0
-    """Seeds the composition `random`, and the choice of rows that each step of a search learns
-    from."""
+    """Seeds the composition `random`."""
     rope_scaling: str | None = None
     """How RoPE is scaled to more positions than the model's config has: `yarn:4` or `linear:2`, or
     `yarn:4:32768` where the model was trained on other positions than its config says. None leaves
     the config as it is."""
-    search: Search | None = None
-    """Settings of the search. None uses the keys above as they are."""
     data: Data = Data()
 
     @field_validator("composition")
@@ -154,30 +148,15 @@ class Recipe(Section):
     def _known_scaling(cls, value: str | None) -> str | None:
         return None if value is None else str(RopeScaling.parse(value))
 
-    @field_validator("search")
-    @classmethod
-    def _searched_by_head(cls, value: Search | None, others: ValidationInfo) -> Search | None:
-        if value is not None and value.heads and others.data.get("pooling") == "layer":
-            raise ValueError(
-                "a search chooses for every head, which pooling = layer does not leave it; "
-                "set search.heads to false"
-            )
-        return value
-
     @property
     def hash(self) -> str:
-        """sha256 of the published recipe, as JSON with sorted keys. A key that was added later
-        counts only where it is not at its default, so that recipes without it keep their hash."""
+        """sha256 of the published recipe, as JSON with sorted keys."""
         return digest(self.published())
 
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, with the names of local files and folders instead of their paths. The
-        fingerprints stored beside it identify their content. Keys that were added later are left
-        out at their default."""
-        unused: dict[str, Any] = dict.fromkeys(self.keys_at_default(ADDED), True)
-        if self.search is not None:
-            unused["search"] = self.search.keys_at_default(ADDED_TO_SEARCH)
-        return without_paths(self.model_dump(exclude=unused))
+        fingerprints stored beside it identify their content."""
+        return without_paths(self.model_dump())
 
     @property
     def has_eigenbasis(self) -> bool:
@@ -187,14 +166,7 @@ class Recipe(Section):
     @property
     def needs_statistics(self) -> bool:
         """False for data-free recipes, which read no text and run no model."""
-        asked = self.may_equalize or self.feedback or self.search is not None
-        return self.has_eigenbasis or bool(self.centered) or asked
-
-    @property
-    def may_equalize(self) -> bool:
-        """Whether the statistics must hold what an equalizer is made from: for the recipe itself,
-        or for a variant that its search tries."""
-        return self.equalize or (self.search is not None and any(self.search.equalize))
+        return self.has_eigenbasis or bool(self.centered) or self.equalize or self.feedback
 
     @property
     def centered(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rotationzoo import recipe as recipes
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.recipe import Recipe, followed_recipes
+from rotationzoo.recipe import Recipe
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 
@@ -112,8 +112,9 @@ def _find_reason(
 
     `hashes` maps the model's files at `revision` to their hashes.
     """
-    # The artifact of a search has the hash of the variant that it chose.
-    accepted = {followed.hash for followed in followed_recipes(recipe)}
+    # The artifact of a model whose keys cannot be centred says so in its recipe.
+    followed = recipe, recipe.model_copy(update={"center_keys": False})
+    accepted = {each.hash for each in followed}
     if published.recipe_sha256 not in accepted:
         return "the recipe has changed"
     if published.model_revision == revision:
