@@ -14,7 +14,7 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.codec import cuda, cuda_encoder, int2
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.model.source import DEMO
-from rotationzoo.recipe import PRESETS, Data, Recipe, Search
+from rotationzoo.recipe import Data, Recipe
 
 DEVICES = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")]
@@ -80,25 +80,6 @@ def test_an_evaluation_over_two_devices_is_that_of_one(tmp_path, chunk):
         for measure in ("perplexity", "attention_kl", "output_error"):
             expected = pytest.approx(arm[measure], rel=1e-4)
             assert two["arms"][name][measure] == expected, (name, measure)
-
-
-@two_devices
-def test_a_search_over_two_devices_is_that_of_one(tmp_path):
-    recipe = PRESETS["best"].model_copy(
-        update={
-            "data": Data(tokens=8192, length=1024),
-            "search": Search(steps=5, starts=1, queries=16),
-        }
-    )
-    job = Job("demo", recipe, tmp_path / "one", dtype="float32")
-    one, two = calibrate(job), calibrate(replace(job, output=tmp_path / "two", **TWO))
-    on_one, on_two = one.content["search"], two.content["search"]
-    for layer, sides in on_one["layers"].items():
-        for side in ("key", "value"):
-            expected = pytest.approx(sides[side]["closed"], rel=1e-3)
-            assert on_two["layers"][layer][side]["closed"] == expected
-    assert on_two["model"]["kept"] == on_one["model"]["kept"]
-    assert on_two["model"]["by_side"] == pytest.approx(on_one["model"]["by_side"], rel=1e-2)
 
 
 @two_devices

@@ -12,10 +12,7 @@ from pathlib import Path
 
 from rotationzoo.capacity.cards import CARDS
 
-RECIPES = (
-    *("oscar", "feedback", "best", "best-uncentered", "oscar-v1", "hadamard", "oscar-clip"),
-    *("oscar-v1-clip", "hadamard-clip", "identity", "random"),
-)
+RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 """The presets, which `recipe.presets` defines; a test compares the two."""
 TASKS = ("needles", "key-value", "quote", "copy", "assignments")
 """The recall tasks, which `recall.prompts` defines; a test compares the two."""

@@ -71,16 +71,6 @@ MEASURED = {
     "recent": 0,
     "arms": {"a": ARM},
 }
-CHOICE = {
-    "criterion": "answers",
-    "probes": {"tasks": [], "questions": 0},
-    "candidates": [],
-    "baseline": "a",
-    "winner": "a",
-    "taken": "b",
-    "test": [{"name": "a", "divergence": 0.1}],
-}
-KEPT = {"key": {"clip": 1.0}, "value": {"clip": 1.0}, "by_side": {}, "trimmed": 0.1}
 # A path in the manifest -> what is there instead.
 WRONG: dict[str, tuple] = {
     "model": (None, [], "x"),
@@ -96,7 +86,7 @@ WRONG: dict[str, tuple] = {
     "recipe": (None, [], {"composition": "magic"}),
     "recipe.name": (3, "a/b", "../x"),
     "recipe.group_size": (0, -1, "x"),
-    "recipe.search": (3, {"texts": -1}),
+    "recipe.data": (3, {"tokens": -1}),
     "recipe_sha256": ("x", None, GONE),
     "calibration": ([], "x", {}, GONE),
     "calibration.tokens": ("many", -1, None),
@@ -120,13 +110,6 @@ WRONG: dict[str, tuple] = {
     "files": (None, [], {}, {"rotations.safetensors": 3}),
     "files.rotations.safetensors": ({}, None, GONE),
     "imported": (None, {}, {"calibration": []}),
-    "search": (
-        None,
-        {},
-        {"model": {"key": {"clip": "x"}}},
-        {"model": {**KEPT, "kept": "all"}, "layers": {}},
-        {"model": {**KEPT, "kept": "own"}, "layers": {}, "choice": CHOICE},
-    ),
 }
 
 

@@ -12,10 +12,9 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS
 
-_STOPS = [(name, stop) for name in ("oscar", "oscar-v1") for stop in (1, 2, 3)]
 
-
-@pytest.mark.parametrize(("name", "stop"), [*_STOPS, ("feedback", 2)])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("name", ["oscar", "oscar-v1"])
 def test_an_interrupted_job_goes_on_to_the_same_bytes(name, stop, tiny, tmp_path):
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
     batch = 4 if name == "oscar-v1" else 2  # four steps either way: v1 makes two passes

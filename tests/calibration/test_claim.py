@@ -27,7 +27,7 @@ def sound():
     geometry = geometry_of(model)
     statistics = collect(model, geometry, BATCHES, recipe)
     rotations = fit(statistics, recipe, geometry)
-    return Claim.from_recipe(recipe, geometry), rotations, average(statistics)
+    return Claim(recipe, geometry), rotations, average(statistics)
 
 
 def change_one(rotations: Rotations, layer: int, side: str, **changes) -> Rotations:
@@ -107,7 +107,7 @@ def test_what_no_formula_makes_again_is_not_held_against_one(sound):
 def test_rotations_without_statistics_are_made_again(sound):
     geometry = sound[0].geometry
     recipe = PRESETS["random"]
-    claim, rotations = Claim.from_recipe(recipe, geometry), fit(None, recipe, geometry)
+    claim, rotations = Claim(recipe, geometry), fit(None, recipe, geometry)
     assert claim.origin_problems(rotations, None) == []
     changed = change_one(rotations, 1, "value", matrix=rotations[0].value.matrix)
     problem = "value rotation not the one that random makes: layer 1"
@@ -134,18 +134,13 @@ def test_keys_keep_their_mean_where_attention_reads_it(sound):
     assert "(layer 2)" in problem
 
 
-def test_a_manifest_claims_the_clip_ratios_of_its_search(sound):
+def test_a_manifest_claims_its_recipe_and_geometry(sound):
     claim, _, _ = sound
     content = {
         "recipe": claim.recipe.published(),
         "geometry": geometry_json(claim.geometry),
     }
     assert Claim.from_manifest(content) == claim
-    searched = {"model": {"key": {"clip": 0.7}, "value": {"clip": 0.8}, "kept": "own"}}
-    assert not Claim.from_manifest({**content, "search": searched}).by_head
-    searched["model"]["kept"] = "keys"
-    assert Claim.from_manifest({**content, "search": searched}).by_head
-    assert Claim.from_manifest({**content, "search": searched}).clips == {"key": 0.7, "value": 0.8}
     assert Claim.from_manifest({**content, "imported": {}}).imported
     with pytest.raises(RotationZooError, match="geometry in the manifest is damaged"):
         Claim.from_manifest({**content, "geometry": [{"depth": 3}]})

@@ -28,7 +28,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import decoder, intercept
 from rotationzoo.model.foldable import find_key_scales
 from rotationzoo.model.geometry import cached_layers, geometry_on_meta
-from rotationzoo.recipe import PRESETS, Recipe, Search, equalized
+from rotationzoo.recipe import PRESETS, Recipe, equalized
 
 RECIPE = equalized(Recipe(data=SMALL, center_keys=True))
 IDS = torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -227,10 +227,10 @@ def test_missing_equalizers_pairs_and_projections_are_found(made):
     extra = check(rotations, statistics, content | {"recipe": recipe}).problems
     assert any("tensors that belong to no layer: layers.0.key.equalizer" in one for one in extra)
     geometry = [replace(layer, rope_pairs=None) for layer in made.geometry]
-    (problem,) = Claim.from_recipe(RECIPE, geometry).equalizer_problems(rotations, None)
+    (problem,) = Claim(RECIPE, geometry).equalizer_problems(rotations, None)
     assert "does not say which key channels share a factor" in problem
     geometry = [replace(layer, fixed_values=True) for layer in made.geometry]
-    (problem,) = Claim.from_recipe(RECIPE, geometry).equalizer_problems(rotations, None)
+    (problem,) = Claim(RECIPE, geometry).equalizer_problems(rotations, None)
     assert "that no weights of the model can carry" in problem
     fewer = {layer: dict(kinds) for layer, kinds in sums(statistics).items()}
     del fewer[1]["projection"]
@@ -253,12 +253,6 @@ def test_a_model_that_only_runs_with_its_weights_is_refused(wide, tmp_path, monk
     refusal = plan(job(wide, tmp_path, RECIPE)).refusal
     assert isinstance(refusal, UnsupportedModel)
     assert "does not run without weights, so it cannot be traced" in str(refusal)
-    searching = RECIPE.model_copy(
-        update={"equalize": False, "search": Search(steps=1, queries=4, equalize=(False, True))}
-    )
-    planned = plan(job(wide, tmp_path, searching))
-    assert (planned.refusal, planned.job.recipe.may_equalize) == (None, False)
-    assert any(note.startswith("no equalizer is tried") for note in planned.notes)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma4", "doge"])

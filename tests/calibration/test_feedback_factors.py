@@ -34,7 +34,7 @@ from rotationzoo.text.rows import read_corpus
 WINDOWS = {"sink": 4, "recent": 6}
 MOST = {"key": 0.75, "value": 0.97}
 """Side -> the share of errors that may be left."""
-RECIPE = PRESETS["feedback"].model_copy(update={"data": SMALL, **WINDOWS})
+RECIPE = PRESETS["oscar"].model_copy(update={"data": SMALL, **WINDOWS})
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(folder, tmp_path_factory) -> Artifact:
-    """An artifact of the recipe `feedback`, which no test may change."""
+    """An artifact of the recipe `oscar`, which no test may change."""
     return calibrate(job(folder, tmp_path_factory.mktemp("feedback"), RECIPE))
 
 
@@ -151,7 +151,7 @@ def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_pat
     plain = calibrate(job(folder, tmp_path / "plain", Recipe(data=SMALL)))
     assert not plain.rotations.has_feedback
     assert not any("feedback" in name for name in plain.rotation_tensors())
-    assert "feedback" not in plain.content["recipe"]
+    assert plain.content["recipe"]["feedback"] is False
     with pytest.raises(RotationZooError, match="no factors to choose codes") as refused:
         Arm("plain", plain.rotations, rounding="feedback")
     assert refused.value.hint == "calibrate with --feedback"
@@ -208,11 +208,10 @@ def test_a_changed_factor_is_reported(made, change, words):
 
 
 def test_a_factor_of_another_rotation_is_reported(made):
-    """Whatever made the rotation: a search that chose by head leaves no formula to check."""
     turned = made.rotations.replace(
         lambda layer, side, rotation: replace(rotation, matrix=rotation.matrix.flip(-2))
     )
-    claim = replace(Claim.from_manifest(made.content), by_head=True)
+    claim = Claim.from_manifest(made.content)
     assert claim.factor_problems(turned, made.statistics)
     again = add_factors(turned, made.statistics, made.recipe)
     assert claim.factor_problems(again, made.statistics) == []

@@ -12,21 +12,11 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration import generate, model_run
-from rotationzoo.calibration.generate import (
-    WritingSettings,
-    find_end_tokens,
-    read_sampling,
-    write_texts,
-)
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.calibration.search.run import SearchResult
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
-from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, Data, Recipe
-from rotationzoo.text.prompts import read_prompts
-from rotationzoo.text.rows import pack_texts
+from rotationzoo.recipe import Data, Recipe
 
 SELF = Data(source="self", tokens=1024, length=128, prompt_tokens=16)
 
@@ -146,14 +136,6 @@ def test_another_jobs_text_is_refused(tiny, tmp_path):
             ["--length", "512", "--prompts", "absent.jsonl"],
             "there is no file absent.jsonl\nHint: check the path given with --prompts",
         ),
-        (
-            ["--recipe", "best", "--length", "512", "--tokens", "512"],
-            "of 1 there are none to spare",
-        ),
-        (
-            ["--recipe", "best", "--length", "300", "--tokens", "3000"],
-            "no held-out row is longer than 320 tokens",
-        ),
     ],
 )
 def test_what_cannot_be_written_gets_a_sentence(words, sentence, inside, tiny, monkeypatch):
@@ -176,31 +158,3 @@ def test_only_a_calibration_writes(inside):
     result = inside("evaluate", "demo", "--data", "self")
     assert result.returncode == 1
     assert "writes text of its own only where it is calibrated" in result.stderr
-
-
-def test_a_search_chooses_on_what_the_model_wrote(tiny, tmp_path, monkeypatch):
-    rows: list[torch.Tensor] = []
-
-    def search_nothing(task, *others):
-        rows.extend([*task.fitted, *task.held_out])
-        clips = {"key": {"clip": 0.9}, "value": {"clip": 0.92}}
-        record = {**clips, "by_side": {}, "kept": "own", "trimmed": 0.1}
-        return SearchResult(task.recipe, task.baseline, {"layers": {}, "model": record})
-
-    monkeypatch.setattr(model_run, "search_rotations", search_nothing)
-    recipe = PRESETS["best"].model_copy(update={"data": SELF, "sink": 4, "recent": 16})
-    artifact = calibrate(Job(str(tiny), recipe, tmp_path / "out", device="cpu", batch=2))
-    source = find(str(tiny))
-    model = loading.load(source, loading.load_config(source), "cpu", torch.float32)
-    tokenizer = loading.load_tokenizer(source)
-    settings = WritingSettings(
-        length=128,
-        tokens=1024,
-        batch=2,
-        sampling=read_sampling(source),
-        end_tokens=find_end_tokens(model, tokenizer),
-    )
-    texts = write_texts(model, read_prompts(SELF, tokenizer).rows, settings)
-    expected = pack_texts(texts, SELF, tokenizer).rows
-    assert all(torch.equal(row, other) for row, other in zip(rows, expected, strict=True))
-    assert artifact.content["calibration"]["rows"] == len(rows) == 8

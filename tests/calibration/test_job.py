@@ -68,9 +68,6 @@ def test_the_rotations_can_be_refitted_without_the_model(calibrated):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
     recipe = PRESETS[name].model_copy(update={"data": SMALL})
-    if recipe.search is not None:
-        search = recipe.search.model_copy(update={"steps": 2, "queries": 4})
-        recipe = recipe.model_copy(update={"sink": 8, "recent": 16, "search": search})
     artifact = calibrate(job(tiny, tmp_path, recipe))
     verification = verify(artifact, str(tiny))
     assert verification.ok, verification.problems

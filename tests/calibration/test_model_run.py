@@ -29,7 +29,7 @@ from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find, weights_fingerprint
-from rotationzoo.recipe import PRESETS, Data, Search
+from rotationzoo.recipe import PRESETS, Data
 
 
 def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
@@ -142,18 +142,15 @@ def test_a_model_that_cannot_run_on_meta_is_looked_at_on_its_weights(
     assert rotation_bytes(artifact) == rotation_bytes(expected)
 
 
-@pytest.mark.parametrize("needed", ["nothing", "a search", "text of its own"])
+@pytest.mark.parametrize("needed", ["nothing", "text of its own"])
 def test_a_checkpoint_without_a_head_is_good_for_statistics_alone(needed, tiny, tmp_path):
-    """A head that is not in the weights would be random, and clip ratios or text chosen by it."""
+    """A head that is not in the weights would be random, and so would the text that it writes."""
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
     weights.pop("lm_head.weight")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     recipe = {
         "nothing": RECIPE,
-        "a search": RECIPE.model_copy(
-            update={"sink": 8, "recent": 16, "search": Search(steps=1, queries=4)}
-        ),
         "text of its own": RECIPE.model_copy(
             update={"data": Data(source="self", tokens=512, length=128, prompt_tokens=16)}
         ),

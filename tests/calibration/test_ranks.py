@@ -1,6 +1,5 @@
 """Calibration by two processes, as torchrun starts them: the test stands in for torchrun."""
 
-import json
 import os
 import signal
 import time
@@ -9,11 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import left_behind, only_error
-from support.jobs import SMALL, job, rotation_bytes
-from support.models import save_tiny
+from support.jobs import SMALL, job
 from support.ranks import Beside, Launcher, silent
 
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.contribution import contribute
 from rotationzoo.calibration.job import calibrate, read_source_text
 from rotationzoo.calibration.plan import plan
@@ -21,7 +18,7 @@ from rotationzoo.calibration.record import identify_job
 from rotationzoo.cli import app
 from rotationzoo.errors import RotationZooError
 from rotationzoo.ranks import joined
-from rotationzoo.recipe import PRESETS, Data, Search, load
+from rotationzoo.recipe import PRESETS
 
 WORDS = ["--tokens", "2048", "--length", "256", "--batch", "2", "--output", "out"]
 ROUNDING = 1e-12  # measured 2e-16
@@ -58,32 +55,8 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
     check_equal(launcher.command.folder / "out", alone)
 
 
-def test_two_processes_search_as_one_does(launcher, tmp_path):
-    """Three layers and two texts to choose on: each process has less than the other of one."""
-    model = save_tiny(tmp_path / "model", num_hidden_layers=3)
-    settings = Search(steps=2, starts=1, queries=8, prompts=0, equalize=(False,))
-    changes = {"data": Data(tokens=2304, length=256), "sink": 16, "recent": 32}
-    recipe = PRESETS["best"].model_copy(update={**changes, "search": settings})
-    path = tmp_path / "short.yaml"
-    path.write_text(json.dumps(recipe.model_dump(mode="json", exclude_none=True)))
-    words = ["calibrate", model, "--recipe", path, "--batch", "1", "--output", "out", "--quiet"]
-    first, second = launcher.start(*words).ended()
-    assert first.returncode == 0, first.stderr
-    silent(second, 0)
-    assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
-    alone = calibrate(job(model, tmp_path, load(str(path)), batch=1))
-    shared = Artifact.open(launcher.command.folder / "out")
-    check_equal(shared.folder, alone)
-    assert list(shared.content["search"]["layers"]) == ["0", "1", "2"]
-    assert shared.content["search"] == alone.content["search"]
-    assert rotation_bytes(shared) == rotation_bytes(alone)
-    passes, expected = shared.content["run"]["passes"], alone.content["run"]["passes"]
-    assert passes["predictions"] == expected["predictions"]
-    assert passes["samples"] == 2 * expected["samples"], "each process reads the text"
-
-
 def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):
-    words = ["calibrate", tiny, *WORDS, "--recipe", "feedback"]
+    words = ["calibrate", tiny, *WORDS, "--recipe", "oscar"]
     launcher.start(*words)
     process = launcher.process_id(1)
     os.kill(process, signal.SIGSTOP)  # so that it is not done before the other has saved its sums
@@ -99,7 +72,7 @@ def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_
     assert first.returncode == 0, first.stderr
     silent(second, 0)
     assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
-    recipe = PRESETS["feedback"].model_copy(update={"data": SMALL})
+    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
     check_equal(launcher.command.folder / "out", calibrate(job(tiny, tmp_path, recipe, batch=2)))
 
 
@@ -119,7 +92,6 @@ def test_a_signal_ends_all(launcher, tiny):
         (["generate", "demo"], "only calibrate and evaluate can be shared"),
         (["evaluate", "demo", "--harness", "piqa"], "--harness asks tasks"),
         (["evaluate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
-        (["calibrate", "demo", "--recipe", "best", "--budget", "5"], "--budget ends a search"),
         (["calibrate", "demo", "--data", "self"], "writes its own text"),
         (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
     ],

@@ -45,7 +45,7 @@ def differences(statistics, expected):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "mimo_v2_flash"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", ["oscar-v1", "feedback"])
+@pytest.mark.parametrize("recipe", ["oscar-v1", "oscar"])
 def test_runs_of_whole_batches_give_the_definition(name, dtype, recipe, as_on_a_gpu):
     model = architectures.build(name).to(dtype)
     geometry = geometry_of(model)

@@ -75,7 +75,7 @@ def test_help_is_in_the_order_of_the_journey_and_in_words(inside, monkeypatch):
         shown_of_command = inside(command, "--help").stdout
         assert "list[" not in shown_of_command
         assert "…" not in shown_of_command, "no word is cut off at 80 columns"
-    assert "best-uncentered" in inside("calibrate", "--help").stdout
+    assert "identity" in inside("calibrate", "--help").stdout, "the last recipe"
 
 
 def test_the_version_and_short_help(inside):

@@ -55,13 +55,13 @@ def test_mistakes_get_one_sentence(inside, words, says):
 
 
 def test_rows_of_a_preset_are_no_longer_than_the_model_has_positions(inside, tmp_path):
-    model = save_tiny(tmp_path / "short", max_position_embeddings=2048)
-    planned = inside("calibrate", model, "--recipe", "best", "--dry-run", "--json")
+    model = save_tiny(tmp_path / "short", max_position_embeddings=1024)
+    planned = inside("calibrate", model, "--dry-run", "--json")
     shown = json.loads(planned.stdout)
-    assert shown["length"] == 2048 < PRESETS["best"].data.length
+    assert shown["length"] == 1024 < PRESETS["oscar"].data.length
     (inside.folder / "mine.yaml").write_text("data: {length: 4096}\n")
     refused = inside("calibrate", model, "--recipe", "mine.yaml", "--dry-run")
-    assert "--length 2048" in only_error(refused), "what somebody asked for is no default"
+    assert "--length 1024" in only_error(refused), "what somebody asked for is no default"
 
 
 def test_without_a_network(command):
@@ -100,7 +100,7 @@ def test_models_that_cannot_be_calibrated(inside):
 
 
 def test_activations_that_are_not_finite_name_the_layer(inside, tmp_path):
-    model = save_tiny(tmp_path / "broken", max_position_embeddings=2048)
+    model = save_tiny(tmp_path / "broken", max_position_embeddings=1024)
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("inf")
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})

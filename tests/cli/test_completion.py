@@ -38,9 +38,7 @@ def test_names_that_are_listed_twice_agree():
 
 
 def test_presets_recipe_files_and_texts(complete):
-    assert complete("calibrate demo --recipe osc") == [
-        *("oscar", "oscar-v1", "oscar-clip", "oscar-v1-clip")
-    ]
+    assert complete("calibrate demo --recipe osc") == ["oscar", "oscar-v1"]
     (complete.folder / "configs").mkdir()
     (complete.folder / "configs" / "mine.yaml").touch()
     (complete.folder / "texts.jsonl").touch()

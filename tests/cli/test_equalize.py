@@ -41,22 +41,9 @@ def test_a_dry_run_says_why_a_model_cannot_be_equalized(inside, tmp_path):
     assert refusal in error
 
 
-def test_a_recipe_with_feedback_names_the_command_for_a_model_that_cannot_be_equalized(
-    inside, tmp_path
-):
-    save_family("llama4", tmp_path / "normed", weights=False)
-    words = "calibrate", tmp_path / "normed", *SMALL, "--dry-run", "--json"
-    refused = inside("calibrate", tmp_path / "normed", *SMALL, "--recipe", "feedback")
-    assert "--recipe oscar --feedback" in only_error(refused, 1)
-    planned = json.loads(inside(*words, "--recipe", "oscar", "--feedback").stdout)
-    assert planned["refusal"] is None
-    assert planned["feedback"] is True
-    assert planned["output"].endswith("normed-oscar-feedback")
-
-
 def test_feedback_is_left_out_of_a_preset_that_has_it(inside):
-    words = "calibrate", "demo", "--recipe", "feedback", "--dry-run"
+    words = "calibrate", "demo", "--dry-run"
     assert "choose codes by error feedback" in inside(*words).stdout
     without = inside(*words, "--no-feedback")
     assert "choose codes" not in without.stdout
-    assert "demo-feedback-nearest" in without.stdout
+    assert "demo-oscar-nearest" in without.stdout

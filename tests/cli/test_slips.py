@@ -74,6 +74,4 @@ def test_a_name_that_nobody_published(inside):
 def test_one_is_not_many(inside, tiny):
     assert counted(1, "prompt") == "1 prompt"
     assert [counted(0, "text"), counted(1024, "token")] == ["0 texts", "1,024 tokens"]
-    planned = inside("calibrate", tiny, *SMALL, "--recipe", "best", "--budget", "1", "--dry-run")
-    assert "; 1 minute for learning" in planned.stdout
     assert "1 token cannot fill" in only_error(inside("calibrate", tiny, "--tokens", "1"))

@@ -10,7 +10,6 @@ from rotationzoo.cli.output import Output, table
 from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.push import show_push_plan
 from rotationzoo.cli.regenerate import show_due
-from rotationzoo.cli.search_view import show_search
 from rotationzoo.zoo.due import DueModel
 from rotationzoo.zoo.index import WHEEL_COPY, Index
 
@@ -103,21 +102,6 @@ def show_push():
     return ["1,234,567,890,123"]
 
 
-def show_choices():
-    chosen = {"candidate": [f"U H P, {NAME}"], "chosen": [0.87]}
-    choice = {
-        "criterion": "answers",
-        "candidates": [
-            {"name": NAME, "divergence": 0.1234, "answer_loss": 0.5678, "answers_lost": 0.0912}
-        ],
-        "test": [{"name": NAME, "divergence": 0.1234}],
-        **dict.fromkeys(("taken", "baseline", "winner"), NAME),
-    }
-    layers = {"0": {"key": chosen, "value": chosen}}
-    show_search({"model": {"kept": "both"}, "choice": choice, "layers": layers})
-    return ["9.1%", "0.5678", "0.1234", "0.87"]
-
-
 def show_plan():
     plan_command(
         "demo", "64x RTX 3090", 1_000_000, 1_000, "sglang", 64, 256, None, json=False, quiet=False
@@ -126,7 +110,7 @@ def show_plan():
 
 
 @pytest.mark.parametrize(
-    "show", [show_evaluate, show_published, show_regenerate, show_push, show_choices, show_plan]
+    "show", [show_evaluate, show_published, show_regenerate, show_push, show_plan]
 )
 def test_tables_fit_80_columns_with_long_names(terminal, show):
     screen = terminal(WIDTH)

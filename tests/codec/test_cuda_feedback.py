@@ -113,7 +113,7 @@ def test_rows_outside_the_domain_are_refused(device, number):
 
 
 def with_factors(folder):
-    recipe = PRESETS["feedback"].model_copy(update={"data": Data(tokens=2048, length=512)})
+    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
     return calibrate(Job("demo", recipe, folder, device="cpu"))
 
 

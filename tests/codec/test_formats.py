@@ -20,7 +20,7 @@ def test_every_format_is_documented(name):
     assert name in text
 
 
-def test_what_a_recipe_can_search_in_can_be_evaluated():
+def test_what_the_kernels_write_can_be_evaluated():
     assert FORMATS.items() <= SIMULATED.items()
 
 

@@ -80,26 +80,6 @@ def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
     assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
 
 
-def test_rotations_of_a_search_are_for_their_clip_ratios_and_means(made, tmp_path):
-    artifact = made(recipe=CENTERED, head_dim=32)
-    ratios = {side: {"clip": ratio} for side, ratio in (("key", 0.96), ("value", 0.92))}
-    search = {"layers": {}, "model": {**ratios, "by_side": {}, "kept": "own", "trimmed": 0.1}}
-    searched = write_artifact(
-        tmp_path / "searched",
-        artifact.rotations,
-        artifact.statistics,
-        {**artifact.content, "search": search},
-    )
-    done = exported("sglang", searched, tmp_path / "sglang", clip=(1.0, 0.92))
-    assert [words.partition(", for which a search chose")[1] != "" for words in done.reduced] == [
-        True
-    ]
-    with pytest.raises(RotationZooError) as refused:
-        exported("mlx", searched, tmp_path / "mlx")
-    assert refused.value.hint.startswith("--recipe best-uncentered makes")
-    assert refused.value.hint.endswith("--uncentered")
-
-
 def test_other_refusals(made, tmp_path):
     artifact = made(head_dim=32)
     with pytest.raises(RotationZooError, match="multiples of 8"):

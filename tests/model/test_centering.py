@@ -32,19 +32,14 @@ from rotationzoo.model.geometry import (
     shifted_layers,
 )
 from rotationzoo.model.transparency import check_transparent
-from rotationzoo.recipe import PRESETS, Data, Search
+from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.zoo import due
 from rotationzoo.zoo.index import Entry
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
 LOOKED_AT = [*MOVED, "qwen3"]
 WINDOWS = {"sink": 2, "recent": 4}
-BEST = PRESETS["best"].model_copy(
-    update={"data": Data(tokens=192, length=32), "search": Search(steps=0, queries=4), **WINDOWS}
-)
-CENTERED = PRESETS["oscar"].model_copy(
-    update={"center_keys": True, "data": Data(tokens=1024, length=512)}
-)
+CENTERED = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=512), **WINDOWS})
 
 
 @pytest.fixture(scope="module")
@@ -105,22 +100,19 @@ def _attend(query, key, value, mask):
 
 
 @families(MOVED)
-def test_a_recipe_that_centres_is_refused_before_a_weight_is_fetched(name, tmp_path):
+def test_a_plan_says_that_keys_keep_their_mean(name, tmp_path):
     folder = save_family(name, tmp_path / name, weights=False)
-    with pytest.raises(
-        RotationZooError, match="cannot be centred: attention depends on what all keys share"
-    ) as refusal:
-        plan(Job(str(folder), CENTERED, tmp_path / "out"))
-    assert refusal.value.hint == "set center_keys to false in the recipe"
-    with pytest.raises(RotationZooError) as refusal:
-        plan(Job(str(folder), CENTERED.model_copy(update={"feedback": True}), tmp_path / "out"))
-    assert refusal.value.hint == "run with: --recipe oscar --feedback"
-    assert plan(Job(str(folder), PRESETS["oscar"], tmp_path / "out")).notes == ()
+    planned = plan(Job(str(folder), CENTERED, tmp_path / "out"))
+    (note,) = planned.notes
+    assert "attention depends on what all keys share" in note
+    assert not planned.job.recipe.center_keys
+    plain = CENTERED.model_copy(update={"center_keys": False})
+    assert plan(Job(str(folder), plain, tmp_path / "out")).notes == ()
 
 
 @families(LOOKED_AT)
-def test_a_search_leaves_the_mean_where_it_must(name, folders, tmp_path):
-    job = Job(str(folders(name)), BEST, tmp_path / "best", budget=0.0)
+def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
+    job = Job(str(folders(name)), CENTERED, tmp_path / "out")
     made = calibrate(job)
     means = [tensor for tensor in made.rotation_tensors() if tensor.endswith("key.mean")]
     card = (made.folder / "README.md").read_text(encoding="utf-8")
@@ -128,16 +120,14 @@ def test_a_search_leaves_the_mean_where_it_must(name, folders, tmp_path):
     assert bool(means) == made.content["recipe"]["center_keys"] == (name not in MOVED)
     assert len(made.content["notes"]) == (name in MOVED)
     for note in made.content["notes"]:
-        assert note.startswith("keys keep their mean, although the recipe best centres them: ")
+        assert note.startswith("keys keep their mean, although the recipe oscar centres them: ")
         assert note in card
     assert calibrate(job).identity == made.identity, "the same job"
 
 
 def test_the_command_says_so(folders, inside, tmp_path):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(
-        "extends: best\nsink: 2\nrecent: 4\nsearch: {steps: 0, queries: 4}\n", encoding="utf-8"
-    )
+    recipe.write_text("sink: 2\nrecent: 4\n", encoding="utf-8")
     words = [
         "calibrate",
         folders("gpt_oss"),
@@ -147,8 +137,6 @@ def test_the_command_says_so(folders, inside, tmp_path):
         192,
         "--length",
         32,
-        "--budget",
-        0,
     ]
     for result in (
         inside(*words),
@@ -165,13 +153,11 @@ def test_only_loaded_weights_may_show_it(folders, tmp_path, monkeypatch):
     """What the look without weights did not see is still seen before the statistics are
     collected."""
     monkeypatch.setattr("rotationzoo.model.geometry.ignores_shift", lambda *_: True)
-    job = Job(str(folders("gpt_oss")), BEST, tmp_path / "best", budget=0.0)
+    job = Job(str(folders("gpt_oss")), CENTERED, tmp_path / "out")
     made = calibrate(job)
     assert not made.content["recipe"]["center_keys"]
     assert len(made.content["notes"]) == 1
     assert calibrate(job).identity == made.identity
-    with pytest.raises(RotationZooError, match="cannot be centred"):
-        calibrate(Job(str(folders("gpt_oss")), CENTERED, tmp_path / "centered"))
 
 
 @families(["gemma2", "gpt_oss"])
@@ -242,9 +228,10 @@ def test_artifacts_of_earlier_versions_are_evaluated(centered, folders, tmp_path
 
 def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     """The published recipe is what was done; the configured one is what was asked for."""
-    done = BEST.model_copy(update={"center_keys": False})
+    done = CENTERED.model_copy(update={"center_keys": False})
+    other = CENTERED.model_copy(update={"key_clip": 0.9})
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
-    reasons = [due._find_reason(None, recipe, entry, "1" * 40, {}) for recipe in (BEST, CENTERED)]
+    reasons = [due._find_reason(None, recipe, entry, "1" * 40, {}) for recipe in (CENTERED, other)]
     assert reasons == [None, "the recipe has changed"]
 
 

@@ -1,35 +1,15 @@
-"""The output projections that a search scores through: read wherever the weight is, and however it
-is kept."""
-
-from pathlib import Path
+"""The output projections that equalizers are made from: read wherever the weight is, and however
+it is kept."""
 
 import accelerate
 import pytest
 import torch
 from support import architectures
-from support.models import save_tiny
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from rotationzoo.cache.windows import Cache
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
-from rotationzoo.calibration.search.draws import SamplingSettings
-from rotationzoo.calibration.search.sampling import take_samples
-from rotationzoo.calibration.search.shelf import Shelf
 from rotationzoo.errors import RotationZooError
-from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.projection import output_projections
-from rotationzoo.recipe import PRESETS, Data, Search
-
-SEARCHED = PRESETS["best"].model_copy(
-    update={
-        "sink": 4,
-        "recent": 8,
-        "data": Data(tokens=512, length=64),
-        "search": Search(steps=2, starts=1, queries=8),
-    }
-)
 
 
 def read_all(model, geometry) -> dict[int, tuple[torch.Tensor | None, str]]:
@@ -77,29 +57,6 @@ def test_offloaded_weights_are_read_and_then_let_go(place, tmp_path):
         assert kept == matrices[layer][1] == "weight"
         assert torch.equal(matrices[layer][0], matrix)
     assert all(layer.self_attn.o_proj.weight.is_meta for layer in model.model.layers)
-
-
-def test_a_search_with_weights_on_disk_gives_the_same_rotations(tmp_path, monkeypatch):
-    model = save_tiny(tmp_path / "model", num_hidden_layers=4)
-    job = {"model": str(model), "recipe": SEARCHED, "device": "cpu", "dtype": "float32"}
-    plain = calibrate(Job(output=tmp_path / "plain", **job))
-    places = []
-    load = loading.load
-
-    def note_places(*arguments):
-        model = load(*arguments)
-        places.extend(model.hf_device_map.values())
-        return model
-
-    monkeypatch.setattr(loading, "load", note_places)
-    spread = calibrate(
-        Job(output=tmp_path / "spread", device_map="auto", max_memory="cpu=150KB", **job)
-    )
-    assert "disk" in places
-    for artifact in (plain, spread):
-        kept = [layer["projection"] for layer in artifact.content["search"]["layers"].values()]
-        assert kept == [{str(layer): "weight"} for layer in range(4)]
-    assert spread.identity == plain.identity
 
 
 # ---- weights in FP8
@@ -186,43 +143,3 @@ def test_a_projection_that_is_not_finite_names_its_layer():
         model.model.layers[1].self_attn.o_proj.weight[3, 3] = float("nan")
     with pytest.raises(RotationZooError, match="output projection of layer 1 is not finite"):
         read_all(model, geometry)
-
-
-def test_the_record_and_the_table_say_what_was_not_read(tmp_path, inside, monkeypatch):
-    from rotationzoo.model import projection
-
-    monkeypatch.setattr(
-        projection, "_weight", lambda module: (None, "identity: its weights are kept as int8")
-    )
-    made = calibrate(Job(str(save_tiny(tmp_path / "model")), SEARCHED, Path("out"), device="cpu"))
-    kept = [layer["projection"] for layer in made.content["search"]["layers"].values()]
-    assert kept == [
-        {"0": "identity: its weights are kept as int8"},
-        {"1": "identity: its weights are kept as int8"},
-    ]
-    sentence = (
-        "Scored without the output projection, which was not readable: "
-        "layers 0, 1 (its weights are kept as int8)"
-    )
-    assert sentence in inside("inspect", "out").stdout
-
-
-def test_sinks_that_are_elsewhere_are_part_of_the_scores(tmp_path):
-    """An attention's own parameters are in memory only while it runs, and samples are read after
-    that."""
-    rows = list(torch.randint(3, 59, (2, 40), generator=torch.Generator().manual_seed(1)))
-    samples_of = []
-    for offloaded in (False, True):
-        model = architectures.build("gpt_oss")
-        geometry = geometry_of(model)
-        if offloaded:
-            accelerate.disk_offload(model, tmp_path, execution_device="cpu")
-        projections = {layer: matrix for layer, (matrix, _) in read_all(model, geometry).items()}
-        settings = SamplingSettings(rows, [], Cache(sink=2, recent=4), queries=8)
-        samples = take_samples(model, geometry, geometry[:2], settings, Shelf(0))
-        stored = [*samples[0].queries, *samples[1].queries]
-        both_layers = [sample.load(projections[sample.layer]) for sample in stored]
-        samples_of.append([(sample.exact, *sample.attention(sample.key)) for sample in both_layers])
-        assert model.model.layers[0].self_attn.sinks.is_meta == offloaded
-    for plain, spread in zip(*samples_of, strict=True):
-        assert all(map(torch.equal, plain, spread))

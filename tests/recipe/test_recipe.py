@@ -2,10 +2,9 @@ import pytest
 import yaml
 from support.places import ROOT
 
-from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.compositions import COMPOSITIONS
-from rotationzoo.recipe import PRESETS, Data, Recipe, Search, load, override
+from rotationzoo.recipe import PRESETS, Data, Recipe, load, override
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -22,9 +21,11 @@ def test_defaults_are_the_documented_ones():
     assert (oscar.pooling, oscar.composition) == ("head", "r_h_pbr")
     assert (oscar.key_statistic, oscar.value_statistic) == ("query", "output")
     assert oscar.group(128) == 128
+    assert (oscar.center_keys, oscar.feedback, oscar.equalize) == (True, True, False)
     published = load("oscar-v1")
     assert (published.pooling, published.value_statistic) == ("layer", "key_energy")
-    assert not published.exclude_sink
+    switches = published.exclude_sink, published.center_keys, published.feedback
+    assert not any(switches)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -37,22 +38,6 @@ def test_yaml_round_trip_keeps_the_hash(name, tmp_path):
 def test_every_setting_changes_the_hash():
     assert len({recipe.hash for recipe in PRESETS.values()}) == len(PRESETS)
     assert override(Recipe(), tokens=4096).hash != Recipe().hash
-
-
-def test_recipes_without_an_equalizer_have_the_hash_that_they_were_published_with():
-    """The hash of `oscar` before the key `equalize` was added."""
-    assert PRESETS["oscar"].hash == (
-        "78660dac67c6ecb4b8f742698f03939152c39c4e4c065c410be00b3517b453b9"
-    )
-    equalized = PRESETS["oscar"].model_copy(update={"equalize": True})
-    assert equalized.hash != PRESETS["oscar"].hash
-    assert equalized.published()["equalize"] is True
-    assert "equalize" not in PRESETS["oscar"].published()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_search_takes_every_format(format):
-    assert Search(format=format).format == format
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
@@ -79,7 +64,6 @@ def test_frozen():
         ("composition: r_h_bpr", "did you mean 'r_h_pbr'?"),
         ("extends: oskar", "did you mean 'oscar'?"),
         ("pooling: heads", "pooling = 'heads'"),
-        ("search: {format: vlm}", "must be one of sglang, vllm, mlx (did you mean 'vllm'?)"),
         ("- a list", "is no recipe"),
         ("a: [", "not readable YAML"),
         ("data: 7", "data must hold keys"),

@@ -184,7 +184,7 @@ def test_the_harness_renders_within_the_same_limits():
         ("data: {tokens: 1000000000000}", "tokens = 1000000000000"),
         ("data: {length: 1000000000000}", "length = 1000000000000"),
         ("seed: " + "9" * 30, "seed = 999"),
-        ("search: {steps: 1000000000000}", "steps = 1000000000000"),
+        ("group_size: 1000000000000", "group_size = 1000000000000"),
         ("sink: 1000000000000", "sink = 1000000000000"),
     ],
     ids=["aliases", "merges", "10 MB", "name", "key", "extends", "nested", "tokens", "length",

@@ -14,7 +14,6 @@ ROWS, LENGTH = 2, 2560  # more than the 2,176 tokens that configs/Qwen3-8B.yaml 
 JUDGED_ROWS, BASELINES = 1, ("identity", "hadamard")
 TASKS, QUESTIONS, PROMPT = 1, 1, 3584  # more than windows of 128/1024 and a chunk of 2,048 tokens
 HARNESS_QUESTIONS, NEW_TOKENS = 1, 8
-SEARCHED_ROWS, SEARCHED_LENGTH, SEARCH = 3, 512, {"texts": 1, "prompts": 2, "steps": 2}
 
 
 def shrink() -> None:
@@ -27,7 +26,7 @@ def shrink() -> None:
 
     contribution.plan = calibration.plan = _with_result(calibration.plan, small_plan)
     evaluation.judged_text = _with_result(evaluation.judged_text, judged_data)
-    evaluation.build_arms = _with_argument(evaluation.build_arms, 4, few_baselines)
+    evaluation.build_arms = _with_argument(evaluation.build_arms, 3, few_baselines)
     evaluation.plan_tasks = _with_argument(evaluation.plan_tasks, 0, small_tasks)
     evaluation.run_harness = _with_argument(evaluation.run_harness, 3, small_harness)
     GenerationMixin.generate = _of_few_tokens(GenerationMixin.generate)
@@ -49,9 +48,6 @@ def few_baselines(names: Any) -> Any:
 def small_plan(plan: Any) -> Any:
     recipe = plan.job.recipe
     change = {"data": small_data(recipe.data)}
-    if recipe.search is not None:
-        change["search"] = recipe.search.model_copy(update=SEARCH)
-        change["data"] = small_data(recipe.data, SEARCHED_ROWS, SEARCHED_LENGTH)
     return replace(plan, job=replace(plan.job, recipe=recipe.model_copy(update=change)))
 
 
