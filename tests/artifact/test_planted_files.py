@@ -126,7 +126,7 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     [
         pytest.param(name, marks=pytest.mark.hostile("link"))
         for name in (
-            "out/k_rotation_perhead.pt",
+            "out/k_rotation_centered_perhead.pt",
             ".out.partial",
             ".out.old",
             "out/.oscar_0.pending.json",
@@ -140,7 +140,7 @@ def test_an_export_writes_through_no_link(inside, folder, docs, name):
     (inside.folder / name).symlink_to(docs.folder if name.startswith(".out") else docs.file)
     assert inside(*words).returncode == 0
     assert docs.whole()
-    assert not (inside.folder / "out/k_rotation_perhead.pt").is_symlink()
+    assert not (inside.folder / "out/k_rotation_centered_perhead.pt").is_symlink()
 
 
 @pytest.mark.hostile("link")
@@ -272,7 +272,8 @@ def test_restart_replaces_no_file_that_is_no_part_of_an_artifact(inside, folder)
 
 @pytest.mark.hostile("path")
 def test_an_export_keeps_what_it_did_not_write(inside, folder):
-    words = ("export", folder, "--to", "vllm", "--pooled", "--windows", "0/0", "-o", "out")
+    words = ("export", folder, "--to", "vllm", "--pooled", "--windows", "0/0", "--uncentered")
+    words += ("-o", "out")
     assert inside(*words).returncode == 0
     out = inside.folder / "out"
     (out / "notes").mkdir()

@@ -56,7 +56,8 @@ def test_a_revision_is_named_and_imported_files_have_no_command(manifest):
 
 def test_an_equalized_artifact_is_exported_for_a_folded_model(manifest):
     assert export_commands(manifest) == ["rotationzoo export FOLDER --to sglang"]
-    equalized = manifest.model_copy(update={"recipe": PRESETS["oscar"].published()})
+    recipe = PRESETS["oscar"].model_copy(update={"equalize": True})
+    equalized = manifest.model_copy(update={"recipe": recipe.published()})
     assert export_commands(equalized) == [
         "rotationzoo export FOLDER --absorb demo -o FOLDED",
         "rotationzoo export FOLDER --to sglang --folded FOLDED",

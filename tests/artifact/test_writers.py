@@ -9,9 +9,11 @@ import subprocess
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.damage import small_artifact
 
 from rotationzoo.artifact.store import Artifact
@@ -220,13 +222,17 @@ def test_nothing_is_added_to_other_rotations(made, folder):
         artifact.rotation_tensors()
 
 
+def clip_half(layer, side, rotation):
+    return replace(rotation, clip=torch.full_like(rotation.clip, 0.5))
+
+
 @pytest.mark.hostile("crash")
 def test_other_rotations_are_told_apart_in_a_folder_of_the_same_number(made, folder, tmp_path):
     """Disks often give a new folder the number of one that was removed. Here the folder itself
     stays, and the other tensors have the same names and shapes."""
     artifact, of_other = (
         Artifact.open(folder),
-        Artifact.open(folder).rotations.with_clip("key", 0.5),
+        Artifact.open(folder).rotations.replace(clip_half),
     )
     other = write_artifact(tmp_path / "other", of_other, None, artifact.content).folder
     number = folder.stat().st_ino

@@ -1,12 +1,8 @@
 """Stopping a job and going on with it."""
 
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 
-from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
@@ -73,26 +69,3 @@ def test_an_interrupted_restart_goes_on(tiny, tmp_path):
     assert counted[-1] == (tokens, tokens)
     assert resumed.identity == whole.identity
     assert {path.name for path in tmp_path.iterdir()} == {"out", "whole"}
-
-
-def test_a_checkpoint_without_counts_is_resumed(tmp_path):
-    """Earlier versions saved none."""
-    checkpoint = Checkpoint(tmp_path / "out.safetensors", {"model": "m"})
-    checkpoint.limit.rows, checkpoint.passes["samples"] = 2, 3
-    checkpoint.save_scores({"a": torch.ones(1)})
-    again = Checkpoint(checkpoint.path, checkpoint.identity)
-    again.resume_counts()
-    assert (again.limit.rows, again.passes) == (2, {"samples": 3})
-    (path,) = tmp_path.iterdir()
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    del metadata["so_far"]
-    save_file({"a": torch.ones(1)}, path, metadata)
-    earlier = Checkpoint(checkpoint.path, checkpoint.identity)
-    earlier.resume_counts()
-    assert (earlier.limit.rows, earlier.passes) == (None, {})
-    assert earlier.read_scores()["a"] == 1
-    del metadata["scores"]
-    save_file({"a": torch.ones(1)}, path, metadata)
-    with pytest.raises(RotationZooError, match="is damaged"):
-        earlier.read_scores()
