@@ -8,8 +8,7 @@ evaluation.jsonl. Statistics are collected once for every model. Every arm has t
 questions and texts, so that all differences are paired; `ablation_tables` makes tables of them.
 Models run in bfloat16, as they are served.
 
-An arm is a closed form, whose recipe is `CLOSED`, what a search of `SEARCHES` chose, or a cache of
-transformers. `+fb` after its name: keys and values are written by error feedback; `+keys`: keys
+An arm is a closed form, whose recipe is `CLOSED`, or a cache of transformers. `+fb` after its name: keys and values are written by error feedback; `+keys`: keys
 alone. Settings are prompts of 2,048 tokens, the same
 prefilled in chunks of 512 as OSCAR's server writes them, and prompts of 8,192 tokens.
 
@@ -41,10 +40,8 @@ from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
-from rotationzoo.calibration.feedback_factors import METRIC_KINDS, add_factors, error_metric
+from rotationzoo.calibration.feedback_factors import METRIC_KINDS, error_metric
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.search.run import search_rotations
-from rotationzoo.calibration.search.task import SearchTask
 from rotationzoo.codec import cuda
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
@@ -55,7 +52,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, geometry_on_meta
 from rotationzoo.model.source import find
-from rotationzoo.recipe import PRESETS, Data, Recipe, Search
+from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.text.rows import read_corpus
 
@@ -64,7 +61,6 @@ SETTINGS: dict[str, tuple[int, int | None, int]] = {
 }  # fmt: skip
 """Setting -> tokens a prompt, tokens a chunk, questions a task."""
 FACTOR = "{0.0f, 0.05f, 0.1f, 0.15f}"  # of `feedback.cu`: what is cut off either end of a range
-LAST_SEARCH = 200  # seconds before the end after which no search begins
 TEXTS, TEXT_LENGTH = 16, 2048  # plain text, for the perplexity
 CALIBRATION = {"tokens": 262_144, "length": 4096, "packing": "mixed"}
 
@@ -86,17 +82,6 @@ CLOSED: dict[str, dict[str, Any]] = {
 feedback."""
 CLIPS = {"oscar, clip .92/.92": (0.92, 0.92), "oscar, clip 1/1": (1.0, 1.0)}
 """Name -> other clip ratios. Error feedback searches ranges, and has none."""
-SEARCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "best": ("best", {}),
-    "best without learning": ("best", {"steps": 0}),
-    "learned in one frame": ("oscar", {"heads": True}),
-    "best without heads": ("best", {"heads": False}),
-    "oscar-clip": ("oscar", {"heads": False}),
-    "oscar-v1-clip": ("oscar-v1", {"heads": False}),
-    "hadamard-clip": ("hadamard", {"heads": False}),
-    "oscar-clip by predictions": ("oscar", {"heads": False, "prompts": 0}),
-}
-"""Name -> the preset that the search starts from, and the settings of the search."""
 FEEDBACK = "+fb"
 DEFAULT = "oscar centred"
 """The closed form that is changed one step at a time."""
@@ -125,10 +110,7 @@ class Study:
         if small:
             data = data.model_copy(update={"tokens": 8192, "length": 1024})
         self.data = data
-        corpus = read_corpus(data, self.tokenizer)
-        held_out = Search().held_out(len(corpus.rows))
-        self.fitted = replace(corpus, rows=corpus.rows[:-held_out])
-        self.held_out = corpus.rows[-held_out:]
+        self.corpus = read_corpus(data, self.tokenizer)
         on_meta = loading.on_meta(config, source.name)
         geometry = geometry_on_meta(on_meta)
         assert geometry is not None
@@ -148,7 +130,7 @@ class Study:
             recipe = Recipe(feedback=True)
             if published:
                 recipe = PRESETS["oscar-v1"].model_copy(update={"feedback": True})
-            statistics = collect(self.model, self.geometry, self.fitted.batches(8), recipe)
+            statistics = collect(self.model, self.geometry, self.corpus.batches(8), recipe)
             add_projections(statistics, self.model, self.geometry)
             statistics = {
                 layer: {kind: moment.to(torch.device("cpu")) for kind, moment in moments.items()}
@@ -181,30 +163,6 @@ class Study:
         keys = {"feedback": True, **CLOSED[name], **changes}
         recipe = Recipe(**keys)
         return fit(self.statistics(name == "oscar-v1"), recipe, self.geometry)
-
-    def search(self, name: str) -> tuple[Rotations, dict[str, Any]]:
-        """What a search chooses, with its factors of error feedback, and what it was."""
-        started = time.monotonic()
-        preset, changes = SEARCHES[name]
-        recipe = PRESETS[preset].model_copy(update={"feedback": True})
-        settings = (recipe.search or Search()).model_copy(update=changes)
-        if self.small:
-            settings = settings.model_copy(update={"prompts": 5, "steps": min(settings.steps, 2)})
-        recipe = recipe.model_copy(update={"search": settings, "data": self.data})
-        statistics = self.statistics(preset == "oscar-v1")
-        baseline = fit(statistics, recipe.model_copy(update={"search": None}), self.geometry)
-        task = SearchTask(
-            self.model, self.geometry, recipe, statistics, baseline, self.fitted.rows,
-            self.held_out, self.tokenizer, batch=8,
-        )  # fmt: skip
-        chosen = search_rotations(task)
-
-        record = {
-            "seconds": round(time.monotonic() - started),
-            "taken": chosen.record["choice"]["taken"],
-            "winner": chosen.record["choice"]["winner"],
-        }
-        return add_factors(chosen.rotations, statistics, recipe), record
 
 
 def both(name: str, rotations: Rotations) -> Iterator[Arm]:
@@ -303,7 +261,7 @@ ARMS: dict[str, Callable[[Study], Iterator[Arm]]] = {
     "one range": functools.partial(range_arms, "{0.0f, 0.0f, 0.0f, 0.0f}"),
     "wide ranges": functools.partial(range_arms, "{0.0f, 0.075f, 0.15f, 0.225f}"),
 }
-"""Job -> its arms. Every search and every reader of `READERS` is a job, too."""
+"""Job -> its arms. Every reader of `READERS` is a job, too."""
 
 
 def read_stored(study: Study, questions: Questions) -> Reader:
@@ -377,20 +335,14 @@ def run_job(study: Study, job: str, settings: list[str], write: Callable[..., No
                 tasks = ask(study, reader, questions)
                 write(setting=setting, arm=job, bits=reader.bits, tasks=tasks)
         return
-    record: dict[str, Any] = {}
-    if job in SEARCHES:
-        rotations, record = study.search(job)
-        arms = both(job, rotations)
-    else:
-        arms = ARMS[job](study)
-    for arm in arms:
+    for arm in ARMS[job](study):
         for setting in settings:
             questions = study.questions(setting)
             reader = simulated(study.loaded, arm, questions.cache, questions.length)
             tasks = ask(study, reader, questions)
             losses = read_texts(study, reader, questions.cache.first_quantized)
             line = {"setting": setting, "arm": arm.name, "bits": reader.bits, "tasks": tasks}
-            write(**line, text_losses=losses, **record)
+            write(**line, text_losses=losses)
 
 
 def write_line(path: Path, **line: Any) -> None:
@@ -413,9 +365,6 @@ def work_through(options: argparse.Namespace, number: int, device: str, queues: 
                 folder, job = jobs.get(timeout=0.2)
             except queue.Empty:
                 break
-            if job in SEARCHES and time.time() > options.deadline - LAST_SEARCH:
-                print(f"{folder.name}, {job}: not begun, there is no time", flush=True)
-                continue
             try:
                 if study is None or study.name != folder.name:
                     study = None
@@ -486,17 +435,13 @@ def main() -> int:
         process.start()
     for process in first:
         process.join()
-    # Searches take minutes: half of the processes begin with them, and half with closed forms.
-    fast = [name for name in (*READERS, *ARMS) if re.search(options.arms, name)]
-    fast = ["exact", *fast]
-    slow = [name for name in SEARCHES if re.search(options.arms, name)]
+    names = [name for name in (*READERS, *ARMS) if re.search(options.arms, name)]
     queues = []
-    for names in (slow, fast):
-        for folder in options.models:
-            jobs = context.Queue()
-            for name in names:
-                jobs.put((folder, name))
-            queues.append(jobs)
+    for folder in options.models:
+        jobs = context.Queue()
+        for name in ("exact", *names):
+            jobs.put((folder, name))
+        queues.append(jobs)
     workers = [
         context.Process(target=work_through, args=(options, n, devices[n % len(devices)], queues))
         for n in range(options.jobs * len(devices))

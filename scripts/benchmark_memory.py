@@ -248,9 +248,7 @@ def measure_encoders() -> Record:
 
 
 def with_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
-    """A rotation whose keys have factors of error feedback, for queries of falling eigenvalues."""
-    if side == "value":
-        return rotation
+    """A rotation with factors of error feedback, for a metric of falling eigenvalues."""
     dim, heads = rotation.dim, len(rotation.clip)
     basis = torch.linalg.qr(torch.randn(heads, dim, dim, dtype=torch.float64)).Q
     falling = torch.diag(1 / torch.arange(1, dim + 1, dtype=torch.float64))

@@ -14,9 +14,9 @@ are random and made on the device, in the geometries of `scale_models`, and so i
   rotations of all layers. It reads back what it has just written, from the page cache where that
   has room, which is to its advantage.
 * `evaluate`: for the first model, a text and the recall prompts of `--evaluate-length` tokens.
-* `accuracy`, `best`, `offload`, `long` and `ranks` run `benchmark_statistics.py`,
-  `benchmark_search.py`, `check_offload.py`, `benchmark_long.py` and `check_ranks.py`, the last of
-  them on two GPUs. `--parts all` is all of these but `ranks`.
+* `accuracy`, `offload`, `long` and `ranks` run `benchmark_statistics.py`, `check_offload.py`,
+  `benchmark_long.py` and `check_ranks.py`, the last of them on two GPUs. `--parts all` is all of
+  these but `ranks`.
 
 Utilization is of the FLOP/s of a bf16 matrix product of 8,192 rows and columns in the same run.
 FLOPs are counted from the shapes, attention by the pairs that its causal mask shows, experts by
@@ -45,7 +45,6 @@ from scale_statistics import Bench, Text, measure_statistics, statistics_lines
 
 SCRIPTS = {
     "accuracy": ["benchmark_statistics.py"],
-    "best": ["benchmark_search.py"],
     "offload": ["check_offload.py"],
     "long": ["benchmark_long.py"],
     "ranks": ["check_ranks.py"],

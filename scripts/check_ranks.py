@@ -1,14 +1,13 @@
 """Whether two GPUs give what one does, and how much faster: for a machine with two, without a
 network, in under four minutes.
 
-    python scripts/check_ranks.py [--layers 12] [--tokens 1048576] [--folder FOLDER] [--parts acbed]
+    python scripts/check_ranks.py [--layers 12] [--tokens 1048576] [--folder FOLDER] [--parts acbd]
 
 * a: `calibrate` with torchrun and NCCL beside one process, of a model with random bfloat16 weights
   in the geometry of Qwen3-8B, with fewer layers: its statistics, and the seconds of its passes.
-* c: the same model, and the demo model, split over both GPUs with `--device-map auto`: `calibrate`,
-  `best`, and `evaluate` with tasks.
+* c: the same model, and the demo model, split over both GPUs with `--device-map auto`: `calibrate`
+  and `evaluate` with tasks.
 * b: `evaluate` with tasks under torchrun beside one process: the whole report.
-* e: `best` under torchrun beside one process, of the demo model: what is chosen, and the seconds.
 * d: a process killed with SIGKILL in the middle of `calibrate`: how the others end, and what the
   next run of the same command makes.
 
@@ -49,9 +48,8 @@ SMALL = {
     "head_dim": 32, "vocab_size": 2048,
 }  # fmt: skip
 ROUNDING = 1e-12  # of float64 sums in another order; 2e-16 was measured on a CPU
-CLOSE = 1e-3  # of scores of a search
 FASTER = 1.8
-PARTS = {"a": "calibrate", "b": "evaluate", "c": "device map", "e": "best", "d": "a killed process"}
+PARTS = {"a": "calibrate", "b": "evaluate", "c": "device map", "d": "a killed process"}
 
 
 class Checks:
@@ -237,25 +235,6 @@ class Parts:
         self._split_large()
         self._split_demo()
 
-    def e(self) -> None:
-        """`best` under torchrun."""
-        data = {"tokens": 4096 if self.on_cpu else 16384, "length": 512 if self.on_cpu else 1024}
-        search = {"steps": 20, "starts": 1, "queries": 16, "prompts": 8, "equalize": [False]}
-        recipe = {"name": "best", "data": data, "search": search}
-        path = self.folder / "short.yaml"
-        path.write_text(json.dumps(recipe))
-        words = ["calibrate", "demo", "--recipe", path, "--quiet", "--output"]
-        self.commands.run("best", *words, "best-alone")
-        self.commands.run("best", *words, "best-shared", processes=2)
-        made = [self.folder / name / "manifest.json" for name in ("best-alone", "best-shared")]
-        one, two = (json.loads(each.read_text()) for each in made)
-        closed = largest_change(_closed(one["search"]), _closed(two["search"]))
-        same = one["search"]["choice"]["taken"] == two["search"]["choice"]["taken"]
-        times = " and ".join(f"{each['run']['seconds']:.1f} s" for each in (one, two))
-        told = f"best by two processes: scores of closed forms {closed:.1e} from those by one "
-        told += f"(allowed {CLOSE}), the same choice: {same}; {times} with loading, one and two"
-        self.checks.tell(closed <= CLOSE and same, told)
-
     def d(self) -> None:
         """A process killed while it runs its share."""
         words = [*self.calibrate, "--output", "killed"]
@@ -317,23 +296,14 @@ class Parts:
         self.checks.tell(passed, f"{told} (allowed {ROUNDING})")
 
     def _split_demo(self) -> None:
-        """The demo model, which answers: its statistics, a search, and evaluations."""
+        """The demo model, which answers: its statistics, and evaluations."""
         from rotationzoo.evaluation.job import Evaluation, evaluate
-        from rotationzoo.recipe import Data, Search
+        from rotationzoo.recipe import Data
 
         split = self._split(6_000_000 if self.on_cpu else 2_500_000)
         with _noted_places() as places:
             folders = self._demo("demo-one", {}), self._demo("demo-two", split)
         self._tell_statistics("the demo model", places, folders)
-        search = Search(steps=5, starts=1, queries=16, prompts=2)
-        extra = {"recipe": "best", "search": search, "data": Data(tokens=8192, length=1024)}
-        made = [self._demo("best-one", extra), self._demo("best-two", {**extra, **split})]
-        one, two = (json.loads((each / "manifest.json").read_text())["search"] for each in made)
-        closed = largest_change(_closed(one), _closed(two))
-        # Learning adds gradients in an order that changes from run to run, on one GPU as well.
-        told = f"a small best, split: scores {closed:.1e} from one GPU's (allowed {CLOSE}), "
-        same = one["model"]["kept"] == two["model"]["kept"]
-        self.checks.tell(closed <= CLOSE and same, told + f"the same choice: {same}")
         data = Data(tokens=4096, length=1024)
         job = Evaluation("demo", [folders[0]], data, prefill_chunk=256, **self.where)
         for name, each in (("simulated", job), ("real", replace(job, real_cache=True))):
@@ -341,25 +311,14 @@ class Parts:
             told = f"evaluate with tasks, {name} cache, split: report {change:.1e} from one GPU's"
             self.checks.tell(change <= 1e-6, f"{told} (allowed 1e-6)")
 
-    def _demo(self, name: str, extra: dict[str, Any]) -> Path:
+    def _demo(self, name: str, split: dict[str, Any]) -> Path:
         """An artifact of the demo model."""
         from rotationzoo.calibration.job import calibrate
         from rotationzoo.calibration.plan import Job
         from rotationzoo.recipe import PRESETS, Data
 
-        changes = {"data": extra.get("data", Data(tokens=8192, length=512))}
-        if "search" in extra:
-            changes["search"] = extra["search"]
-        recipe = PRESETS[extra.get("recipe", "oscar")].model_copy(update=changes)
-        options = {key: extra[key] for key in ("device_map", "max_memory") if key in extra}
-        return calibrate(Job("demo", recipe, self.folder / name, **self.where, **options)).folder
-
-
-def _closed(search: dict[str, Any]) -> dict[str, Any]:
-    """The scores of the closed forms by layer and side."""
-    layers = search["layers"].items()
-    sides = ("key", "value")
-    return {layer: {side: found[side]["closed"] for side in sides} for layer, found in layers}
+        recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=8192, length=512)})
+        return calibrate(Job("demo", recipe, self.folder / name, **self.where, **split)).folder
 
 
 @contextmanager

@@ -4,113 +4,12 @@ from types import SimpleNamespace
 
 import benchmark_generate
 import benchmark_memory
-import cache_contenders
 import pytest
 import torch
-from benchmark_caches import comparisons
-from cache_contenders import (
-    Contender,
-    ThroughCalls,
-    exact_cache,
-    held_bytes,
-    measure_decoding,
-    rotated_cache,
-)
-from cache_readers import answers_of, losses_of
-from compare_answers import Arm, Measured, Reply
-from support import architectures
-from test_transformers_caches import CoarseLayer
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from rotationzoo import RotatedCache
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recall.prompts import Prompt, Question
-
-IDS = torch.randint(3, 59, (2, 120), generator=torch.Generator().manual_seed(1))
-
-
-class Composed:
-    """A tensor that is made of others, as quanto's are."""
-
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-
-class ComposedLayer(CoarseLayer):
-    def _quantize(self, tensor, axis):
-        codes, scale = super()._quantize(tensor, axis)
-        return Composed(codes.to(torch.uint8), {"scale": scale})
-
-    def _dequantize(self, quantized):
-        return super()._dequantize((quantized.codes, quantized.scale["scale"]))
-
-
-def test_bytes_of_a_quantized_cache_are_those_of_its_tensors():
-    cache = Cache(layers=[ComposedLayer(residual_length=8)])
-    for tokens in (10, 3):
-        cache.update(torch.ones(1, 2, tokens, 4), torch.ones(1, 2, tokens, 4), 0)
-    quantized, residual = 2 * 10 * 4 + 4, 4 * 2 * 3 * 4  # codes and a scale; exact tokens
-    assert held_bytes(cache) == 2 * (quantized + residual)
-
-
-@torch.no_grad()
-def test_a_model_read_through_calls_gives_its_logits():
-    model = architectures.build("qwen3")
-    reader = exact_cache(model, 7).reader
-    logits = reader(input_ids=IDS, logits_to_keep=50).logits
-    # Measured: 5e-6, of logits up to 10.
-    assert torch.allclose(logits, model(input_ids=IDS).logits[:, -50:], atol=1e-4)
-
-
-@torch.no_grad()
-def test_losses_and_answers_are_read_through_any_cache():
-    """An exact cache gives those of the model."""
-    model = architectures.build("qwen3")
-    ids = torch.randint(3, 59, (2, 40), generator=torch.Generator().manual_seed(0))
-    through = exact_cache(model, step=4).reader
-    losses = losses_of(model, ids, 24)
-    assert torch.allclose(losses_of(through, ids, 24), losses, atol=1e-5)
-    prompts = [Prompt(row, (Question("any", slice(30, 34), 4),)) for row in ids]
-    expected, answers = (answers_of(either, prompts, 2) for either in (model, through))
-    assert torch.equal(answers.correct, expected.correct)
-    assert torch.allclose(answers.log_probability, expected.log_probability, atol=1e-4)
-
-
-def test_bits_are_those_held_while_decoding(monkeypatch):
-    model, period = architectures.build("qwen3"), 16
-    monkeypatch.setattr(cache_contenders, "_PERIOD", period)
-    monkeypatch.setattr(cache_contenders, "_STEPS", period)
-    geometry = geometry_of(model)
-
-    def bits(contender: Contender) -> float:
-        contender = Contender(contender.name, contender.reader, contender.create, period)
-        return measure_decoding(model, geometry, contender, IDS[:1])["bits"]
-
-    assert bits(exact_cache(model, 7)) == 32, "float32"
-    small = {"format": "vllm", "sink": 8, "recent": 8}
-    rotated = rotated_cache(model, "none", None, 7, **small)
-    assert isinstance(rotated.reader, ThroughCalls)
-    assert rotated.name == "none, vllm, windows 8/8"
-    # A block of 256 tokens is there whole, though only some of it is used.
-    blocks = 256 * bits_of_codes(geometry) + 16 * 32
-    assert bits(rotated) == pytest.approx(sum(blocks / (104 + n) for n in range(1, 17)) / 16)
-
-
-def bits_of_codes(geometry) -> float:
-    """Per element: 2, and a float16 scale and minimum a row."""
-    return 2 + 2 * 16 / geometry[0].key_dim
-
-
-def test_caches_are_compared_with_those_that_hold_as_much():
-    arms = {}
-    for name, bits, answered in (("hqq-2", 3, 1), ("feedback", 2.9, 4), ("larger", 3.1, 4)):
-        replies = {("needles", number): Reply(answered, -2.0, 8) for number in range(3)}
-        arms[name] = Arm(replies, [1.0], bits)
-    (line,) = comparisons(Measured("demo", arms, {}))
-    assert line.startswith("* feedback (2.90 bits) beside hqq-2 (3.00): +37.5 ± 0.0 % answers")
 
 
 @pytest.fixture

@@ -64,13 +64,11 @@ def test_settings_come_from_the_recipe_and_the_options(demo, made):
     assert storage.reading == "rows"
 
 
-def test_keys_get_codes_by_error_feedback_where_an_artifact_has_its_factors(demo, made):
+def test_error_feedback_is_used_where_an_artifact_has_its_factors(demo, made):
     rotations = Artifact.open(made).rotations
     assert RotatedCache(rotations, demo).storage.arm.rounding == "nearest"
     factors = torch.eye(64).repeat(2, 1, 1)
-    able = rotations.replace(
-        lambda _, side, rotation: replace(rotation, feedback=factors if side == "key" else None)
-    )
+    able = rotations.replace(lambda _, __, rotation: replace(rotation, feedback=factors))
     assert RotatedCache(able, demo).storage.arm.rounding == "feedback"
     assert RotatedCache(able, demo, rounding="nearest").storage.arm.rounding == "nearest"
 

@@ -112,16 +112,16 @@ def test_the_peak_of_the_host_is_that_of_the_block():
 def test_one_command_measures_and_says_what_it_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scale_models, "SHAPES", {"dense": DENSE, "experts": EXPERTS})
     monkeypatch.setattr(scale_evaluate, "_WARMING", 384)
-    monkeypatch.setitem(benchmark_scale.SCRIPTS, "best", ["no_script.py"])
+    monkeypatch.setitem(benchmark_scale.SCRIPTS, "absent", ["no_script.py"])
     output = tmp_path / "scale.json"
     line = "x --models dense,experts --tokens 512 --length 128 --batch 2 --repeats 1"
-    parts = "--parts statistics,old-way,evaluate,best --evaluate-length 512 --old-layers 1"
+    parts = "--parts statistics,old-way,evaluate,absent --evaluate-length 512 --old-layers 1"
     monkeypatch.setattr(sys, "argv", [*line.split(), *parts.split(), "--output", str(output)])
     assert benchmark_scale.main() == 1  # no_script.py
     content = json.loads(output.read_text())
     measured = [(result["part"], result.get("model")) for result in content["results"]]
     names = ["statistics", "old-way", "evaluate"]
-    expected = [*((name, "dense") for name in names), ("statistics", "experts"), ("best", None)]
+    expected = [*((name, "dense") for name in names), ("statistics", "experts"), ("absent", None)]
     assert measured == expected
     _, old_way, evaluated, experts, _ = content["results"]
     assert old_way["ratio"].keys() == {"oscar", "oscar-v1"}

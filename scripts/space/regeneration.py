@@ -14,7 +14,7 @@ from planning import check_model
 from rotationzoo.errors import HubError, UsageError
 from rotationzoo.network.huggingface_session import asking_huggingface
 
-RECIPES = ("best", "feedback", "oscar")
+RECIPES = ("oscar", "oscar-v1")
 FOLDER = "requests"
 _MOST = 200  # open pull requests to look through for the same one
 

@@ -126,7 +126,7 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     [
         pytest.param(name, marks=pytest.mark.hostile("link"))
         for name in (
-            "out/k_rotation_centered_perhead.pt",
+            "out/k_rotation_oscar2_center.pt",
             ".out.partial",
             ".out.old",
             "out/.oscar_0.pending.json",
@@ -140,7 +140,7 @@ def test_an_export_writes_through_no_link(inside, folder, docs, name):
     (inside.folder / name).symlink_to(docs.folder if name.startswith(".out") else docs.file)
     assert inside(*words).returncode == 0
     assert docs.whole()
-    assert not (inside.folder / "out/k_rotation_centered_perhead.pt").is_symlink()
+    assert not (inside.folder / "out/k_rotation_oscar2_center.pt").is_symlink()
 
 
 @pytest.mark.hostile("link")

@@ -95,16 +95,14 @@ def test_tokens_that_wait_are_read_exact():
 
 
 def changed(rotations):
-    """Rotations with means, of keys that get their codes by error feedback."""
+    """Rotations with means, and with factors of error feedback."""
     generator = torch.Generator().manual_seed(3)
 
-    def change(_, side, rotation):
+    def change(_, __, rotation):
         heads, dim = len(rotation.clip), rotation.dim
         mean = torch.randn(heads, dim, generator=generator)
         upper = torch.randn(heads, dim, dim, generator=generator).triu(1) / 4
-        return replace(
-            rotation, mean=mean, feedback=upper + torch.eye(dim) if side == "key" else None
-        )
+        return replace(rotation, mean=mean, feedback=upper + torch.eye(dim))
 
     return rotations.replace(change)
 

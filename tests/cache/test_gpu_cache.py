@@ -28,9 +28,7 @@ IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def with_feedback(rotations):
-    def add(_, side, rotation):
-        if side == "value":
-            return rotation
+    def add(_, __, rotation):
         shape = len(rotation.clip), rotation.dim, rotation.dim
         above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
         return replace(rotation, feedback=above + torch.eye(rotation.dim))

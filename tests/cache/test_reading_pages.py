@@ -119,7 +119,7 @@ def changed(rotations, equalized=False):
         heads, dim = len(rotation.clip), rotation.dim
         mean = torch.randn(heads, dim, generator=generator)
         upper = torch.randn(heads, dim, dim, generator=generator).triu(1) / 4
-        feedback = upper + torch.eye(dim) if side == "key" else None
+        feedback = upper + torch.eye(dim)
         if not equalized:
             return replace(rotation, mean=mean, feedback=feedback)
         factors = 2.0 ** torch.randint(-2, 3, mean.shape, generator=generator)

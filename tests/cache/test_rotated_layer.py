@@ -46,9 +46,7 @@ def random_rotations(centered=True):
 def with_factors(rotations):
     """Rotations with factors of error feedback."""
 
-    def add(_, side, rotation):
-        if side == "value":
-            return rotation
+    def add(_, __, rotation):
         shape = HEADS, rotation.dim, rotation.dim
         above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
         return replace(rotation, feedback=above + torch.eye(rotation.dim))

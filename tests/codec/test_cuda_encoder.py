@@ -124,8 +124,8 @@ def test_a_simulation_encodes_with_the_kernel_of_error_feedback(format, device, 
 
 
 def rotations():
-    def add_factor(_, side, rotation):
-        return replace(rotation, feedback=factor()) if side == "key" else rotation
+    def add_factor(_, __, rotation):
+        return replace(rotation, feedback=factor())
 
     return fit(None, PRESETS["random"], [Layer(0, 0, HEADS, HEADS, DIM, DIM)]).replace(add_factor)
 
