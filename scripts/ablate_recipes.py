@@ -17,6 +17,7 @@ prefilled in chunks of 512 as OSCAR's server writes them, and prompts of 8,192 t
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -33,7 +34,6 @@ from typing import Any
 
 import torch
 from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
-from transformers import PreTrainedModel
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
@@ -285,25 +285,26 @@ READERS: dict[str, tuple[Callable[[Study, Questions], Reader], tuple[str, ...]]]
 transformers are no servers and have no chunks."""
 
 
-def ask(study: Study, reader: Reader, questions: Questions, blind: bool = False) -> dict[str, Any]:
-    """What was answered, task by task. The prompts of all tasks share batches."""
-    prompts = []
-    for series in questions.series:
-        prompts += series.blind if blind else series.prompts
-    # A cache that reads token by token takes as many calls for a large batch as for a small one.
-    batch = questions.batch if isinstance(reader.model, PreTrainedModel) else 4 * questions.batch
-    with torch.no_grad(), reader.context():
-        answers = answers_of(reader.model, prompts, batch)
-    correct = "".join(map(str, answers.correct.int().tolist()))
-    logs = [round(x, 4) for x in answers.log_probability.tolist()]
-    tasks, start = {}, 0
-    for series in questions.series:
-        sizes = [len(prompt.questions) for prompt in (series.blind if blind else series.prompts)]
-        end = start + sum(sizes)
-        tasks[series.task] = {
-            "correct": correct[start:end], "log_probabilities": logs[start:end], "prompts": sizes,
-        }  # fmt: skip
-        start = end
+def ask(
+    reader: Reader, questions: Questions, batch: int | None = None, blind: bool = False
+) -> dict[str, Any]:
+    """What was answered, task by task. The prompts of all tasks share batches; `blind` ones, which
+    lack their statements, have another length in every task."""
+    tasks = {}
+    for group in [[each] for each in questions.series] if blind else [questions.series]:
+        asked = {each.task: each.blind if blind else each.prompts for each in group}
+        prompts = list(itertools.chain.from_iterable(asked.values()))
+        with torch.no_grad(), reader.context():
+            answers = answers_of(reader.model, prompts, batch or questions.batch)
+        correct = "".join(map(str, answers.correct.int().tolist()))
+        logs = [round(x, 4) for x in answers.log_probability.tolist()]
+        start = 0
+        for task, its_prompts in asked.items():
+            sizes = [len(prompt.questions) for prompt in its_prompts]
+            part = slice(start, start := start + sum(sizes))
+            tasks[task] = {
+                "correct": correct[part], "log_probabilities": logs[part], "prompts": sizes,
+            }  # fmt: skip
     return tasks
 
 
@@ -322,8 +323,8 @@ def run_job(study: Study, job: str, settings: list[str], write: Callable[..., No
         for setting in settings:
             questions = study.questions(setting)
             losses = read_texts(study, reader, questions.cache.first_quantized)
-            tasks = ask(study, reader, questions)
-            blind = ask(study, reader, questions, blind=True)
+            tasks = ask(reader, questions)
+            blind = ask(reader, questions, blind=True)
             write(setting=setting, arm=job, bits=16, tasks=tasks, text_losses=losses, blind=blind)
         return
     if job in READERS:
@@ -332,14 +333,15 @@ def run_job(study: Study, job: str, settings: list[str], write: Callable[..., No
             if setting in asked:
                 questions = study.questions(setting)
                 reader = read(study, questions)
-                tasks = ask(study, reader, questions)
+                # A cache that is really filled takes as many calls for many prompts as for few.
+                tasks = ask(reader, questions, batch=2 * questions.batch)
                 write(setting=setting, arm=job, bits=reader.bits, tasks=tasks)
         return
     for arm in ARMS[job](study):
         for setting in settings:
             questions = study.questions(setting)
             reader = simulated(study.loaded, arm, questions.cache, questions.length)
-            tasks = ask(study, reader, questions)
+            tasks = ask(reader, questions)
             losses = read_texts(study, reader, questions.cache.first_quantized)
             line = {"setting": setting, "arm": arm.name, "bits": reader.bits, "tasks": tasks}
             write(**line, text_losses=losses)
