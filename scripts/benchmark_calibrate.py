@@ -6,7 +6,6 @@ on the same rows.
 
 All run without the language-model head, in turns, in one process; the ratio of the medians counts.
 `key_energy` is the recipe `oscar-v1`, which takes two passes.
-`feedback` also weights sampled queries by how peaked their attention is.
 """
 
 import argparse
@@ -43,7 +42,6 @@ def main() -> None:
     jobs: dict[str, Callable[[], object]] = {
         "forward": plain,
         "oscar": lambda: collect(model, geometry, batches, PRESETS["oscar"]),
-        "feedback": lambda: collect(model, geometry, batches, PRESETS["feedback"]),
         "key_energy": lambda: collect(model, geometry, batches, PRESETS["oscar-v1"]),
     }
     print(

@@ -76,12 +76,15 @@ def types() -> Iterator[Case]:
 
 
 def peaks() -> Iterator[Case]:
-    """One key as heavy as all others together, and far above them, at either end."""
+    """One key as heavy as all others together, and far above them, at either end; and all packed
+    keys far below the exact ones, or above."""
     long = Case("peaks", lengths=(5000, 20_011), page=256, head=64, tail=256)
     for place, height in itertools.product(("first", "last", "head", "tail"), (9.0, 40.0, 150.0)):
         for format in ("sglang", "vllm"):
             yield replace(long, format=format, peak=(place, height))
     yield replace(long, peak=("last", 40.0), new=4, group=7)
+    for height in (-300.0, -150.0, 150.0):
+        yield replace(long, peak=("packed", height))
 
 
 def magnitudes() -> Iterator[Case]:

@@ -47,8 +47,8 @@ class Case:
     equal_rows: bool = False
     """Whether all packed rows have the same scale, one that float16 does not hold."""
     peak: tuple[str, float] | None = None
-    """Where a key points along the queries (`first`, `last`, `head` or `tail`), and how high its
-    logit is above the others'."""
+    """Where a key points along the queries (`first`, `last`, `head` or `tail`; `packed`: all that
+    are packed do), and how high its logit is above the others'."""
     unread: float = 1e4
     """What is in places that nobody may read."""
     splits: int | None = None
@@ -125,9 +125,11 @@ class Drawing:
         """Keys with the one that a peak asks for, if it lies here."""
         if self.case.peak is None or self.case.peak[0] != place:
             return keys
-        index = [max(0, count - 1) if place in ("last", "tail") else 0 for count in counts]
         # The logit of a key that equals its query is about the root of the head dimension.
         height = self.case.peak[1] / math.sqrt(self.case.dim) / self.case.query_scale
+        if place == "packed":
+            return keys + height * self.direction[:, :, None]
+        index = [max(0, count - 1) if place in ("last", "tail") else 0 for count in counts]
         for row, token in enumerate(index):
             keys[row, :, token] = height * self.direction[row]
         return keys
@@ -139,7 +141,7 @@ class Drawing:
         for side, layout in zip(("key", "value"), self.layouts(), strict=True):
             rows = self.rows(side, count * case.page)
             if side == "key":
-                for place in ("first", "last"):
+                for place in ("first", "last", "packed"):
                     rows = self.peak(place, rows, list(case.lengths))
             mean = self.normal(case.kv_heads, rows.shape[-1]) if case.means else None
             sides.append(self.side(layout, rows, mean))

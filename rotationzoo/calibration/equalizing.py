@@ -121,7 +121,7 @@ def add_projections(statistics: Statistics, model: "PreTrainedModel", geometry: 
             reason = origin.removeprefix("identity: ")
             raise RotationZooError(
                 f"values of layer {layer.index} cannot be equalized: {reason}",
-                hint="do without equalizers: --recipe oscar, or --recipe oscar --feedback",
+                hint="leave --equalize out",
             )
         moments = statistics[layer.owner]
         if layer.owner == layer.index:

@@ -11,7 +11,7 @@ from rotationzoo.cli.options import Json, Quiet
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 
-MODEL, RECIPE = "demo", "feedback"
+MODEL, RECIPE = "demo", "oscar"
 BASELINES = ("identity", "hadamard")
 TASKS = ("needles", "key-value")
 QUESTIONS = 16

@@ -613,7 +613,8 @@ __device__ void raise(State& state, const Scores& scores, Scores& weights, const
       }
     #pragma unroll
     for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-    const float rise = first ? top : fmaxf(top, 0.0f), factor = exp2_of(-rise);
+    // Before the first tile there are only zeros. Times the infinity of a first tile of very low scores they would be NaN.
+    const float rise = first ? top : fmaxf(top, 0.0f), factor = first ? 1.0f : exp2_of(-rise);
     state.top[set] += rise, state.sum[set] *= factor;
     #pragma unroll
     for (int group = 0; group < VALUE_GROUPS; group++) state.offsets[group][set] *= factor;

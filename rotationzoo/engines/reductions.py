@@ -123,7 +123,8 @@ def _pooling(
 def _means(
     artifact: Artifact, request: Request, capabilities: Capabilities
 ) -> Iterator[_Reduction]:
-    """The means to leave out. Those of values always are: no engine subtracts them."""
+    """The means to leave out. An engine that does not subtract them needs no flag: rotations are
+    the same without them, and attention too. No engine subtracts those of values."""
     dropped = [
         side
         for side in artifact.recipe.centered
@@ -132,9 +133,8 @@ def _means(
     sides = " and ".join(f"{side}s" for side in dropped)
     yield _Reduction(
         needed=bool(dropped),
-        agreed=request.uncentered,
+        agreed=True,
         words=f"{sides} that keep their mean",
-        flag="--uncentered",
     )
 
 

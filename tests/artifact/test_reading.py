@@ -61,7 +61,7 @@ def test_an_artifact_is_hashed_once_and_read_once(made, opened):
 def test_an_export_hashes_and_reads_once(made, tmp_path, opened, engine):
     request = Request(engine, tmp_path / "out")
     if engine == "vllm":
-        request = replace(request, pooled=True, uncentered=True, windows=(0, 0))
+        request = replace(request, pooled=True, windows=(0, 0))
     export(Artifact.open(made), request)
     assert of_tensors(opened) == ONCE
 
