@@ -8,9 +8,10 @@ evaluation.jsonl. Statistics are collected once for every model. Every arm has t
 questions and texts, so that all differences are paired; `ablation_tables` makes tables of them.
 Models run in bfloat16, as they are served.
 
-An arm is a closed form, whose recipe is `CLOSED`, or a cache of transformers. `+fb` after its name: keys and values are written by error feedback; `+keys`: keys
-alone. Settings are prompts of 2,048 tokens, the same
-prefilled in chunks of 512 as OSCAR's server writes them, and prompts of 8,192 tokens.
+An arm is a closed form, whose recipe is `CLOSED`, or a cache of transformers. `+fb` after its name:
+keys and values are written by error feedback; `+keys`: keys alone. Settings are prompts of 2,048
+tokens, the same prefilled in chunks of 512 as OSCAR's server writes them, and prompts of 8,192
+tokens.
 
 `--jobs` processes share each GPU. OUTPUT/PROCESS.jsonl gets a line for each arm and setting.
 """
