@@ -66,11 +66,16 @@ def test_settings_come_from_the_recipe_and_the_options(demo, made):
 
 def test_error_feedback_is_used_where_an_artifact_has_its_factors(demo, made):
     rotations = Artifact.open(made).rotations
-    assert RotatedCache(rotations, demo).storage.arm.rounding == "nearest"
-    factors = torch.eye(64).repeat(2, 1, 1)
-    able = rotations.replace(lambda _, __, rotation: replace(rotation, feedback=factors))
-    assert RotatedCache(able, demo).storage.arm.rounding == "feedback"
-    assert RotatedCache(able, demo, rounding="nearest").storage.arm.rounding == "nearest"
+    assert RotatedCache(rotations, demo).storage.arm.rounding == "feedback"
+    assert RotatedCache(rotations, demo, rounding="nearest").storage.arm.rounding == "nearest"
+    plain = without_factors(rotations)
+    assert RotatedCache(plain, demo).storage.arm.rounding == "nearest"
+    with pytest.raises(RotationZooError, match="has no factors"):
+        RotatedCache(plain, demo, rounding="feedback")
+
+
+def without_factors(rotations):
+    return rotations.replace(lambda _, __, rotation: replace(rotation, feedback=None))
 
 
 def test_without_a_rotation_and_with_scales_per_channel(demo, made):
@@ -127,11 +132,6 @@ def test_what_is_no_model_and_no_rotations_is_refused(demo, made):
         RotatedCache(made, "demo")
     with pytest.raises(UsageError, match="an object of type int holds no rotations"):
         RotatedCache(3, demo)
-
-
-def test_rotations_without_factors_are_named(demo, made):
-    with pytest.raises(RotationZooError, match=f"{made.name} has no factors"):
-        RotatedCache(made, demo, rounding="feedback")
 
 
 def test_an_artifact_of_another_model_is_refused(made):

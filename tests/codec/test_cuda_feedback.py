@@ -122,7 +122,7 @@ def test_validation_compares_both_encoders(device, tmp_path):
     artifact = with_factors(tmp_path / "artifact")
     report = validate_kernel(artifact, Validation(rows=64, speed=False))
     layers, heads = 4, 2
-    assert report["feedback_rows"] == layers * heads * 64
+    assert report["feedback_rows"] == layers * heads * 2 * 64, "keys and values"
     source = (artifact.folder / "feedback.cu").read_bytes()
     assert source == cuda.FEEDBACK_SOURCE.read_bytes()
 

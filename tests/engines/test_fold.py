@@ -200,7 +200,7 @@ def made(tmp_path_factory) -> SimpleNamespace:
     """A saved model, a calibrated artifact with equalizers and means, its folded copy, and another
     artifact without equalizers."""
     folder = save_tiny(tmp_path_factory.mktemp("fold") / "tiny")
-    changes = {"data": Data(tokens=1024, length=256), "center_keys": True, "center_values": True}
+    changes = {"data": Data(tokens=1024, length=256), "center_values": True}
     recipe = PRESETS["oscar"].model_copy(update=changes | {"equalize": True})
     artifact = calibrate(Job(str(folder), recipe, folder.with_name("equalized"), device="cpu"))
     folded = fold(artifact, str(folder), folder.with_name("folded"))
@@ -303,12 +303,12 @@ def test_engines_get_the_folded_frame_and_serve_the_folded_model(made, tmp_path,
     refused(lambda: export(artifact, request), "a model whose weights carry its equalizers")
     name, folded = artifact.folder, f"exports/{artifact.folder.name}-folded"
     asked = only_error(inside("export", name, "--to", "vllm", "--clip", "0.9/0.8"))
-    flags = "--folded", "--uncentered", "--pooled", "--windows"
+    flags = "--folded", "--pooled", "--windows"
     assert all(f"({flag})" in asked for flag in flags), "all at once"
     assert asked.endswith(
         f"with all of that: rotationzoo export {name} --absorb MODEL -o {folded} && "
         f"rotationzoo export {name} --to vllm --clip 0.9/0.8 --folded {folded} "
-        "--pooled --uncentered --windows 0/0\n"
+        "--pooled --windows 0/0\n"
     )
     refused(
         lambda: export(artifact, replace(request, folded=made.folder)), "it has no rotationzoo.json"

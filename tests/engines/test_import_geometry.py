@@ -16,16 +16,14 @@ from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.settings import TaskSettings
-from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.zoo.upload import prepare_upload
 
 
 @pytest.fixture
 def of_tiny(tiny, tmp_path):
     """A pair that fits the tiny model, and its artifact."""
-    recipe = PRESETS["oscar"].model_copy(
-        update={"data": Data(tokens=512, length=256), "pooling": "layer"}
-    )
+    recipe = Recipe(data=Data(tokens=512, length=256), pooling="layer")
     artifact = calibrate(Job(str(tiny), recipe, tmp_path / "own", device="cpu"))
     return export(artifact, Request("sglang", tmp_path / "files")).path, artifact
 

@@ -19,32 +19,30 @@ from rotationzoo.errors import RotationZooError
 def test_what_an_engine_does_not_take_is_refused_with_the_whole_command(made, tmp_path):
     artifact = made(recipe=CENTERED, head_dim=32)
     with pytest.raises(
-        RotationZooError, match=r"one rotation per layer.*keep their mean.*a single clip ratio"
+        RotationZooError, match=r"one rotation per layer.*a single clip ratio"
     ) as refused:
         exported("llama.cpp", artifact, tmp_path, pooled=False, clip=None)
     base, out = tmp_path / "base.gguf", tmp_path / "out"
     assert refused.value.hint == (
         f"with all of that: rotationzoo export {artifact.folder} --to llama.cpp --output {out} "
-        f"--base {base} --pooled --uncentered --clip 0.96"
+        f"--base {base} --pooled --clip 0.96"
     )
     assert "per KV head (--pooled)" in str(refused.value)
     with pytest.raises(RotationZooError, match="no tokens kept exact") as refused:
         exported("vllm", artifact, tmp_path, windows=None)
-    assert refused.value.hint.endswith(" --pooled --uncentered --windows 0/0")
-    done = exported("vllm", artifact, tmp_path, uncentered=True)
+    assert refused.value.hint.endswith(" --pooled --windows 0/0")
+    done = exported("vllm", artifact, tmp_path)
     assert len(done.reduced) == 3, done.reduced
+    assert "keys that keep their mean" in done.reduced
 
 
-def test_values_without_their_mean_are_served_by_no_engine(made, tmp_path):
+def test_means_that_an_engine_does_not_subtract_are_left_out(made, tmp_path):
     artifact = made(recipe=CENTERED.model_copy(update={"center_values": True}), head_dim=32)
-    with pytest.raises(
-        RotationZooError, match=r"only with values that keep their mean \(--uncentered\)"
-    ) as refused:
-        exported("sglang", artifact, tmp_path)
-    assert refused.value.hint.endswith(f"--to sglang --output {tmp_path / 'out'} --uncentered")
-    with pytest.raises(RotationZooError, match="keys and values that keep their mean"):
-        exported("vllm", artifact, tmp_path)
-    done = exported("sglang", artifact, tmp_path, uncentered=True)
+    done = exported("sglang", artifact, tmp_path / "sglang")
+    assert done.reduced == ["values that keep their mean"]
+    done = exported("sglang", artifact, tmp_path / "older", uncentered=True)
+    assert done.reduced == ["keys and values that keep their mean"]
+    done = exported("onnx", artifact, tmp_path / "onnx")
     assert done.reduced == ["keys and values that keep their mean"]
 
 

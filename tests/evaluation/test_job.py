@@ -44,7 +44,7 @@ def test_the_report(artifacts):
     )
     report = evaluate(job)
     names = ["oscar", "oscar-v1", "identity", "hadamard", "random", "kivi"]
-    assert list(report["arms"]) == names
+    assert list(report["arms"]) == [*names[:2], "oscar+feedback", *names[2:]]
     assert report["first_position"] == 320, "the same tokens for every window"
     assert report["tokens"] == 2 * (512 - 320 - 1)
     small, large = (window["arms"] for window in report["windows"])
@@ -64,7 +64,10 @@ def test_the_report(artifacts):
         saved = Artifact.open(folder)
         assert verify(saved, "demo").ok
         content = json.loads((folder / "evaluation.json").read_text())
-        assert list(content["windows"][0]["arms"]) == [content["own_arm"], *BASELINES]
+        own = [content["own_arm"]]
+        if saved.recipe.feedback:
+            own.append(f"{own[0]}+feedback")
+        assert list(content["windows"][0]["arms"]) == [*own, *BASELINES]
         assert content["own_arm"] == folder.name
         apart = content.keys() ^ report.keys()
         assert apart == {"own_arm", "arms", "verdict"}, "docs/tasks.md says which differ"

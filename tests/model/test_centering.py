@@ -38,7 +38,7 @@ from rotationzoo.zoo.index import Entry
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
 LOOKED_AT = [*MOVED, "qwen3"]
-WINDOWS = {"sink": 2, "recent": 4}
+WINDOWS = {"sink": 8, "recent": 8}
 CENTERED = PRESETS["oscar"].model_copy(update={"data": Data(tokens=1024, length=512), **WINDOWS})
 
 
@@ -127,7 +127,7 @@ def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
 
 def test_the_command_says_so(folders, inside, tmp_path):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("sink: 2\nrecent: 4\n", encoding="utf-8")
+    recipe.write_text("sink: 8\nrecent: 8\n", encoding="utf-8")
     words = [
         "calibrate",
         folders("gpt_oss"),

@@ -17,14 +17,14 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import Layer, cached_layers, geometry_json, geometry_of
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import Recipe
 from support import architectures
 from support import engine_readers as engines
 
 IDS = torch.randint(3, 59, (4, 48), generator=torch.Generator().manual_seed(1))
 
 
-OSCAR = PRESETS["oscar"].model_copy(update={"sink": 8, "recent": 16})
+OSCAR = Recipe(sink=8, recent=16)
 
 
 CENTERED = OSCAR.model_copy(update={"center_keys": True})
