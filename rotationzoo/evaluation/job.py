@@ -85,8 +85,9 @@ class Evaluation:
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
     fit_length: bool = False
-    """Whether rows too short for the windows are made longer instead of refused. True if the length
-    is a default and not the user's choice."""
+    """Whether rows too short for the windows are made longer, and those of more tokens than the
+    model has positions shorter, instead of refused. True if the length is a default and not the
+    user's choice."""
 
 
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
@@ -107,14 +108,14 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
-    if job.fit_length:
-        job = replace(job, data=fit_rows(job.data, start))
-    lengths = job.tasks.lengths or (job.data.length,)
-    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
     config = loading.load_config(source, scaling)
+    if job.fit_length:
+        job = replace(job, data=fit_rows(job.data, start, config))
+    lengths = job.tasks.lengths or (job.data.length,)
+    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     device = loading.torch_device(job.device)
     check_loadable(config, source.name, device)
     dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
@@ -185,6 +186,8 @@ def _check_settings(job: Evaluation) -> None:
             hint="leave out --real-cache, or --layers, --keys-only and --values-only",
         )
     job.tasks.check()
+    if job.harness:
+        job.harness.check()
     memory_limits(job.device_map, job.max_memory)
 
 
