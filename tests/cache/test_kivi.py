@@ -50,13 +50,14 @@ class StepByStep:
         if waiting < GROUP:
             return
         start = CACHE.sink + len(self.stored)
-        block = torch.cat(self.exact[start : start + GROUP], dim=2) @ self.matrix
+        rows = torch.cat(self.exact[start : start + GROUP], dim=2)
+        block = (rows @ self.matrix).float()  # a scale rounded to float16 twice may be another
         if self.side == "key":
             block = quantize_block(block, dim=2)
         else:
             parts = [quantize_block(part, dim=3) for part in block.split(8, dim=3)]
             block = torch.cat(parts, dim=3)
-        self.stored += (block @ self.matrix.mT).split(1, dim=2)
+        self.stored += (block.double() @ self.matrix.mT).split(1, dim=2)
 
     def read(self) -> torch.Tensor:
         """The rows `[B, H, T, D]` that a query reads."""
