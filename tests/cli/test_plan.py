@@ -37,7 +37,7 @@ def test_json(inside, qwen3_8b):
     ]
 
 
-@pytest.mark.parametrize("windows", [[], ["--sink", "4", "--recent", "128"]])
+@pytest.mark.parametrize("windows", [[], ["--sink", "8", "--recent", "128"]])
 @pytest.mark.parametrize("format", ["sglang", "vllm", "mlx"])
 def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made, format, windows):
     planned = inside("plan", "demo", "--format", format, *windows, "--json")
