@@ -59,7 +59,13 @@ def push_command(
     hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.ownership import check_model
-    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, push
+    from rotationzoo.zoo.push import (
+        Destination,
+        check_indexes,
+        extend_index_file,
+        pinned_entry,
+        push,
+    )
     from rotationzoo.zoo.signed_index import root_names
     from rotationzoo.zoo.upload import prepare_upload
 
@@ -74,8 +80,10 @@ def push_command(
         return
     # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
-    upload = sign_upload(out, upload, tool, anew=sign is not None)
     destination = Destination(repo, chosen_hubs(to), create_pr)
+    if signer is not None:
+        check_indexes(upload, destination, signer)
+    upload = sign_upload(out, upload, tool, anew=sign is not None)
     with show_progress(out) as progress:
         published = push(upload, destination, str(artifact), progress, signer)
     if index is not None:
