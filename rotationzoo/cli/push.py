@@ -1,6 +1,7 @@
 """`rotationzoo push`: verify an artifact and publish it."""
 
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +43,10 @@ def push_command(
         Path | None,
         typer.Option(help="Also list it in this zoo_index.json, with pinned revisions."),
     ] = None,
+    published: Annotated[
+        datetime | None,
+        typer.Option(formats=["%Y-%m-%d"], help="When it was first published, of a copy (today)."),
+    ] = None,
     sign: SignWith = None,
     adopt_index: AdoptIndex = False,
     trust_config: TrustConfig = None,
@@ -72,7 +77,8 @@ def push_command(
     tool = choose_tool(sign, trust_config)
     signer = index_signer(tool, adopt_index)
     opened = Artifact.open(artifact)
-    upload = prepare_upload(opened, repo, not no_statistics)
+    day = published and published.date()
+    upload = prepare_upload(opened, repo, not no_statistics, day)
     if dry_run:
         signs = tool is not None and (sign is not None or not upload.is_signed)
         show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))
@@ -85,10 +91,10 @@ def push_command(
         check_indexes(upload, destination, signer)
     upload = sign_upload(out, upload, tool, anew=sign is not None)
     with show_progress(out) as progress:
-        published = push(upload, destination, str(artifact), progress, signer)
+        places = push(upload, destination, str(artifact), progress, signer)
     if index is not None:
-        extend_index_file(index, pinned_entry(upload, repo, published))
-    show_push(out, repo, upload.path, published)
+        extend_index_file(index, pinned_entry(upload, repo, places))
+    show_push(out, repo, upload.path, places)
     _suggest_next(out, upload.entry.model, repo, destination)
 
 

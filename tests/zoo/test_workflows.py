@@ -176,7 +176,8 @@ def runner(command, program, tmp_path):
             # Whoever publishes or fetches trusts a local Sigstore, where the test has one.
             "rotationzoo": f'case "$1" in push|pull) set -- "$@" $TRUST;; esac\n'
             f'exec {shlex.join(program)} "$@"',
-            "python": f'{python} "$@"',
+            "python": 'case "$1" in *fetch_signed.py) set -- "$@" $TRUST;; esac\n'
+            f'{python} "$@"',
             "pip": wheel,
         }
         for name, line in commands.items():
@@ -268,16 +269,23 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     api = huggingface_hub.HfApi(endpoint=runner.hf.endpoint, token=runner.hf.token)
     api.merge_pull_request("someone/zoo", 1)
+    another = "rotationzoo calibrate someone/model --recipe hadamard --output another --quiet\n"
+    another += 'rotationzoo push another "$ZOO" --sign keyless --published 2026-01-02'
+    runner.run(another, **signing)
     shutil.rmtree(runner.folder / "out")
     sums = outputs(runner, "mirror", "fetch", TRUST=signing["TRUST"], SIGNER=own)["sums"]
     compare, mirror = scripts("mirror", "publish")
     runner.run(compare, SUMS=sums)
     sigstore.server.identity = own.replace("regenerate", "mirror")
     runner.run(mirror, MODELSCOPE_API_TOKEN="ms_test", **signing)
+    listed = index.parse(runner.hf.files("someone/zoo")["zoo_index.json"], "the index").entries
+    days = [("hadamard", "2026-01-02"), ("oscar", listed[1].created)]
     for files in (runner.hf.files("someone/zoo"), runner.ms.files("someone/zoo")):
-        (entry,) = index.parse(files["zoo_index.json"], "the index").entries
-        assert (entry.model, entry.model_revision) == ("someone/model", row["revision"])
-        assert entry.signer.identity == own
+        entries = index.parse(files["zoo_index.json"], "the index").entries
+        assert [(entry.recipe, entry.created) for entry in entries] == days
+        for entry in entries:
+            assert (entry.model, entry.model_revision) == ("someone/model", row["revision"])
+            assert entry.signer.identity == own
         assert "zoo_index.json.sig" in files
     assert not runner.hf.leaks
     assert plan(runner, only="someone/else") == {"matrix": '{"include": []}', "any": "false"}
