@@ -14,7 +14,7 @@ from rotationzoo.errors import RotationZooError, UsageError, first_sentence
 from rotationzoo.evaluation.harness.isolation import isolated
 from rotationzoo.network.huggingface_session import asking_huggingface
 
-INSTALL = "pip install 'rotationzoo[tasks]'"
+INSTALL = "pip install 'lm-eval[ruler]>=0.4.12'"
 _NEAREST = 5  # names in a hint
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
