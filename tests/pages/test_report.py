@@ -69,7 +69,7 @@ def test_hashes_stay_inside_their_box(page, browser):
     opened = browser.open_page(page, 390)
     box = opened.locator("section[aria-labelledby=made] .scroll")
     hashes = [text for text in box.locator("td").all_inner_texts() if len(text) == 64]
-    assert len(hashes) >= 3
+    assert len(hashes) >= 2
     assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
 
 
