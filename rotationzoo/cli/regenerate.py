@@ -42,7 +42,9 @@ def regenerate_command(
         str | None, typer.Argument(help="The model to make rotations for; none with --plan.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only list what is due.")] = False,
-    configs: Annotated[Path, typer.Option(help="Folder of recipe files, or one.")] = Path("configs"),
+    configs: Annotated[Path, typer.Option(help="Folder of recipe files, or one.")] = Path(
+        "configs"
+    ),
     revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Artifact folder, by default MODEL-RECIPE in rotations.")

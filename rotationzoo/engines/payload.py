@@ -4,18 +4,13 @@ reduced as the user asked."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import folded_rotations
-from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
-from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
 from rotationzoo.engines.provenance import provenance
-from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.compositions import GIVEN
-from rotationzoo.linalg.moments import sums
+from rotationzoo.evaluation.pooled import pooled_rotations
 from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 
@@ -70,7 +65,7 @@ def assemble_payload(
     recipe, rotations = artifact.recipe, folded_rotations(artifact)
     pools = request.pooled and rotations.per_head
     if pools:
-        rotations = pooled_rotations(artifact)
+        rotations = pooled_rotations(artifact, rotations)
     key, value = (
         _side_matrices(rotations, side, _objective(artifact, side, pools)) for side in SIDES
     )
@@ -98,43 +93,6 @@ def assemble_payload(
             absorbed=request.values_absorbed is not None,
             served=served,
         ),
-    )
-
-
-def pooled_rotations(artifact: Artifact) -> Rotations:
-    """One rotation per layer, fitted from the statistics pooled over heads, in the frame of the
-    folded weights.
-
-    The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises
-    `RotationZooError` for an artifact without the statistics to fit from.
-    """
-    recipe, statistics = artifact.recipe, artifact.statistics
-    if recipe.composition == GIVEN or (recipe.needs_statistics and statistics is None):
-        raise RotationZooError(
-            f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
-            "layer from",
-            hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
-        )
-    # Means and equalizers are not fitted again but copied from the artifact, since statistics
-    # recovered from imported files have none.
-    changes: dict[str, Any] = {
-        "pooling": "layer",
-        "center_keys": False,
-        "center_values": False,
-        "equalize": False,
-        "feedback": False,
-        "search": None,
-    }
-    # A search's choices for single heads are dropped, except for the clip ratios.
-    changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
-    pooled_recipe = recipe.model_copy(update=changes)
-    moments = None if statistics is None else sums(statistics)
-    if moments is not None:
-        moments = fold_statistics(moments, stored_equalizers(artifact.rotations))
-    fitted = fit(moments, pooled_recipe, artifact.geometry)
-    folded = folded_rotations(artifact)
-    return fitted.replace(
-        lambda layer, side, rotation: replace(rotation, mean=folded[layer][side].mean)
     )
 
 

@@ -26,6 +26,7 @@ from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
 from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory, largest_batch
+from rotationzoo.evaluation.pooled import check_poolable
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.sharing import check_same
@@ -74,6 +75,9 @@ class Evaluation:
     calibrated."""
     baselines: tuple[str, ...] = BASELINES
     """The baselines beside the artifacts, names in `BASELINES`."""
+    pooled: bool = False
+    """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
+    writes it."""
     harness: HarnessSettings | None = None
     """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
@@ -105,6 +109,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     for artifact in artifacts:
         if artifact.folder in job.save_to and ranks.rank() == 0:
             artifact.check_writable()
+    if job.pooled:
+        _check_pooled(artifacts)
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
@@ -148,7 +154,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        arms = build_arms(artifacts, geometry, source, job.sides, job.baselines)
+        arms = build_arms(artifacts, geometry, source, job.sides, job.baselines, job.pooled)
         layers = _layers_in_2_bits(job, geometry)
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, job.real_cache)
         with loading.forward_errors(job.model, job.batch, job.data.length):
@@ -189,6 +195,17 @@ def _check_settings(job: Evaluation) -> None:
     if job.harness:
         job.harness.check()
     memory_limits(job.device_map, job.max_memory)
+
+
+def _check_pooled(artifacts: list[Artifact]) -> None:
+    per_head = [artifact for artifact in artifacts if artifact.rotations.per_head]
+    if not per_head:
+        raise UsageError(
+            "--pooled is for artifacts with one rotation per KV head, and none is given",
+            hint="leave it out",
+        )
+    for artifact in per_head:
+        check_poolable(artifact)
 
 
 def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:

@@ -32,9 +32,9 @@ class DueModel:
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, HubError]]:
     """The models that are due, and model -> error for those that could not be checked.
 
-    `configs` is the folder of recipe files, or one of them. Every model is looked up on Hugging Face, because
-    models are always fetched from there, whichever hub has their rotations. Raises `HubError` if
-    no model could be checked.
+    `configs` is the folder of recipe files, or one of them. Every model is looked up on Hugging
+    Face, because models are always fetched from there, whichever hub has their rotations. Raises
+    `HubError` if no model could be checked.
     """
     hub = HuggingFace()
     recipes_by_path = {}

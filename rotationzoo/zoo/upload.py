@@ -99,8 +99,9 @@ def prepare_upload(
     """Verify an artifact and prepare its upload.
 
     `statistics`: whether to publish the statistics too. `published`: the day of the entry, by
-    which the newest of several is found; today by default. Raises `RotationZooError` if the artifact
-    is not sound or is bound to no model, and `UsageError` if `repo` is not a repository id.
+    which the newest of several is found; today by default. Raises `RotationZooError` if the
+    artifact is not sound or is bound to no model, and `UsageError` if `repo` is not a repository
+    id.
     """
     if not re.fullmatch(REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")

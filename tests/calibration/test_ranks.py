@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -56,6 +59,29 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
         silent(other, 0)
     assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
     check_equal(launcher.command.folder / "out", alone)
+
+
+def test_two_machines_give_the_bytes_of_one_process(command, tiny):
+    """Two of torch's launchers, which meet at an address, each with one process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    environment = command.environment | {"OMP_NUM_THREADS": "1"}
+    job = ["-m", "rotationzoo", "calibrate", str(tiny), *WORDS[:-1], "--quiet"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node"]
+    start += ["1", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+    commands = [[*start, str(rank), *job, "two"] for rank in range(2)]
+    machines = []
+    for words in [*commands, [sys.executable, *job, "one"]]:
+        machine = subprocess.Popen(
+            words, cwd=command.folder, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        machines.append(machine)
+    for machine in machines:
+        _, stderr = machine.communicate(timeout=120)
+        assert machine.returncode == 0, stderr
+    two, one = (Artifact.open(command.folder / name) for name in ("two", "one"))
+    assert two.content["run"]["processes"] == 2
+    assert rotation_bytes(two) == rotation_bytes(one)
 
 
 def test_two_processes_search_as_one_does(launcher, tmp_path):

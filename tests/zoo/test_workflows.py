@@ -176,8 +176,7 @@ def runner(command, program, tmp_path):
             # Whoever publishes or fetches trusts a local Sigstore, where the test has one.
             "rotationzoo": f'case "$1" in push|pull) set -- "$@" $TRUST;; esac\n'
             f'exec {shlex.join(program)} "$@"',
-            "python": 'case "$1" in *fetch_signed.py) set -- "$@" $TRUST;; esac\n'
-            f'{python} "$@"',
+            "python": f'case "$1" in *fetch_signed.py) set -- "$@" $TRUST;; esac\n{python} "$@"',
             "pip": wheel,
         }
         for name, line in commands.items():

@@ -1,0 +1,61 @@
+"""One rotation per layer in place of an artifact's own per KV head, as engines take it that have no
+other: fitted from the statistics pooled over heads."""
+
+from dataclasses import replace
+from typing import Any
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
+from rotationzoo.calibration.fit import fit
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.compositions import GIVEN
+from rotationzoo.linalg.moments import sums
+from rotationzoo.rotations import Rotation, Rotations
+
+
+def pooled_name(name: str) -> str:
+    """The name of the arm with one rotation per layer, from that of an artifact's own."""
+    return f"{name}+pooled"
+
+
+def check_poolable(artifact: Artifact) -> None:
+    """Raise `RotationZooError` for an artifact without the statistics to fit from."""
+    recipe = artifact.recipe
+    if recipe.composition == GIVEN or (recipe.needs_statistics and artifact.statistics is None):
+        raise RotationZooError(
+            f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
+            "layer from",
+            hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
+        )
+
+
+def pooled_rotations(artifact: Artifact, own: Rotations) -> Rotations:
+    """One rotation per layer, in the frame of the artifact's `own` rotations: that of the published
+    weights, or of the folded ones.
+
+    The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises as
+    `check_poolable` does.
+    """
+    check_poolable(artifact)
+    # Means and equalizers are not fitted again but copied from the artifact, since statistics
+    # recovered from imported files have none.
+    changes: dict[str, Any] = {
+        "pooling": "layer",
+        "center_keys": False,
+        "center_values": False,
+        "equalize": False,
+        "feedback": False,
+        "search": None,
+    }
+    # A search's choices for single heads are dropped, except for the clip ratios.
+    changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
+    moments = None if artifact.statistics is None else sums(artifact.statistics)
+    if moments is not None:
+        moments = fold_statistics(moments, stored_equalizers(artifact.rotations))
+    fitted = fit(moments, artifact.recipe.model_copy(update=changes), artifact.geometry)
+
+    def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
+        kept = own[layer][side]
+        return replace(rotation, mean=kept.mean, equalizer=kept.equalizer)
+
+    return fitted.replace(complete)
