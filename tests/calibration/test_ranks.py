@@ -61,27 +61,32 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
     check_equal(launcher.command.folder / "out", alone)
 
 
-def test_two_machines_give_the_bytes_of_one_process(command, tiny):
+def test_two_machines_give_the_bytes_of_one_process(command, tiny, tmp_path):
     """Two of torch's launchers, which meet at an address, each with one process of its own."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    environment = command.environment | {"OMP_NUM_THREADS": "1"}
-    job = ["-m", "rotationzoo", "calibrate", str(tiny), *WORDS[:-1], "--quiet"]
-    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node"]
-    start += ["1", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
-    commands = [[*start, str(rank), *job, "two"] for rank in range(2)]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    words += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    calibration = ["-m", "rotationzoo", "calibrate", str(tiny), *WORDS, "--quiet"]
     machines = []
-    for words in [*commands, [sys.executable, *job, "one"]]:
+    for number in range(2):
         machine = subprocess.Popen(
-            words, cwd=command.folder, env=environment, stderr=subprocess.PIPE, text=True
+            [*words, "--node-rank", str(number), *calibration],
+            cwd=command.folder,
+            env=command.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         machines.append(machine)
-    for machine in machines:
-        _, stderr = machine.communicate(timeout=120)
-        assert machine.returncode == 0, stderr
-    two, one = (Artifact.open(command.folder / name) for name in ("two", "one"))
-    assert two.content["run"]["processes"] == 2
-    assert rotation_bytes(two) == rotation_bytes(one)
+    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    alone = calibrate(job(tiny, tmp_path, recipe, batch=2))
+    ended = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ended
+    assert [stdout for stdout, _ in ended] == ["out\n", ""]
+    shared = Artifact.open(command.folder / "out")
+    assert shared.manifest.identity["processes"] == "2"
+    assert rotation_bytes(shared) == rotation_bytes(alone)
 
 
 def test_two_processes_search_as_one_does(launcher, tmp_path):
