@@ -131,12 +131,12 @@ def _describe_pooling(artifact: Artifact, request: Request) -> str:
         windows = [each for each in evaluation.windows if pooled_name(name) in each.arms]
         windows.sort(key=lambda each: (each.sink, each.recent) != served)
         if windows:
-            own, pooled = (windows[0].arms[arm] for arm in (name, pooled_name(name)))
+            per_head, pooled = (windows[0].arms[arm] for arm in (name, pooled_name(name)))
             costs = f"perplexity {pooled.perplexity_increase:+.2%} instead of "
-            costs += f"{own.perplexity_increase:+.2%}"
-            if pooled.all_tasks and own.all_tasks:
+            costs += f"{per_head.perplexity_increase:+.2%}"
+            if pooled.all_tasks and per_head.all_tasks:
                 costs += f", {pooled.all_tasks.answered} of {pooled.all_tasks.questions} questions "
-                costs += f"answered instead of {own.all_tasks.answered}"
+                costs += f"answered instead of {per_head.all_tasks.answered}"
             return (
                 f"one rotation per layer cost this artifact: {costs} (evaluation.json, format "
                 f"{evaluation.format}, windows {windows[0].sink}/{windows[0].recent})"

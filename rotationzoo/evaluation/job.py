@@ -26,7 +26,7 @@ from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
 from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory, largest_batch
-from rotationzoo.evaluation.pooled import check_poolable
+from rotationzoo.evaluation.pooled import check_pooled
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.sharing import check_same
@@ -110,7 +110,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         if artifact.folder in job.save_to and ranks.rank() == 0:
             artifact.check_writable()
     if job.pooled:
-        _check_pooled(artifacts)
+        check_pooled(artifacts)
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
@@ -195,17 +195,6 @@ def _check_settings(job: Evaluation) -> None:
     if job.harness:
         job.harness.check()
     memory_limits(job.device_map, job.max_memory)
-
-
-def _check_pooled(artifacts: list[Artifact]) -> None:
-    per_head = [artifact for artifact in artifacts if artifact.rotations.per_head]
-    if not per_head:
-        raise UsageError(
-            "--pooled is for artifacts with one rotation per KV head, and none is given",
-            hint="leave it out",
-        )
-    for artifact in per_head:
-        check_poolable(artifact)
 
 
 def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
