@@ -87,10 +87,11 @@ def evaluate(
 
     * `model`: a hub id, a local folder, or `demo`;
     * `artifacts`: an artifact, its folder, or several of either. The baselines measured beside them
-      are no rotation, Hadamard and a random rotation;
+      are no rotation (`identity`), `hadamard`, a `random` rotation, and `kivi`;
     * `save`: add the report to each artifact;
     * `options`: see `EvaluationOptions`. The default is to read 16,384 tokens of held-out text in
-      rows of 2,048, or longer ones where the windows leave nothing of these.
+      rows of 2,048, of more where the windows leave nothing of these, and of no more than the model
+      has positions.
 
     Returns the report that `rotationzoo evaluate --json` prints. `exact` is the exact model's
     perplexity and answers; `arms` holds `tasks`, `perplexity_increase`, `attention_kl` and

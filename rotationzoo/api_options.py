@@ -71,6 +71,8 @@ class EvaluationOptions(Text, Run, total=False):
     pair."""
     format: str
     """The engine's 2-bit format, such as `sglang` or `mlx`."""
+    pooled: bool
+    """Measure each artifact with one rotation per layer, too, as `export --pooled` writes it."""
     layers: set[int]
     """Quantize only these layers."""
     sides: tuple[str, ...]

@@ -42,13 +42,16 @@ def main() -> None:
 def matrix_rows(
     models: list[dict[str, Any]], only: str, choose: Callable[[str, str], str] | None
 ) -> list[dict[str, str]]:
-    """A row for each model that is due, or for `only` one of them."""
+    """A row for each recipe file whose model is due, or for `only` one of the models."""
     rows = []
+    listed = [due["model"] for due in models]
     for due in models:
-        model, revision = due["model"], due["revision"]
+        model, revision, recipe = due["model"], due["revision"], due["recipe"]
         if only in ("", model):
             name = model.replace("/", "__")  # of a build artifact, which may have no slash
-            row = {"model": model, "revision": revision, "name": name}
+            if listed.count(model) > 1:  # two build artifacts of one name would be an error
+                name += f"__{Path(recipe).stem}"
+            row = {"model": model, "revision": revision, "recipe": recipe, "name": name}
             if choose is not None:
                 row["runner"] = choose(model, revision)
             rows.append(row)

@@ -10,6 +10,7 @@ page is old.
 
 import inspect
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -21,7 +22,7 @@ from rotationzoo.cli.app import COMMANDS
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 BEGIN = "<!-- written by scripts/write_cli_reference.py -->\n"
 END = "<!-- end of the commands -->\n"
-TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", datetime: "DAY"}
 
 
 def listing() -> str:

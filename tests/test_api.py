@@ -8,6 +8,7 @@ import pytest
 import rotationzoo
 from rotationzoo import Artifact, Rotations, api, calibrate, evaluate, pull
 from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.zoo import index
 from rotationzoo.zoo.download import Pulled
@@ -88,6 +89,11 @@ def test_what_cannot_be_honoured_is_refused(tmp_path):
         calibrate("demo", output=tmp_path / "out", recipe="oscars")
     with pytest.raises(RotationZooError, match="is no artifact"):
         evaluate("demo", tmp_path)
+
+
+def test_the_description_of_evaluate_names_the_baselines():
+    missing = [name for name in BASELINES if f"`{name}`" not in (evaluate.__doc__ or "")]
+    assert not missing
 
 
 def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What is claimed of versions and commands in more than one place is the same in each."""
 
 import re
+import shlex
 import tomllib
 
 import pytest
@@ -53,6 +54,24 @@ def test_an_extra_asks_for_the_same_wherever_it_is_named():
     for requirement in requirements():
         if requirement.name in development:
             assert development[requirement.name] == requirement.specifier
+
+
+def test_the_commands_that_are_printed_install_what_the_extras_have():
+    """Not `rotationzoo[EXTRA]`: only who has a clone has the package, and only in its folder does
+    `.[EXTRA]` name it. Requirements are installed from anywhere."""
+    printed: set[str] = set()
+    for path in sorted((ROOT / "rotationzoo").rglob("*.py")):
+        text = path.read_text("utf-8")
+        assert "rotationzoo[" not in text, path
+        for command in re.findall(r"pip install((?: '[\w.\[\]<>=,-]+')+)", text):
+            printed |= {str(Requirement(words)) for words in shlex.split(command)}
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    wanted = set()
+    for name in ("cuda", "engines", "sign", "tasks"):
+        wanted |= {str(Requirement(line.partition(";")[0])) for line in extras[name]}
+    assert printed == wanted
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    assert not [page for page in pages if "rotationzoo[" in page.read_text("utf-8")]
 
 
 def test_pre_commit_runs_what_make_lint_runs():

@@ -88,8 +88,8 @@ a factor for each channel: `[KV heads, D]`), and for values that were multiplied
 `layers.N.value.equalizer` (E_V, `[KV heads, D, D]`). The artifact is made for the published
 weights, which know nothing of this. Either the cache applies the equalizers, as `evaluate` and the
 code below do, or `rotationzoo export FOLDER --absorb MODEL` folds them into a copy of the model,
-which computes what the published one does and needs the rotations alone. No engine applies
-equalizers itself, so an export for one asks for that copy.
+which computes what the published one does, up to the rounding of its weights, and needs the
+rotations alone. No engine applies equalizers itself, so an export for one asks for that copy.
 """
 
 

@@ -17,6 +17,11 @@ ABOUT_FEEDBACK = (
     "the nearest codes today"
 )
 
+ABOUT_POOLED = (
+    "+pooled: one rotation per layer, fitted from the statistics pooled over KV heads, as "
+    "`export --pooled` writes it for engines that take no other"
+)
+
 
 def own_arms(evaluation: EvaluationSummary) -> dict[str, ArmSummary]:
     """The artifact's own arms, which come first: with the nearest codes and, if it has the factors,
@@ -81,6 +86,8 @@ def evaluation_section(evaluation: EvaluationSummary | None) -> str:
     about = f"\n{ABOUT_KIVI[0].upper()}{ABOUT_KIVI[1:]}.\n" if "kivi" in evaluation.arms else ""
     if any(name.endswith("+feedback") for name in evaluation.arms):
         about = f"\n{ABOUT_FEEDBACK}.\n{about}"
+    if any(name.endswith("+pooled") for name in evaluation.arms):
+        about = f"\n{ABOUT_POOLED}.\n{about}"
     return f"""## What it costs the model
 
 Perplexity of the exact model on {exact}: {evaluation.perplexity:.3f}.

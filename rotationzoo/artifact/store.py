@@ -33,8 +33,8 @@ ANSWERS, SPECTRA, REPORT = "answers.png", "spectra.png", "report.html"
 # Earlier versions drew error_by_layer.png.
 ADDED = (EVALUATION, *_KERNELS, ANSWERS, SPECTRA, REPORT, "error_by_layer.png")
 SIGNATURE = "model.sig"
-COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 """A signature of the manifest and of the files that it lists. The manifest cannot list it."""
+COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
 

@@ -73,6 +73,10 @@ def evaluate_command(
         typer.Option(help="Sink/recent tokens kept exact; several pairs are separated by commas."),
     ] = None,
     format: Annotated[Format, typer.Option(help="The engine's 2-bit format.")] = "sglang",
+    pooled: Annotated[
+        bool,
+        typer.Option("--pooled", help="Also one rotation per layer, as export --pooled writes it."),
+    ] = False,
     layers: Annotated[
         str | None, typer.Option(help="Only these layers in 2 bits, as 0,4-7.")
     ] = None,
@@ -159,6 +163,7 @@ def evaluate_command(
         tasks=parse_tasks(tasks, lengths, questions),
         windows=parse_windows(windows),
         format=format,
+        pooled=pooled,
         layers=parse_layers(layers),
         sides=sides,
         prefill_chunk=prefill_chunk,

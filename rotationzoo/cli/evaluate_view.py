@@ -3,7 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.card_results import ABOUT_FEEDBACK, ABOUT_KIVI, describe_prefill
+from rotationzoo.artifact.card_results import (
+    ABOUT_FEEDBACK,
+    ABOUT_KIVI,
+    ABOUT_POOLED,
+    describe_prefill,
+)
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.answers_view import explain_answers, show_answers
 from rotationzoo.cli.harness_view import explain_harness, show_harness
@@ -58,6 +63,8 @@ def _say_evaluation(report: dict[str, Any]) -> None:
     say(ABOUT_KIVI)
     if windows[0]["verdict"]["feedback"]:
         say(ABOUT_FEEDBACK)
+    if any(name.endswith("+pooled") for name in windows[0]["arms"]):
+        say(ABOUT_POOLED)
     say("")
     for window in windows:
         if len(windows) > 1:

@@ -139,7 +139,7 @@ def generate_command(
     show_generation(out, report)
     if "interrupted" in (report["stop"], report.get("exact_stop")):
         raise Interrupted(f"interrupted after {counted(report['tokens'], 'token')}")
-    suggest_next(out, report, model)
+    suggest_next(out, report, model, rotations)
 
 
 def _choose_rotations(

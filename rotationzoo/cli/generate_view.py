@@ -69,13 +69,14 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def suggest_next(out: Output, report: dict[str, Any], model: str) -> None:
+def suggest_next(out: Output, report: dict[str, Any], model: str, rotations: str | None) -> None:
     """Suggest a text of the user's own, a rotation, or what the rotations cost the model.
 
-    `model`: as the user named it.
+    `model`, `rotations`: as the user named them; None for rotations that were not named.
     """
     if "answer" in report:
-        out.suggest("generate", model, "--prompt", "def ", "--compare")
+        named = [] if rotations is None else ["--rotations", rotations]
+        out.suggest("generate", model, *named, "--prompt", "def ", "--compare")
     elif report["rotations"] is None:
         out.suggest("calibrate", model)
     else:

@@ -160,7 +160,12 @@ def _commands(capacity: Capacity, format: str) -> list[str]:
     export = ["rotationzoo", "export", artifact, "--to", format]
     if format != "sglang":
         generate += ["--format", format]
-    if (storage.sink, storage.recent) != (64, 256):
+    windows = f"{storage.sink}/{storage.recent}"
+    if windows != "64/256":
         generate += ["--sink", str(storage.sink), "--recent", str(storage.recent)]
-        export += ["--windows", f"{storage.sink}/{storage.recent}"]
+    if format == "vllm":  # which serves neither; its module would import torch
+        export.append("--pooled")
+        windows = "0/0"
+    if windows != "64/256":
+        export += ["--windows", windows]
     return [shlex.join(words) for words in (calibrate, generate, export)]

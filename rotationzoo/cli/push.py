@@ -1,6 +1,7 @@
 """`rotationzoo push`: verify an artifact and publish it."""
 
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +43,10 @@ def push_command(
         Path | None,
         typer.Option(help="Also list it in this zoo_index.json, with pinned revisions."),
     ] = None,
+    published: Annotated[
+        datetime | None,
+        typer.Option(formats=["%Y-%m-%d"], help="When it was first published, of a copy (today)."),
+    ] = None,
     sign: SignWith = None,
     adopt_index: AdoptIndex = False,
     trust_config: TrustConfig = None,
@@ -59,14 +64,21 @@ def push_command(
     hush_libraries(models=False)
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.zoo.ownership import check_model
-    from rotationzoo.zoo.push import Destination, extend_index_file, pinned_entry, push
+    from rotationzoo.zoo.push import (
+        Destination,
+        check_indexes,
+        extend_index_file,
+        pinned_entry,
+        push,
+    )
     from rotationzoo.zoo.signed_index import root_names
     from rotationzoo.zoo.upload import prepare_upload
 
     tool = choose_tool(sign, trust_config)
     signer = index_signer(tool, adopt_index)
     opened = Artifact.open(artifact)
-    upload = prepare_upload(opened, repo, not no_statistics)
+    day = published and published.date()
+    upload = prepare_upload(opened, repo, not no_statistics, day)
     if dry_run:
         signs = tool is not None and (sign is not None or not upload.is_signed)
         show_push_plan(out, repo, upload.listing(signs), root_names(signed=signer is not None))
@@ -74,13 +86,15 @@ def push_command(
         return
     # After the dry run, because this asks a hub for the model's config.
     check_model(opened)
-    upload = sign_upload(out, upload, tool, anew=sign is not None)
     destination = Destination(repo, chosen_hubs(to), create_pr)
+    if signer is not None:
+        check_indexes(upload, destination, signer)
+    upload = sign_upload(out, upload, tool, anew=sign is not None)
     with show_progress(out) as progress:
-        published = push(upload, destination, str(artifact), progress, signer)
+        places = push(upload, destination, str(artifact), progress, signer)
     if index is not None:
-        extend_index_file(index, pinned_entry(upload, repo, published))
-    show_push(out, repo, upload.path, published)
+        extend_index_file(index, pinned_entry(upload, repo, places))
+    show_push(out, repo, upload.path, places)
     _suggest_next(out, upload.entry.model, repo, destination)
 
 

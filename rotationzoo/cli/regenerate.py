@@ -42,7 +42,9 @@ def regenerate_command(
         str | None, typer.Argument(help="The model to make rotations for; none with --plan.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only list what is due.")] = False,
-    configs: Annotated[Path, typer.Option(help="Folder of recipe files.")] = Path("configs"),
+    configs: Annotated[Path, typer.Option(help="Folder of recipe files, or one.")] = Path(
+        "configs"
+    ),
     revision: Annotated[str | None, typer.Option(help="The model's revision.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Artifact folder, by default MODEL-RECIPE in rotations.")
@@ -127,15 +129,17 @@ def regenerate_command(
     places: dict[str, Published] = {}
     if to is not None:
         from rotationzoo.zoo.ownership import check_model
-        from rotationzoo.zoo.push import Destination, push
+        from rotationzoo.zoo.push import Destination, check_indexes, push
         from rotationzoo.zoo.upload import prepare_upload
 
         artifact = Artifact.open(job.output)
         upload = prepare_upload(artifact, zoo)
         check_model(artifact)
-        upload = sign_upload(out, upload, tool, anew=sign is not None)
         # As a pull request, so that a person decides whether to merge it.
         destination = Destination(zoo, chosen_hubs(to), create_pr=True)
+        if signer is not None:
+            check_indexes(upload, destination, signer)
+        upload = sign_upload(out, upload, tool, anew=sign is not None)
         with show_progress(out) as progress:
             places = push(upload, destination, str(job.output), progress, signer)
     show_regenerated(out, job.output, verdict, places)

@@ -2,7 +2,7 @@
 
 NVIDIA's cuda.core compiles a source with NVRTC for the GPU that it finds, keeps the result in the
 user's cache, and launches it. Unlike torch's extension builder, it needs no CUDA toolkit, host
-compiler or build step. `pip install 'rotationzoo[cuda]'` installs it.
+compiler or build step. The extra `cuda` has it.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ import torch
 
 from rotationzoo.errors import RotationZooError
 
+INSTALL = "pip install 'cuda-bindings>=13,<14' 'cuda-core>=1' 'nvidia-cuda-nvrtc>=13,<14'"
 _EARLY = "programmatic_stream_serialization"
 _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
 
@@ -32,7 +33,7 @@ def build(source: str, macros: tuple[tuple[str, str], ...], device: torch.device
     except ImportError as error:
         raise RotationZooError(
             "the CUDA kernels need NVIDIA's cuda.core",
-            hint="install it with: pip install 'rotationzoo[cuda]'",
+            hint=f"install it with: {INSTALL}",
         ) from error
     with torch.cuda.device(device):
         gpu = Device(torch.cuda.current_device())

@@ -6,16 +6,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rotationzoo.artifact.evaluation_file import read_evaluation
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION
+from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION, model_words
 from rotationzoo.checks.verify import verify
+from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.engines.absorbed import check_carries
 from rotationzoo.engines.base import Launch, Options, Payload
 from rotationzoo.engines.export_folder import RECORD, check_target, install_export
-from rotationzoo.engines.payload import PLACEHOLDER, Request, assemble_payload, requested_clips
+from rotationzoo.engines.payload import (
+    PLACEHOLDER,
+    Request,
+    assemble_payload,
+    dropped_means,
+    requested_clips,
+)
 from rotationzoo.engines.reductions import agreed_reductions
 from rotationzoo.engines.registry import load_engine
 from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.pooled import pooled_name
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import disk_errors, sha256, write_new
 from rotationzoo.storage.folders import check_writable, recover, temporary_sibling
@@ -59,11 +68,14 @@ def export(artifact: Artifact, request: Request) -> Exported:
     clips = requested_clips(artifact.rotations, request)
     reduced = agreed_reductions(artifact, request, engine.CAPABILITIES, clips)
     changed_model = _changed_model(artifact, request)
-    payload = assemble_payload(artifact, request, clips, changed_model)
+    uncentered = dropped_means(artifact, request, engine.CAPABILITIES.mean)
+    payload = assemble_payload(artifact, request, clips, uncentered, changed_model)
     engine.check_payload(payload)
     with disk_errors(target), temporary_sibling(target) as work:
         launch = engine.write_files(work, target.absolute(), payload, _options(request))
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
+        if request.pooled and artifact.rotations.per_head:
+            notes.append(_describe_pooling(artifact, request))
         launch = replace(launch, notes=notes)
         files = {path.name: sha256(path) for path in sorted(work.iterdir())}
         exported = Exported(request.engine, target, files, launch, reduced)
@@ -115,6 +127,36 @@ def launch_line(launch: Launch) -> str:
         f"{name}={shlex.quote(value)} \\\n" for name, value in launch.environment.items()
     )
     return variables + "\n".join(launch.command)
+
+
+def _describe_pooling(artifact: Artifact, request: Request) -> str:
+    """What one rotation per layer costs the model, as the artifact's evaluation says it, best with
+    these windows; or the command that measures it."""
+    served = request.windows or (artifact.recipe.sink, artifact.recipe.recent)
+    if evaluation := read_evaluation(artifact):
+        name = evaluation.own_arm
+        windows = [each for each in evaluation.windows if pooled_name(name) in each.arms]
+        windows.sort(key=lambda each: (each.sink, each.recent) != served)
+        if windows:
+            per_head, pooled = (windows[0].arms[arm] for arm in (name, pooled_name(name)))
+            costs = f"perplexity {pooled.perplexity_increase:+.2%} instead of "
+            costs += f"{per_head.perplexity_increase:+.2%}"
+            if pooled.all_tasks and per_head.all_tasks:
+                costs += f", {pooled.all_tasks.answered} of {pooled.all_tasks.questions} questions "
+                costs += f"answered instead of {per_head.all_tasks.answered}"
+            return (
+                f"one rotation per layer cost this artifact: {costs} (evaluation.json, format "
+                f"{evaluation.format}, windows {windows[0].sink}/{windows[0].recent})"
+            )
+    words = ["rotationzoo", "evaluate", *model_words(artifact), str(artifact.folder), "--pooled"]
+    if request.engine in SIMULATED:
+        words += ["--format", request.engine]
+    if request.windows is not None:
+        words += ["--windows", f"{served[0]}/{served[1]}"]
+    return (
+        "one rotation per layer makes some models useless, and nobody has measured what it costs "
+        f"this one; to measure it: {shlex.join([*words, '--save'])}"
+    )
 
 
 def _notes_of_artifact(artifact: Artifact, payload: Payload, launch: Launch) -> list[str]:

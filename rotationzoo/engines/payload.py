@@ -1,21 +1,16 @@
 """Assembling an engine's payload: an artifact's matrices, provenance and serving parameters,
 reduced as the user asked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import folded_rotations
-from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
-from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
 from rotationzoo.engines.provenance import provenance
-from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.compositions import GIVEN
-from rotationzoo.linalg.moments import sums
+from rotationzoo.evaluation.pooled import pooled_rotations
 from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 
@@ -58,11 +53,22 @@ def requested_clips(rotations: Rotations, request: Request) -> Clips:
     }
 
 
+def dropped_means(artifact: Artifact, request: Request, subtracts: bool) -> list[str]:
+    """The sides whose means are left out: `subtracts` says whether the engine subtracts those of
+    keys. None subtracts those of values."""
+    sides = artifact.recipe.centered
+    return [side for side in sides if request.uncentered or side == "value" or not subtracts]
+
+
 def assemble_payload(
-    artifact: Artifact, request: Request, clips: Clips, changed_model: str | None
+    artifact: Artifact,
+    request: Request,
+    clips: Clips,
+    uncentered: Sequence[str],
+    changed_model: str | None,
 ) -> Payload:
-    """The engine's payload. `changed_model` is the copy of the model to serve, whose weights carry
-    the value rotation or the equalizers.
+    """The engine's payload. The sides `uncentered` keep their mean. `changed_model` is the copy of
+    the model to serve, whose weights carry the value rotation or the equalizers.
 
     Raises `RotationZooError` if the rotations should be pooled and cannot be.
     """
@@ -70,12 +76,12 @@ def assemble_payload(
     recipe, rotations = artifact.recipe, folded_rotations(artifact)
     pools = request.pooled and rotations.per_head
     if pools:
-        rotations = pooled_rotations(artifact)
-    key, value = (
-        _side_matrices(rotations, side, _objective(artifact, side, pools)) for side in SIDES
-    )
-    if request.uncentered:
-        key, value = replace(key, mean={}), replace(value, mean={})
+        rotations = pooled_rotations(artifact, rotations)
+    sides = []
+    for side in SIDES:
+        matrices = _side_matrices(rotations, side, _objective(artifact, side, pools))
+        sides.append(replace(matrices, mean={}) if side in uncentered else matrices)
+    key, value = sides
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     served = _served(clips, recipe.group_size, sink, recent)
     if request.folded is not None:
@@ -94,45 +100,10 @@ def assemble_payload(
         provenance=provenance(
             artifact,
             pools=pools,
-            uncentered=request.uncentered and bool(recipe.centered),
+            uncentered=bool(uncentered),
             absorbed=request.values_absorbed is not None,
             served=served,
         ),
-    )
-
-
-def pooled_rotations(artifact: Artifact) -> Rotations:
-    """One rotation per layer, fitted from the statistics pooled over heads, in the frame of the
-    folded weights.
-
-    The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises
-    `RotationZooError` for an artifact without the statistics to fit from.
-    """
-    recipe, statistics = artifact.recipe, artifact.statistics
-    if recipe.composition == GIVEN or (recipe.needs_statistics and statistics is None):
-        raise RotationZooError(
-            f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
-            "layer from",
-            hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
-        )
-    # Means and equalizers are not fitted again but copied from the artifact, since statistics
-    # recovered from imported files have none.
-    changes: dict[str, Any] = {
-        "pooling": "layer",
-        "center_keys": False,
-        "center_values": False,
-        "equalize": False,
-        "feedback": False,
-    }
-    changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
-    pooled_recipe = recipe.model_copy(update=changes)
-    moments = None if statistics is None else sums(statistics)
-    if moments is not None:
-        moments = fold_statistics(moments, stored_equalizers(artifact.rotations))
-    fitted = fit(moments, pooled_recipe, artifact.geometry)
-    folded = folded_rotations(artifact)
-    return fitted.replace(
-        lambda layer, side, rotation: replace(rotation, mean=folded[layer][side].mean)
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
 from rotationzoo.engines.base import Capabilities
-from rotationzoo.engines.payload import Clips, Request, requested_clips
+from rotationzoo.engines.payload import Clips, Request, dropped_means, requested_clips
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 
@@ -124,18 +124,10 @@ def _means(
     artifact: Artifact, request: Request, capabilities: Capabilities
 ) -> Iterator[_Reduction]:
     """The means to leave out. An engine that does not subtract them needs no flag: rotations are
-    the same without them, and attention too. No engine subtracts those of values."""
-    dropped = [
-        side
-        for side in artifact.recipe.centered
-        if request.uncentered or side == "value" or not capabilities.mean
-    ]
+    the same without them, and attention too."""
+    dropped = dropped_means(artifact, request, capabilities.mean)
     sides = " and ".join(f"{side}s" for side in dropped)
-    yield _Reduction(
-        needed=bool(dropped),
-        agreed=True,
-        words=f"{sides} that keep their mean",
-    )
+    yield _Reduction(needed=bool(dropped), agreed=True, words=f"{sides} that keep their mean")
 
 
 def _clip_ratios(

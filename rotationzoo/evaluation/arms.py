@@ -9,6 +9,7 @@ from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.calibration.fit import fit
+from rotationzoo.evaluation.pooled import pooled_name, pooled_rotations
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
@@ -48,12 +49,15 @@ def build_arms(
     geometry: Geometry,
     source: Source,
     baselines: Collection[str] = BASELINES,
+    pooled: bool = False,
 ) -> list[Arm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
-    factors; then one per baseline. All names differ.
+    factors; then one with one rotation per layer for each that has more; then one per baseline. All
+    names differ.
 
     - `source`: the evaluated model, whose weights may carry an artifact's equalizer.
     - `baselines`: those to compare with, in the order of `BASELINES`.
+    - `pooled`: whether to add the arms with one rotation per layer.
     """
     arms: list[Arm] = []
     for artifact in artifacts:
@@ -62,6 +66,10 @@ def build_arms(
     with_factors = [arm for arm in arms if arm.rotations.has_feedback]
     for arm in with_factors:
         arms.append(replace(arm, name=feedback_name(arm.name), rounding="feedback"))
+    for artifact, arm in zip(artifacts, tuple(arms), strict=False):
+        if pooled and arm.rotations.per_head:
+            rotations = pooled_rotations(artifact, arm.rotations)
+            arms.append(replace(arm, name=pooled_name(arm.name), rotations=rotations))
     all_baselines = build_baselines(shared_recipe(artifacts), geometry)
     return [*arms, *(arm for arm in all_baselines if arm.name in baselines)]
 
@@ -85,11 +93,11 @@ def _unique_name(artifact: Artifact, arms: list[Arm]) -> str:
     given twice, a number follows. Full paths are never used: they are private, and a report may be
     published.
     """
-    # The names of arms with error feedback are taken, too.
+    # The names of arms with error feedback, or with one rotation per layer, are taken, too.
     used = {*BASELINES, *(arm.name for arm in arms)}
-    used |= {feedback_name(name) for name in used}
+    used |= {add(name) for name in used for add in (feedback_name, pooled_name)}
     name = artifact.folder.resolve().name
-    if not used.isdisjoint((name, feedback_name(name))):
+    if not used.isdisjoint((name, feedback_name(name), pooled_name(name))):
         name = f"{name} {artifact.identity[:8]}"
     if name in used:
         name = f"{name} ({len(arms) + 1})"

@@ -26,6 +26,7 @@ from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
 from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory, largest_batch
+from rotationzoo.evaluation.pooled import check_pooled
 from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
 from rotationzoo.evaluation.saved import save_evaluation
 from rotationzoo.evaluation.sharing import check_same
@@ -74,6 +75,9 @@ class Evaluation:
     calibrated."""
     baselines: tuple[str, ...] = BASELINES
     """The baselines beside the artifacts, names in `BASELINES`."""
+    pooled: bool = False
+    """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
+    writes it."""
     harness: HarnessSettings | None = None
     """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     revision: str | None = None
@@ -85,8 +89,9 @@ class Evaluation:
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
     fit_length: bool = False
-    """Whether rows too short for the windows are made longer instead of refused. True if the length
-    is a default and not the user's choice."""
+    """Whether rows too short for the windows are made longer, and those of more tokens than the
+    model has positions shorter, instead of refused. True if the length is a default and not the
+    user's choice."""
 
 
 def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
@@ -104,17 +109,19 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     for artifact in artifacts:
         if artifact.folder in job.save_to and ranks.rank() == 0:
             artifact.check_writable()
+    if job.pooled:
+        check_pooled(artifacts)
     caches = _build_caches(job, artifacts)
     # Every pair of windows is measured on the tokens that read quantized positions with all pairs.
     start = max(cache.first_quantized for cache in caches)
-    if job.fit_length:
-        job = replace(job, data=fit_rows(job.data, start))
-    lengths = job.tasks.lengths or (job.data.length,)
-    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
     scaling = settle_rope_scaling(job.rope_scaling, artifacts, source)
     config = loading.load_config(source, scaling)
+    if job.fit_length:
+        job = replace(job, data=fit_rows(job.data, start, config))
+    lengths = job.tasks.lengths or (job.data.length,)
+    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     device = loading.torch_device(job.device)
     check_loadable(config, source.name, device)
     dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
@@ -147,7 +154,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        arms = build_arms(artifacts, geometry, source, job.baselines)
+        arms = build_arms(artifacts, geometry, source, job.baselines, job.pooled)
         layers = _layers_in_2_bits(job, geometry)
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, job.real_cache)
         with loading.forward_errors(job.model, job.batch, job.data.length):
@@ -185,6 +192,8 @@ def _check_settings(job: Evaluation) -> None:
             hint="leave out --real-cache, or --layers, --keys-only and --values-only",
         )
     job.tasks.check()
+    if job.harness:
+        job.harness.check()
     memory_limits(job.device_map, job.max_memory)
 
 

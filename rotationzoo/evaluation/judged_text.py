@@ -27,13 +27,13 @@ def check_positions(length: int, config: PretrainedConfig) -> None:
         )
 
 
-def fit_rows(data: Data, start: int) -> Data:
+def fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
     """Double the length of the rows until a quarter of each lies past `start`, the first position
-    that is measured."""
+    that is measured, and cut it to the positions that the model has."""
     length = data.length
     while 3 * length < 4 * start:
         length *= 2
-    return data.model_copy(update={"length": length})
+    return data.model_copy(update={"length": min(length, position_count(config) or length)})
 
 
 def check_length(data: Data, start: int) -> None:

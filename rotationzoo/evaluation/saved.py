@@ -8,6 +8,7 @@ from typing import Any
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.artifact.writer import add_files
 from rotationzoo.evaluation.arms import feedback_name
+from rotationzoo.evaluation.pooled import pooled_name
 from rotationzoo.evaluation.report import judge_window
 
 _SUMMARIZED = ("perplexity_increase", "attention_kl", "output_error", "standard_error")
@@ -18,9 +19,9 @@ _OF_ARMS = ("arms", "verdict", "windows")  # the keys of a report that depend on
 def save_evaluation(
     report: dict[str, Any], artifact: Artifact, arm: str, baselines: Sequence[str]
 ) -> None:
-    """Add `evaluation.json` to an artifact, with only its own arm, that with error feedback if
-    there is one, and the baselines."""
-    of_artifact = arm, feedback_name(arm)
+    """Add `evaluation.json` to an artifact, with only its own arm, those with error feedback and
+    with one rotation per layer where there are any, and the baselines."""
+    of_artifact = arm, feedback_name(arm), pooled_name(arm)
     shared = {key: value for key, value in report.items() if key not in _OF_ARMS}
     windows = []
     for window in report["windows"]:

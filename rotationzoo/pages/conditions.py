@@ -1,6 +1,11 @@
 """How the figures of a page were measured, and what they do not show, in words."""
 
-from rotationzoo.artifact.card_results import ABOUT_FEEDBACK, ABOUT_KIVI, describe_prefill
+from rotationzoo.artifact.card_results import (
+    ABOUT_FEEDBACK,
+    ABOUT_KIVI,
+    ABOUT_POOLED,
+    describe_prefill,
+)
 from rotationzoo.artifact.evaluation_file import Evaluation
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.rotations import SIDES
@@ -37,6 +42,8 @@ def list_caveats(evaluation: Evaluation, layers: list[int]) -> list[str]:
     arms = evaluation.window.arms
     if f"{evaluation.own_arm}+feedback" in arms:
         caveats.append(f"{ABOUT_FEEDBACK}.")
+    if f"{evaluation.own_arm}+pooled" in arms:
+        caveats.append(f"{ABOUT_POOLED}.")
     if "kivi" in arms:
         caveats.append(f"{ABOUT_KIVI}.")
     return [*caveats, *(f"{note[:1].upper()}{note[1:]}." for note in evaluation.notes)]

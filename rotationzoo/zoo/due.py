@@ -32,13 +32,13 @@ class DueModel:
 def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, HubError]]:
     """The models that are due, and model -> error for those that could not be checked.
 
-    `configs` is the folder of recipe files. Every model is looked up on Hugging Face, because
-    models are always fetched from there, whichever hub has their rotations. Raises `HubError` if
-    no model could be checked.
+    `configs` is the folder of recipe files, or one of them. Every model is looked up on Hugging
+    Face, because models are always fetched from there, whichever hub has their rotations. Raises
+    `HubError` if no model could be checked.
     """
     hub = HuggingFace()
     recipes_by_path = {}
-    for path in sorted(configs.glob("*.yaml")):
+    for path in _recipe_files(configs):
         recipe = recipes.load(str(path))
         if recipe.model:
             recipes_by_path[path] = recipe
@@ -65,9 +65,10 @@ def find_due(configs: Path, index: Index) -> tuple[list[DueModel], dict[str, Hub
 def find_recipe_file(configs: Path, model: str | None) -> Path:
     """The recipe file of a model, or the first file if `model` is None.
 
-    Raises `RotationZooError` if the folder has no such file.
+    `configs` is the folder of recipe files, or one of them: a model may have several. Raises
+    `RotationZooError` if there is no such file.
     """
-    paths = sorted(configs.glob("*.yaml"))
+    paths = _recipe_files(configs)
     if not paths:
         raise RotationZooError(
             f"there are no recipe files in {configs}",
@@ -77,9 +78,14 @@ def find_recipe_file(configs: Path, model: str | None) -> Path:
         if model is None or recipes.load(str(path)).model == model:
             return path
     name = (model or "").split("/")[-1]
+    folder = configs.parent if configs.is_file() else configs
     raise RotationZooError(
-        f"{configs} has no recipe for {model}", hint=f"write {configs}/{name}.yaml first"
+        f"{configs} has no recipe for {model}", hint=f"write {folder}/{name}.yaml first"
     )
+
+
+def _recipe_files(configs: Path) -> list[Path]:
+    return [configs] if configs.is_file() else sorted(configs.glob("*.yaml"))
 
 
 def find_newest(index: Index, model: str, rope_scaling: str | None) -> Entry | None:

@@ -60,6 +60,19 @@ def push(
     return published
 
 
+def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
+    """Raise `RotationZooError` if the index of a destination may not be extended by this signer.
+
+    To be called before the artifact is signed: a public log keeps a keyless signature for good,
+    even if nothing is published with it.
+    """
+    for hub_name in to.hubs:
+        hub = open_hub(hub_name)
+        before = read_own_index(hub, to.repo, _find_head(hub, to.repo))
+        check_unclaimed(before.content, upload.entry, to.repo)
+        signer.check(before, to.repo)
+
+
 def extend_index_file(path: Path, entry: Entry) -> None:
     """Add an entry to an index file. Creates the file if necessary, and replaces it whole."""
     path = path.resolve()

@@ -64,6 +64,13 @@ class IndexSigner:
             self._check(before, repo)  # now the signer of a keyless signature is known, too
         return earlier or signature
 
+    def check(self, before: OwnIndex, repo: str) -> None:
+        """Raise `RotationZooError` if the earlier index keeps `sign` from signing its extension, as
+        far as the signer is known before a signature is made."""
+        if not self.adopt and before.content.entries:
+            self.tool.identify()
+            self._check(before, repo)
+
     def _check(self, before: OwnIndex, repo: str) -> None:
         """Check that the earlier index is signed, and by the same signer if that is known."""
         what, signer = f"the index of {repo}", self.tool.signer

@@ -93,11 +93,15 @@ class Upload:
         return rows
 
 
-def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Upload:
+def prepare_upload(
+    artifact: Artifact, repo: str, statistics: bool = True, published: datetime.date | None = None
+) -> Upload:
     """Verify an artifact and prepare its upload.
 
-    `statistics`: whether to publish the statistics too. Raises `RotationZooError` if the artifact
-    is not sound or is bound to no model, and `UsageError` if `repo` is not a repository id.
+    `statistics`: whether to publish the statistics too. `published`: the day of the entry, by
+    which the newest of several is found; today by default. Raises `RotationZooError` if the
+    artifact is not sound or is bound to no model, and `UsageError` if `repo` is not a repository
+    id.
     """
     if not re.fullmatch(REPOSITORY, repo):
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
@@ -117,7 +121,9 @@ def prepare_upload(artifact: Artifact, repo: str, statistics: bool = True) -> Up
     folder = model.replace("/", "__")
     slug = f"{artifact.recipe.name}-{artifact.identity[:12]}"
     path = f"{folder}/{slug}"
-    entry = _make_entry(artifact, model, files, Copy(hub=DEFAULT_HUB, repo=repo, path=path))
+    copy = Copy(hub=DEFAULT_HUB, repo=repo, path=path)
+    day = published or datetime.datetime.now(datetime.UTC).date()
+    entry = _make_entry(artifact, model, files, copy, day)
     upload = Upload(files, path, f"{folder}-{slug}", entry)
     return upload.with_earlier_signature(artifact.folder)
 
@@ -136,7 +142,7 @@ def _collect_files(artifact: Artifact, statistics: bool, repo: str) -> dict[str,
 
 
 def _make_entry(
-    artifact: Artifact, model: str, files: dict[str, Path | bytes], copy: Copy
+    artifact: Artifact, model: str, files: dict[str, Path | bytes], copy: Copy, day: datetime.date
 ) -> Entry:
     described, metrics = artifact.manifest.model, artifact.content["metrics"]
     return Entry(
@@ -153,7 +159,7 @@ def _make_entry(
         evaluation=metrics.get("evaluation"),
         validation=metrics.get("validation"),
         summary=_summarize(artifact),
-        created=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        created=day.isoformat(),
     )
 
 

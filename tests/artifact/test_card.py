@@ -70,6 +70,7 @@ def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, cha
             matrix = tensors[f"layers.0.{side}.rotation"]
             rows = rows - mean
             if changes.get("equalize"):
+                assert "up to the rounding of its weights" in page
                 scales = tensors[f"layers.0.{side}.equalizer"][head]
                 rows = rows * scales if side == "key" else rows @ scales
             assert torch.equal(stored, rows @ matrix[head % len(matrix)])

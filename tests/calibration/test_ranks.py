@@ -2,15 +2,19 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import left_behind, only_error
-from support.jobs import SMALL, job
+from support.jobs import SMALL, job, rotation_bytes
 from support.ranks import Beside, Launcher, silent
 
+from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.contribution import contribute
 from rotationzoo.calibration.job import calibrate, read_source_text
 from rotationzoo.calibration.plan import plan
@@ -53,6 +57,34 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
         silent(other, 0)
     assert {path.split("/")[0] for path in left_behind(launcher.command)} == {"out"}
     check_equal(launcher.command.folder / "out", alone)
+
+
+def test_two_machines_give_the_bytes_of_one_process(command, tiny, tmp_path):
+    """Two of torch's launchers, which meet at an address, each with one process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    words += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    calibration = ["-m", "rotationzoo", "calibrate", str(tiny), *WORDS, "--quiet"]
+    machines = []
+    for number in range(2):
+        machine = subprocess.Popen(
+            [*words, "--node-rank", str(number), *calibration],
+            cwd=command.folder,
+            env=command.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        machines.append(machine)
+    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    alone = calibrate(job(tiny, tmp_path, recipe, batch=2))
+    ended = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ended
+    assert [stdout for stdout, _ in ended] == ["out\n", ""]
+    shared = Artifact.open(command.folder / "out")
+    assert shared.manifest.identity["processes"] == "2"
+    assert rotation_bytes(shared) == rotation_bytes(alone)
 
 
 def test_a_killed_process_ends_all_and_the_next_run_goes_on(launcher, tiny, tmp_path):

@@ -51,6 +51,15 @@ def test_a_piped_prompt_and_the_text_alone_on_stdout(command, made, expected):
     assert following == f"Next: rotationzoo evaluate demo {made}"
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_the_next_command_has_the_rotations_that_were_named(inside, made, named):
+    rotations = str(made) if named else "none"
+    shown = inside("generate", "demo", "--rotations", rotations, *SMALL)
+    assert shown.stderr.splitlines()[-1] == (
+        f"Next: rotationzoo generate demo --rotations {rotations} --prompt 'def ' --compare"
+    )
+
+
 def test_quiet_prints_nothing_else(inside, made, expected):
     shown = inside("generate", "demo", "--rotations", made, "--prompt", PROMPT, *SMALL, "--quiet")
     assert (shown.stdout, shown.stderr) == (expected + "\n", "")

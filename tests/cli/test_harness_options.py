@@ -29,4 +29,4 @@ def test_without_the_extra_it_is_named(inside, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)  # importing it fails
     error = only_error(inside("evaluate", "no-such-model", "--harness", "gsm8k"))
     assert "--harness needs lm-evaluation-harness, which is not installed" in error
-    assert "Hint: pip install 'rotationzoo[tasks]'" in error
+    assert "Hint: pip install 'lm-eval[ruler]>=" in error

@@ -1,6 +1,7 @@
 """`rotationzoo plan`: what it prints, and that it does not wait for torch."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -32,8 +33,18 @@ def test_json(inside, qwen3_8b):
     assert report["commands"] == [
         "rotationzoo calibrate Qwen3-8B",
         "rotationzoo generate Qwen3-8B --rotations rotations/Qwen3-8B-oscar --format vllm",
-        "rotationzoo export rotations/Qwen3-8B-oscar --to vllm",
+        "rotationzoo export rotations/Qwen3-8B-oscar --to vllm --pooled --windows 0/0",
     ]
+
+
+@pytest.mark.parametrize("windows", [[], ["--sink", "8", "--recent", "128"]])
+@pytest.mark.parametrize("format", ["sglang", "vllm", "mlx"])
+def test_the_export_that_is_suggested_is_one_that_the_engine_takes(inside, made, format, windows):
+    planned = inside("plan", "demo", "--format", format, *windows, "--json")
+    export = shlex.split(json.loads(planned.stdout)["commands"][-1])
+    export[export.index("rotations/demo-oscar")] = str(made)
+    result = inside(*export[1:], "-o", "exported")
+    assert result.returncode == 0, result.stderr
 
 
 def test_tables_are_no_wider_than_a_terminal(inside, qwen3_8b):

@@ -21,7 +21,7 @@ from support.models import save_tiny
 from support.places import ROOT
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import RECORD, rotations_for
+from rotationzoo.artifact.weights import RECORD, folded_rotations, rotations_for
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -31,9 +31,10 @@ from rotationzoo.codec import int2
 from rotationzoo.engines import weight_changes, weight_copy
 from rotationzoo.engines.absorb import absorb, fold
 from rotationzoo.engines.export import export
-from rotationzoo.engines.payload import Request, pooled_rotations
+from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.pooled import pooled_rotations
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.foldable import check_values, find_key_scales, with_equalizing
@@ -263,7 +264,7 @@ def test_an_artifact_serves_both_frames(made):
 
 
 def test_rotations_are_pooled_and_looked_for_in_the_folded_frame(made):
-    pooled = pooled_rotations(made.artifact)
+    pooled = pooled_rotations(made.artifact, folded_rotations(made.artifact))
     assert not pooled.equalized
     query = made.artifact.statistics[1]["query"].second_moment
     factors = made.artifact.rotations[1].key.equalizer.double()

@@ -61,8 +61,15 @@ def test_rows_of_a_default_length_are_made_long_enough_for_the_windows(tiny, ins
         evaluate(Evaluation(str(tiny), [], text, **options))
     report = evaluate(Evaluation(str(tiny), [], text, fit_length=True, **options))
     assert (report["text"]["length"], report["text"]["rows"]) == (256, 2)
-    for windows, length in (("64/256", 2048), ("128/2048", 4096)):  # it has 512 positions
-        result = inside("evaluate", tiny, "--windows", windows)
-        assert f"texts of {length} tokens are longer than the 512 positions" in result.stderr
-    result = inside("evaluate", tiny, "--windows", "128/2048", "--length", 512)
+
+
+def test_rows_of_a_default_length_have_no_more_tokens_than_the_model_has_positions(tiny, inside):
+    """It has 512, fewer than the 2,048 of the default and the 4,096 that the windows ask for."""
+    options = dict(windows=[(64, 256)], queries=0, tasks=TaskSettings(()), device="cpu")
+    text = Data(tokens=1024, length=2048)
+    report = evaluate(Evaluation(str(tiny), [], text, fit_length=True, **options))
+    assert (report["text"]["length"], report["text"]["rows"]) == (512, 2)
+    result = inside("evaluate", tiny, "--windows", "64/256", "--length", 2048)
+    assert "texts of 2048 tokens are longer than the 512 positions" in result.stderr
+    result = inside("evaluate", tiny, "--windows", "128/2048")
     assert "texts of 512 tokens are too short" in result.stderr

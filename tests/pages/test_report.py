@@ -64,6 +64,15 @@ def test_every_chart_is_there_at_any_width_and_fits(page, folder, browser, width
     assert page.stat().st_size < LIMIT
 
 
+def test_hashes_stay_inside_their_box(page, browser):
+    """On a phone they break, and the table of files need not be scrolled to read them."""
+    opened = browser.open_page(page, 390)
+    box = opened.locator("section[aria-labelledby=made] .scroll")
+    hashes = [text for text in box.locator("td").all_inner_texts() if len(text) == 64]
+    assert len(hashes) >= 2
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
 def test_tables_have_the_numbers_of_the_evaluation(page, folder, browser):
     opened = browser.open_page(page)
     evaluation = json.loads((folder / "evaluation.json").read_text())

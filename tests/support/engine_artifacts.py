@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.weights import folded_rotations
 from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
-from rotationzoo.engines import payload
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
+from rotationzoo.evaluation.pooled import pooled_rotations
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import Layer, cached_layers, geometry_json, geometry_of
 from rotationzoo.recipe import Recipe
@@ -105,7 +106,9 @@ def exported(engine: str, artifact: Artifact, folder: Path, **changes):
 
 def matrices(artifact: Artifact, layer, side: str, pooled: bool) -> torch.Tensor:
     """What the engine should multiply by, `[H, D, D]`."""
-    rotations = payload.pooled_rotations(artifact) if pooled else artifact.rotations
+    rotations = artifact.rotations
+    if pooled:
+        rotations = pooled_rotations(artifact, folded_rotations(artifact))
     return rotations[layer.index][side].matrix.expand(layer.kv_heads, -1, -1)
 
 

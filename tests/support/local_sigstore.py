@@ -94,6 +94,7 @@ class LocalSigstore:
         claims = {
             "iss": GITHUB,
             "sub": self.identity,
+            "job_workflow_ref": self.identity.removeprefix("https://github.com/"),
             "aud": "sigstore",
             "iat": now,
             "exp": now + 600,

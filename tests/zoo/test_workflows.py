@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import yaml
-from plan_matrix import smallest_runner
+from plan_matrix import matrix_rows, smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
 from support.published import ms_environment
@@ -176,7 +176,7 @@ def runner(command, program, tmp_path):
             # Whoever publishes or fetches trusts a local Sigstore, where the test has one.
             "rotationzoo": f'case "$1" in push|pull) set -- "$@" $TRUST;; esac\n'
             f'exec {shlex.join(program)} "$@"',
-            "python": f'{python} "$@"',
+            "python": f'case "$1" in *fetch_signed.py) set -- "$@" $TRUST;; esac\n{python} "$@"',
             "pip": wheel,
         }
         for name, line in commands.items():
@@ -237,7 +237,8 @@ def build(runner, row: dict) -> None:
     for old, new in shorter.items():
         assert old in script
         script = script.replace(old, new)
-    runner.run(script, MODEL=row["model"], REVISION=row["revision"], NAME=row["name"])
+    row = {name.upper(): value for name, value in row.items()}
+    runner.run(script, **row)
 
 
 def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
@@ -267,16 +268,23 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     api = huggingface_hub.HfApi(endpoint=runner.hf.endpoint, token=runner.hf.token)
     api.merge_pull_request("someone/zoo", 1)
+    another = "rotationzoo calibrate someone/model --recipe hadamard --output another --quiet\n"
+    another += 'rotationzoo push another "$ZOO" --sign keyless --published 2026-01-02'
+    runner.run(another, **signing)
     shutil.rmtree(runner.folder / "out")
     sums = outputs(runner, "mirror", "fetch", TRUST=signing["TRUST"], SIGNER=own)["sums"]
     compare, mirror = scripts("mirror", "publish")
     runner.run(compare, SUMS=sums)
     sigstore.server.identity = own.replace("regenerate", "mirror")
     runner.run(mirror, MODELSCOPE_API_TOKEN="ms_test", **signing)
+    listed = index.parse(runner.hf.files("someone/zoo")["zoo_index.json"], "the index").entries
+    days = [("hadamard", "2026-01-02"), ("oscar", listed[1].created)]
     for files in (runner.hf.files("someone/zoo"), runner.ms.files("someone/zoo")):
-        (entry,) = index.parse(files["zoo_index.json"], "the index").entries
-        assert (entry.model, entry.model_revision) == ("someone/model", row["revision"])
-        assert entry.signer.identity == own
+        entries = index.parse(files["zoo_index.json"], "the index").entries
+        assert [(entry.recipe, entry.created) for entry in entries] == days
+        for entry in entries:
+            assert (entry.model, entry.model_revision) == ("someone/model", row["revision"])
+            assert entry.signer.identity == own
         assert "zoo_index.json.sig" in files
     assert not runner.hf.leaks
     assert plan(runner, only="someone/else") == {"matrix": '{"include": []}', "any": "false"}
@@ -289,7 +297,7 @@ def test_a_fleet_has_a_runner_for_each_model(runner):
     planned = outputs(runner, "fleet", "plan", **step["env"])
     (row,) = json.loads(planned["matrix"])["include"]
     assert (planned["any"], row.pop("runner")) == ("true", "gpu-24gb")
-    assert row.keys() == {"model", "revision", "name"}, "as in regenerate.yml"
+    assert row.keys() == {"model", "revision", "recipe", "name"}, "as in regenerate.yml"
     (script,) = scripts("fleet", "build")
     assert [script.replace('"$OUT/$NAME"', '"out/$NAME"')] == scripts("regenerate", "build")
     assert jobs("fleet")["build"]["runs-on"][-1] == "${{ matrix.runner }}"
@@ -297,6 +305,25 @@ def test_a_fleet_has_a_runner_for_each_model(runner):
     for line in (*script.splitlines(), *step["run"].splitlines(), step["env"]["RUNNERS"]):
         assert line.strip() in described
     assert not {"permissions", "secrets"} & jobs("fleet")["build"].keys()
+
+
+def test_two_recipes_of_a_model_are_built_apart(runner):
+    """As for a model that is also served with scaled RoPE. Each row builds from its own recipe,
+    under a name of its own; that of a model with one recipe is the model's."""
+    scaled = CONFIG.replace("extends: oscar", "extends: hadamard\nrope_scaling: yarn:2")
+    (runner.folder / "configs" / "scaled.yaml").write_text(scaled)
+    rows = json.loads(plan(runner)["matrix"])["include"]
+    assert [row["name"] for row in rows] == ["someone__model__model", "someone__model__scaled"]
+    for row in rows:
+        build(runner, row)
+    found = {}
+    for path in sorted(runner.folder.rglob("manifest.json")):
+        content = json.loads(path.read_text())
+        found[path.parent.name.removeprefix("rotations-")] = content["recipe"].get("rope_scaling")
+    assert found == {"someone__model__model": None, "someone__model__scaled": "yarn:2"}
+    due = {"revision": "0", "recipe": "configs/other.yaml"}
+    rows = matrix_rows([{"model": "a/b", **due}, {"model": "a/c", **due}], "", None)
+    assert [row["name"] for row in rows] == ["a__b", "a__c"]
 
 
 def test_a_model_goes_to_the_smallest_runner_that_holds_it():

@@ -20,7 +20,7 @@ def gguf_package() -> Any:
     except ImportError as error:
         raise RotationZooError(
             "gguf is not installed",
-            hint="run: pip install 'rotationzoo[engines]', or pip install gguf",
+            hint="run: pip install 'gguf>=0.17'",
         ) from error
     return gguf
 

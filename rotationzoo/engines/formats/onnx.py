@@ -64,7 +64,7 @@ def check_payload(payload: Payload) -> None:
     except ImportError as error:
         raise RotationZooError(
             "onnx is not installed",
-            hint="run: pip install 'rotationzoo[engines]', or pip install onnx",
+            hint="run: pip install 'onnx>=1.18'",
         ) from error
 
 

@@ -14,7 +14,7 @@ from rotationzoo.errors import RotationZooError, UsageError, first_sentence
 from rotationzoo.evaluation.harness.isolation import isolated
 from rotationzoo.network.huggingface_session import asking_huggingface
 
-INSTALL = "pip install 'rotationzoo[tasks]'"
+INSTALL = "pip install 'lm-eval[ruler]>=0.4.12'"
 _NEAREST = 5  # names in a hint
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -34,19 +34,24 @@ class HarnessSettings:
     answers: int = 0
     """How many answers to each task are kept in words."""
 
+    def check(self) -> None:
+        """Raise `RotationZooError` if the harness is not installed, and `UsageError` if there is no
+        such folder."""
+        _task_manager()
+        if self.folder is not None and not self.folder.is_dir():
+            raise UsageError(f"{self.folder} is not a folder of tasks")
+
 
 class TaskLoader:
     """Finds the tasks of some settings at once, and loads their data when a tokenizer is there."""
 
     def __init__(self, settings: HarnessSettings, lengths: Sequence[int]):
-        """Raises `RotationZooError` if the harness is not installed, and `UsageError` for a task
-        that it does not know. `lengths` are the tokens per prompt for tasks that can be made of any
-        length (RULER).
+        """Raises as `settings.check` does, and `UsageError` for a task that the harness does not
+        know. `lengths` are the tokens per prompt for tasks that can be made of any length (RULER).
         """
+        settings.check()
         self.settings = settings
         manager_type = _task_manager()
-        if settings.folder is not None and not settings.folder.is_dir():
-            raise UsageError(f"{settings.folder} is not a folder of tasks")
         self._tokenizer_folder = TemporaryDirectory(prefix="rotationzoo-")
         options = {
             "include_path": settings.folder,

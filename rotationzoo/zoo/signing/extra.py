@@ -12,7 +12,7 @@ from rotationzoo.network import limits
 if TYPE_CHECKING:
     from sigstore.models import ClientTrustConfig
 
-INSTALL = "pip install 'rotationzoo[sign]'"
+INSTALL = "pip install 'model-signing>=1.1' 'pyopenssl>=25.3'"
 _TRUST_SECONDS = 30.0  # for half a dozen small files from Sigstore's own repository
 
 

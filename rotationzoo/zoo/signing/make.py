@@ -13,7 +13,7 @@ from rotationzoo.network.tokens import check_token
 from rotationzoo.storage.folders import link
 from rotationzoo.zoo.signing.bundle import parse_bundle
 from rotationzoo.zoo.signing.extra import check_installed
-from rotationzoo.zoo.signing.signer import Signer
+from rotationzoo.zoo.signing.signer import GITHUB_ACTIONS, Signer
 from rotationzoo.zoo.signing.verifier import claimed_signer
 
 if TYPE_CHECKING:
@@ -42,7 +42,23 @@ class SigningTool:
         self.key, self.trust_config = key, trust_config
         self.signer = None if key is None else Signer(public_key=self._public_key())
         """The signer that its signatures name. None before the first keyless one, whose
-        certificate says who it is."""
+        certificate says who it is, unless `identify` knows it before."""
+
+    def identify(self) -> None:
+        """Set the signer of keyless signatures before the first one, where the token of a GitHub
+        job says who it is. Raises `RotationZooError` for a job without a token."""
+        if self.signer is not None or not can_sign_in_ci():
+            return
+        import jwt
+
+        try:
+            claims = jwt.decode(_find_token() or "", options={"verify_signature": False})
+        except jwt.InvalidTokenError as error:
+            raise _refusal(error) from error
+        # What Fulcio writes into the certificate (its oid-info.md: Build Signer URI).
+        if claims.get("iss") == GITHUB_ACTIONS and "job_workflow_ref" in claims:
+            identity = f"https://github.com/{claims['job_workflow_ref']}"
+            self.signer = Signer(identity=identity, issuer=GITHUB_ACTIONS)
 
     def sign(self, files: Mapping[str, Path | bytes], name: str) -> tuple[bytes, Signer]:
         """The signature of these files (name -> file or content), and who it shows as its signer.
