@@ -2,6 +2,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,9 @@ from support.ranks import Launcher
 
 # Nothing in this process may look for a hub; subprocesses get one of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Nor may a test see what the user has made, or remember anything for the user.
+_STATE = tempfile.TemporaryDirectory(prefix="rotationzoo-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes of several threads each would wait for each other.
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -114,6 +114,13 @@ def check_writable(folder: Path) -> None:
             tempfile.TemporaryDirectory(dir=existing_parent(folder)).cleanup()
 
 
+def state_folder() -> Path:
+    """Where rotationzoo remembers from one command to the next: below `XDG_STATE_HOME`, or
+    `~/.local/state`. It may not exist. Raises `RuntimeError` for a user without a home."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "rotationzoo"
+
+
 def existing_parent(path: Path) -> Path:
     """The nearest parent folder that exists."""
     return next(folder for folder in path.absolute().parents if folder.exists())
