@@ -88,15 +88,15 @@ def _push_to_hub(
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):
         parent = _find_head(hub, repo)
-        before = read_own_index(hub, repo, parent)
+        before = read_own_index(hub_name, repo, parent)
         check_unclaimed(before.content, entry, repo)
         files = {f"{upload.path}/{name}": content for name, content in upload.files.items()}
-        root_files = render_root_files(repo, before.content.extended(entry))
-        files |= root_files
+        content = before.content.extended(entry)
         if signer is None:
-            check_unsigned_push(before, repo)
+            check_unsigned_push(before)
         else:
-            files[signed_index.NAME] = signer.sign(before, root_files[index.NAME], repo)
+            content, files[signed_index.NAME] = signer.sign(before, content)
+        files |= render_root_files(repo, content)
         publication = Publication(repo, files, upload.message, parent, upload.tag, to.create_pr)
         try:
             return hub.publish(publication)
