@@ -13,7 +13,7 @@ from rotationzoo.engines.registry import ENGINE_NAMES, load_engine
 PAGE = Path(__file__).parent.parent / "docs" / "engines.md"
 COLUMNS = [
     "engine",
-    "where its 2-bit cache is",
+    "where it has OSCAR's 2-bit cache",
     "reads",
     "rotation per KV head",
     "key mean",

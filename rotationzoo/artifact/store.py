@@ -175,6 +175,20 @@ class Artifact:
                 problems.append(str(error))
         return problems
 
+    def unlisted_files(self) -> list[str]:
+        """One sentence for each entry of the folder that the manifest does not list, but for the
+        manifest itself, the card and the signature."""
+        problems = []
+        for name in folders.read_settled(self.folder, lambda: sorted(os.listdir(self.folder))):
+            if name in self.manifest.files:
+                continue
+            path = self.folder / name
+            if name not in (MANIFEST, CARD, SIGNATURE):
+                problems.append(f"{name} is not in the manifest: whoever made it did not write it")
+            elif path.is_symlink() or not path.is_file():
+                problems.append(f"{name} is not a file")
+        return problems
+
     def _check_file(self, name: str) -> None:
         """Raise `RotationZooError` for a file that is not the one in the manifest."""
         expected = self.manifest.files[name]

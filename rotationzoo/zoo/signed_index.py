@@ -91,6 +91,8 @@ class IndexSigner:
             demand = Demand(signers, bool(signers), self.tool.trust_config)
             check_signature(_as_signed(what, before.data, before.signature), demand)
             statement = _check_place(before.content, before.hub, before.repo)
+            if expired := _say_expired(statement):
+                raise RotationZooError(expired)
             if signer is not None:
                 # An older state must not become the newest by being signed again.
                 _check_newest(statement)
@@ -139,12 +141,11 @@ def check_index(loaded: LoadedIndex, demand: Demand) -> Finding | None:
     statement = _check_place(loaded.content, loaded.hub, loaded.repo)
     if not is_asked:
         return None
-    if _today() > date.fromisoformat(statement.expires):
-        expired = f"the signature of {what} ended on {statement.expires}"
+    if expired := _say_expired(statement):
         if demand.required:
             raise RotationZooError(
                 f"{expired}: what it lists may not be the newest",
-                hint="ask its owners to push with --sign, which renews it",
+                hint="ask its owners to push with --sign and --adopt-index, which renews it",
             )
         finding = replace(finding, note=f"{finding.note}; {expired}")
     _check_newest(statement)
@@ -157,6 +158,13 @@ def _as_signed(what: str, data: bytes | None, signature: bytes | None) -> Signed
 
 def _today() -> date:
     return datetime.now(UTC).date()
+
+
+def _say_expired(statement: Statement) -> str:
+    """That the signature of an index has expired, in words; empty if it has not."""
+    if _today() <= date.fromisoformat(statement.expires):
+        return ""
+    return f"the signature of the index of {statement.repo} ended on {statement.expires}"
 
 
 def _lasting_signature(before: OwnIndex, content: Index) -> bytes | None:

@@ -152,10 +152,23 @@ def test_a_signature_ends(zoo, made, keys, words, later):
     later(181)
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
     assert f"the signature of the index of {ZOO} ended on {last}" in text
-    assert "push with --sign" in text
+    assert "push with --sign and --adopt-index" in text
     unrequired = zoo.run("pull", "demo", "--repo", ZOO, *words[:2], "--json")
     assert f"ended on {last}" in unrequired.stderr
     ok(unrequired)
+
+
+@pytest.mark.hostile("hub")
+def test_what_has_ended_is_not_signed_again_unseen(zoo, made, keys, words, later):
+    """A job that remembers nothing would sign a state of any age as the newest."""
+    push = ["push", made, ZOO, "--sign", keys.ours]
+    ok(zoo.run(*push, "--json"))
+    later(181)
+    text = refused(zoo.run(*push))
+    assert "ended on" in text
+    assert "--adopt-index" in text
+    ok(zoo.run(*push, "--adopt-index", "--json"))
+    ok(zoo.run("pull", "demo", "--repo", ZOO, *words, "--json"))
 
 
 def test_each_push_counts_up_and_renews_what_ends_soon(zoo, made, keys, words, later):
