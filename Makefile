@@ -12,7 +12,15 @@ TORCH_CPU := install --quiet $(addprefix -c ,$(filter-out constraints-cpu.txt,$(
 # Arguments for pytest: make test ARGS="tests/linalg -x"
 ARGS ?=
 
-.PHONY: help demo test lint format gpu coverage docs security clean
+# What decides in which order numbers are summed: the kernels of a processor, and threads. `make test`
+# runs all tests with the processor's own kernels and one thread.
+ORDERS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
+CHECKED := $(addprefix tests/,linalg codec cache calibration evaluation test_rotated_cache.py)
+# Left out: what compares no sums (memory, processes, compilers for GPUs), and the slowest whole commands.
+UNCHECKED := not test_memory and not test_ranks and not spilled and not compiles \
+	and not test_tasks and not test_best_makes and not command_line
+
+.PHONY: help demo test check lint format gpu coverage docs security clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
@@ -23,6 +31,13 @@ demo: $(VENV)/.ready  ## calibrate the demo model and ask it about its context; 
 
 test: $(VENV)/.ready-dev  ## the linter, the type checker and all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(VENV)/.ready-dev  ## the tests that compare numbers, with sums in the orders of other machines
+	@failed=0; for order in $(ORDERS); do \
+		echo "$$order"; \
+		env OMP_WAIT_POLICY=passive $$order $(BIN)/python -m pytest -n 2 -k "$(UNCHECKED)" $(or $(ARGS),$(CHECKED)) \
+			|| failed=1; \
+	done; exit $$failed
 
 lint: $(VENV)/.ready-dev  ## the linter, the formatter's check and the type checker; pre-commit runs the same
 	$(BIN)/python -m ruff check

@@ -50,7 +50,7 @@ CONTENTS = {
     "Start": ["quickstart", "idea", "which-recipe", "troubleshooting"],
     "Use": ["cache", "plan", "report", "engines", "zoo", "scale", "tasks", "python"],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
-    "Evidence": ["quality", "measurements", "security"],
+    "Evidence": ["quality", "ablation", "measurements", "security"],
     "The project": ["architecture", "contributing", "changelog"],
 }
 FROM_ROOT = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}

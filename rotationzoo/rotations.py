@@ -27,7 +27,8 @@ class Rotation:
     """
 
     matrix: torch.Tensor
-    """`[H, D, D]` float32. H is 1 where all KV heads share one matrix."""
+    """`[H, D, D]` float32. H is 1 where all KV heads share one matrix. In float64, which no file
+    has, rows are rotated in float64 too: a product then depends on no order of its sums."""
     clip: torch.Tensor
     """Clip ratios `[KV heads]`, float64. A ratio of 1 turns clipping off."""
     eigenvalues: torch.Tensor | None = None
@@ -49,26 +50,26 @@ class Rotation:
     @cached_property
     def transform(self) -> torch.Tensor:
         """`E @ matrix`, what centred rows of the published weights are multiplied by: `[H, D, D]`
-        float32, formed in float64. Without an equalizer it is the matrix."""
+        in the matrix's type, formed in float64. Without an equalizer it is the matrix."""
         if self.equalizer is None:
             return self.matrix
         matrix, equalizer = self.matrix.double(), self.equalizer.double()
         if equalizer.ndim == 2:  # factors, and not a matrix
-            return (equalizer[..., None] * matrix).float()
-        return (equalizer @ matrix).float()
+            return (equalizer[..., None] * matrix).to(self.matrix.dtype)
+        return (equalizer @ matrix).to(self.matrix.dtype)
 
     @cached_property
     def inverse(self) -> torch.Tensor:
         """`matrix^T @ E^-1`, which takes quantized rows back to the frame of the published weights:
-        `[H, D, D]` float32, formed in float64. Without an equalizer it is the transpose of the
-        matrix."""
+        `[H, D, D]` in the matrix's type, formed in float64. Without an equalizer it is the
+        transpose of the matrix."""
         if self.equalizer is None:
             return self.matrix.mT
         matrix, equalizer = self.matrix.double(), self.equalizer.double()
         if equalizer.ndim == 2:
-            return (matrix.mT / equalizer[:, None]).float()
+            return (matrix.mT / equalizer[:, None]).to(self.matrix.dtype)
         undone: torch.Tensor = torch.linalg.inv(equalizer)
-        return (matrix.mT @ undone).float()
+        return (matrix.mT @ undone).to(self.matrix.dtype)
 
     def fold(self, rows: torch.Tensor) -> torch.Tensor:
         """Centred rows `[..., H, N, D]` of the published weights in the frame of the folded ones:

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 _LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
+_LINE = 80  # characters of what somebody else wrote
 
 
 def counted(number: int, noun: str) -> str:
@@ -16,8 +17,13 @@ def differing(names: Sequence[str]) -> str:
     return f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
 
 
+def shortened(text: str) -> str:
+    """The text, or its beginning where it is longer than a line of a message."""
+    return text if len(text) <= _LINE else text[:_LINE] + "..."
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of an error message: a known word that was probably meant, or nothing if none is
     close."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=_LEAST_ALIKE)
+    match = difflib.get_close_matches(word[:_LINE], list(known), n=1, cutoff=_LEAST_ALIKE)
     return f" (did you mean {match[0]!r}?)" if match else ""

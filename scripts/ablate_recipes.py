@@ -300,8 +300,8 @@ of all queries alike and of the outputs."""
 def written_arms(name: str, study: Study) -> Iterator[Arm]:
     rotations = study.rotations("oscar", **WRITTEN[name])
     rotations = with_factors(study, rotations, "value", "output")
-    if name == "written":
-        yield Arm("written, peaked queries", rotations, rounding="feedback")
+    if name in ("written", "written, equalized"):
+        yield Arm(f"{name}, peaked queries", rotations, rounding="feedback")
     yield Arm(name, with_factors(study, rotations, "key", "query"), rounding="feedback")
 
 

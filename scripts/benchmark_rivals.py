@@ -27,7 +27,7 @@ arms can be compared at equal bytes. At D = 64, `--format vllm` takes as many as
 * `log p`: mean log probability of an answer in nats;
 * `loss`: nats per token of the last tokens of plain text, as many as are kept exact;
 * beside the first arm: questions that only this arm, and that only the first one answered, with the
-  p value of McNemar's exact test.
+  p value of the sign-flip test over prompts.
 """
 
 import argparse
@@ -43,7 +43,6 @@ from typing import Any
 import torch
 from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
 from loading import DEVICE, Loaded, load
-from scipy.stats import binomtest
 from transformers_caches import CACHES
 
 from rotationzoo.artifact.store import Artifact
@@ -54,9 +53,10 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.codec.engine_caches import ENGINE_CACHES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.evaluation.arms import build_arms
+from rotationzoo.evaluation.verdict import sign_flip
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
-from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
+from rotationzoo.recall.prompts import TASKS, Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
 
@@ -210,9 +210,19 @@ def show(
         if name not in ("exact", first):
             other, _ = together(results[first])
             gained, lost = int((correct & ~other).sum()), int((other & ~correct).sum())
-            p = binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+            p = sign_flip(gains_by_prompt(result, results[first]))
             line += f"  beside {first}: +{gained} -{lost}, p {p:.2g}"
         print(line)
+
+
+def gains_by_prompt(result: dict[str, Any], other: dict[str, Any]) -> list[int]:
+    """How many more questions of each prompt an arm answers than another."""
+    gains = []
+    for name, task in result["tasks"].items():
+        pairs = zip(task["correct"], other["tasks"][name]["correct"], strict=True)
+        differences = torch.tensor([one - two for one, two in pairs])
+        gains += [int(each.sum()) for each in differences.split(TASKS[name])]
+    return gains
 
 
 def together(result: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

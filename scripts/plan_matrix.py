@@ -1,7 +1,7 @@
 """Turn the plan of `rotationzoo regenerate --plan --json` into outputs of a GitHub job: the matrix
 of models that are due, and whether there are any.
 
-    python scripts/plan_matrix.py plan.json [MODEL] [--runners gpu-24gb=24GiB,gpu-80gb=H100]
+    python scripts/plan_matrix.py plan.json [--runners gpu-24gb=24GiB,gpu-80gb=H100] [-- MODEL]
 
 `--runners` names the labels of GPU runners with their memory, as `rotationzoo plan --gpu` takes it,
 smallest first. Each row then has a `runner`: the first that holds the model's weights and what a
@@ -10,21 +10,29 @@ calibration needs beside them. The last one takes whatever is larger.
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+_MODEL = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 BESIDE = 4_000_000_000  # bytes; the statistics of Qwen3-8B took 2.1 GB beside its weights
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("plan", type=Path)
     parser.add_argument("only", nargs="?", default="", metavar="MODEL")
     parser.add_argument("--runners", default="")
-    args = parser.parse_args()
+    args, unknown = parser.parse_known_args()
+    # Whoever starts the workflow types the model: it is one, or is refused by name.
+    for word in (args.only, *unknown):
+        if word and not re.fullmatch(_MODEL, word):
+            raise SystemExit(f"Error: {word[:80]!r} is no model of the hub: write it as owner/name")
     choose = runner_chooser(args.runners) if args.runners else None
     rows = matrix_rows(json.loads(args.plan.read_text())["models"], args.only, choose)
     print(f"matrix={json.dumps({'include': rows})}")

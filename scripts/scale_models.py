@@ -126,17 +126,18 @@ def make_model(
     for name, place in places.items():
         model.get_submodule(name).to_empty(device=place)
     model.eval()
-    generators = {}
-    for place in set(places.values()):
-        generators[torch.device(place)] = torch.Generator(place).manual_seed(seed)
+    generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim < 2:
                 weight.fill_(1)
             else:
                 # Each token's embedding has entries of about 1: it is to matter in every layer.
+                place = weight.device  # with its index, which `device` may lack
+                if place not in generators:
+                    generators[place] = torch.Generator(place).manual_seed(seed)
                 deviation = 1.0 if "embed_tokens" in name else 1 / math.sqrt(weight.shape[-1])
-                weight.normal_(std=deviation, generator=generators[weight.device])
+                weight.normal_(std=deviation, generator=generators[place])
     # Its buffers are computed from the config when it is made, and `meta` computes nothing.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(model.device)

@@ -183,7 +183,7 @@ class Size:
 
 
 SMALL = Size(
-    80, 80, 1024, 2048, 1, {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    80, 80, 1024, 2048, 1, {"hidden_size": 120, "intermediate_size": 128, "num_hidden_layers": 2},
     batch=2, vocabulary=1024,
 )  # fmt: skip
 

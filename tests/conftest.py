@@ -24,8 +24,7 @@ _STATE = tempfile.TemporaryDirectory(prefix="rotationzoo-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes of several threads each would wait for each other.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -36,6 +35,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write tables that tests compute into docs/, instead of comparing them",
     )
+    parser.addoption(
+        "--seed-offset",
+        type=int,
+        default=0,
+        help="add this to every seed of torch that a test draws with, to try other numbers",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before tests are collected: some draw when they are imported.
+    if offset := config.getoption("--seed-offset"):
+        move_seeds(offset)
+
+
+def move_seeds(offset: int) -> None:
+    """Add `offset` to the seeds that tests set. Those of the package stay as they are, and large
+    ones, which belong to an engine's format."""
+    tests, set_seed, plain = str(Path(__file__).parent), torch.manual_seed, torch.Generator
+
+    def moved(seed: int) -> int:
+        by_test = sys._getframe(2).f_code.co_filename.startswith(tests)
+        return seed + offset if by_test and seed < 2**16 else seed
+
+    class Generator(plain):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return super().manual_seed(moved(seed))
+
+    torch.Generator = Generator
+    torch.manual_seed = lambda seed: set_seed(moved(seed))
 
 
 @pytest.fixture(scope="session")

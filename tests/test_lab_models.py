@@ -67,7 +67,9 @@ def test_rows_have_one_length_and_weigh_their_answers(source, tokenizer):
 
 
 def test_the_demo_model_fits_its_package_and_its_positions():
-    model = train_lab_models.new_model(train_lab_models.MODELS["demo"], train_lab_models.Size(), 0)
+    model = train_lab_models.new_model(
+        train_lab_models.MODELS["demo"], train_lab_models.Size(), 0, 2048
+    )
     assert 2 * sum(p.numel() for p in model.parameters()) < 6_000_000
     assert model.config.max_position_embeddings == 8192
 
@@ -76,8 +78,8 @@ def test_the_demo_model_fits_its_package_and_its_positions():
 def test_the_loss_of_training_is_that_of_the_model(name):
     torch.manual_seed(0)
     lab, size = train_lab_models.MODELS[name], train_lab_models.SMALL
-    model = train_lab_models.new_model(lab, size, 0)
-    ids = torch.randint(2048, (2, 64))
+    model = train_lab_models.new_model(lab, size, 0, size.vocabulary)
+    ids = torch.randint(size.vocabulary, (2, 64))
     weights = torch.ones(2, 64, dtype=torch.uint8)
     with torch.no_grad():
         loss = train_lab_models.loss_of(model, ids, weights)

@@ -76,7 +76,10 @@ def test_the_scripts_that_targets_run_exist():
 
 def test_continuous_integration_runs_the_same_command():
     assert recipe_of("test")
-    assert (ROOT / ".ci" / "run").read_text("utf-8").rstrip().endswith("exec make test")
+    assert recipe_of("check")
+    run = (ROOT / ".ci" / "run").read_text("utf-8")
+    assert "set -eu" in run
+    assert run.endswith("\nmake test\nexec make check\n")
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8"))
     job = workflow["jobs"]["tests"]
     assert job["steps"][-1]["run"] == "make test"

@@ -44,6 +44,9 @@ def test_a_model_made_on_the_device_computes_what_transformers_own_does(shape):
     model = make_model(shape)
     own = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16).eval()
     own.load_state_dict(model.state_dict())
+    # `cuda` is `cuda:0`, as `cpu:0` is `cpu`.
+    again = make_model(shape, device="cpu:0").state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
     ids = scale_models.random_text(shape, 2, 64)
     with torch.no_grad():
         logits = model(ids).logits

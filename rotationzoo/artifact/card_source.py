@@ -11,8 +11,8 @@ _LIBRARIES = ("torch", "transformers", "python")
 
 
 def reproduction_section(manifest: Manifest, recipe: Recipe) -> str:
-    """The section with the command that writes the same bytes on a machine of the same kind; empty
-    for imported files."""
+    """The section with the command that writes the same bytes on a machine of the same kind with
+    as many threads; empty for imported files."""
     command = reproduce_command(manifest)
     if command is None:
         return ""
@@ -20,7 +20,8 @@ def reproduction_section(manifest: Manifest, recipe: Recipe) -> str:
     if RECIPE_FILE in command:
         file = f" Save the recipe below as {RECIPE_FILE} first."
     if recipe.needs_statistics:
-        machine = "On a machine of the same kind, with the same versions, it writes these bytes"
+        machine = "On a machine of the same kind, with as many threads and the same versions, it "
+        machine += "writes these bytes"
         words = f"{machine}: the sha256 of `rotations.safetensors` is below.{file}"
     else:
         words = f"It reads no text, and writes these bytes wherever it runs.{file}"

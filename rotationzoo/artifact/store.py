@@ -17,7 +17,7 @@ from rotationzoo.artifact.manifest import (
     parse_manifest,
     read_manifest,
 )
-from rotationzoo.artifact.tensor_check import read_tensors
+from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.model.geometry import Geometry, geometry_from_json
@@ -118,7 +118,8 @@ class Artifact:
     def rotations(self) -> Rotations:
         """The rotations by layer index, read on first access.
 
-        Raises `RotationZooError` if they do not fit the recipe and the geometry.
+        Raises `RotationZooError` if they do not fit the recipe and the geometry, or are not
+        orthogonal.
         """
         return rotations_from(self._sound_tensors(ROTATIONS))
 
@@ -204,6 +205,9 @@ class Artifact:
 
     def _sound_tensors(self, name: str) -> dict[str, torch.Tensor]:
         tensors, problems = self.examine(name)
+        # `verify` examines, and says itself by how much they are not.
+        if name == ROTATIONS and not problems:
+            problems = orthogonality_problems(tensors, self.manifest.imported is not None)
         if problems:
             raise RotationZooError(
                 f"{self.folder / name} is damaged: {problems[0]}",

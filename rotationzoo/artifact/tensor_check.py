@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from rotationzoo.artifact.layout import Layout, Shapes, split_name
 from rotationzoo.codec.int2 import LARGEST
 from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.compositions import is_orthogonal
 
 # The dtypes that artifacts use, by the names that safetensors gives them.
 _DTYPES = {
@@ -97,6 +98,17 @@ def value_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
             layers[beyond].append(layer)
         elif field == "count" and tensor.item() <= 0:
             layers[f"{words} not positive"].append(layer)
+    return sentences(layers)
+
+
+def orthogonality_problems(tensors: Mapping[str, torch.Tensor], imported: bool) -> list[str]:
+    """Rotations that are not orthogonal. The tensors must have the names of a layout."""
+    layers: _Layers = defaultdict(list)
+    for name, tensor in tensors.items():
+        layer, kind, field = split_name(name)
+        # Equalizers and factors are not orthogonal; what they must be depends on the statistics.
+        if field == "rotation" and not is_orthogonal(tensor, imported):
+            layers[f"{_words(kind, field)} not orthogonal"].append(layer)
     return sentences(layers)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,30 @@ def write_artifact(
         content = {"schema": SCHEMA, **content, "files": written}
         _write_manifest_and_card(work, content)
         install(work, folder)
+    remember(str(written[ROTATIONS]["sha256"]))
     return Artifact(folder, content)
+
+
+def remember(identity: str) -> None:
+    """Remember that this user made or pulled rotations with this sha256, as well as the disk
+    allows. The artifact itself cannot say so: whoever planted one would have it say the same."""
+    with suppress(OSError, RuntimeError):
+        mark = _mark(identity)
+        mark.parent.mkdir(0o700, parents=True, exist_ok=True)
+        mark.touch()
+
+
+def is_remembered(artifact: Artifact) -> bool:
+    """Whether this user made or pulled the rotations that are in the folder now. False where they
+    cannot be read."""
+    with suppress(RotationZooError, OSError, RuntimeError):
+        return _mark(sha256(files.regular_file(artifact.folder, ROTATIONS))).is_file()
+    return False
+
+
+def _mark(identity: str) -> Path:
+    """An empty file: nothing in it can be damaged, and processes need no lock."""
+    return folders.state_folder() / "artifacts" / identity
 
 
 def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:

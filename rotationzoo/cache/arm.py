@@ -78,11 +78,12 @@ class Arm:
         return self.dequantize(self.quantize(rows, layer, side, format), side, format)
 
     def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rows `[B, H, T, D]` of the model as they are quantized: float32, without their mean, and
-        rotated."""
+        """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
+        in the rotation's type."""
         mean = self._mean(rows, layer, side)
-        centered = rows.float() if mean is None else rows.float() - mean
-        return centered @ self.rotations[layer][side].transform.to(rows.device)
+        transform = self.rotations[layer][side].transform.to(rows.device)
+        rows = rows.to(transform.dtype)
+        return (rows if mean is None else rows - mean) @ transform
 
     def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]` of the model, rotated and not yet
@@ -146,9 +147,10 @@ class Arm:
         return int2.dequantize(quantized, format)
 
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rotated rows `[B, H, T, D]` in the model's frame, float32: keys without their mean,
-        values with it."""
-        restored = rows @ self.rotations[layer][side].inverse.to(rows.device)
+        """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
+        their mean, values with it."""
+        inverse = self.rotations[layer][side].inverse.to(rows.device)
+        restored = rows.to(inverse.dtype) @ inverse
         mean = self._mean(rows, layer, side)
         return restored if mean is None or side == "key" else restored.add_(mean)
 

@@ -21,10 +21,6 @@ from rotationzoo.model.geometry import Geometry, geometry_from_json, shifted_lay
 from rotationzoo.recipe import Recipe, from_dict
 from rotationzoo.rotations import SIDES, LayerRotations, Rotation, Rotations
 
-# Largest allowed `|R R^T - I|` of the stored float32 matrices; 8e-8 was measured for D up to 512.
-ORTHOGONAL = 1e-6
-# The same for imported files: the tolerance of SGLang's own loader. The published files reach 3e-8.
-ORTHOGONAL_IMPORTED = 5e-3
 # Largest relative error with which a stored rotation may diagonalise its own statistic. 6e-8 was
 # measured, against 0.85 and more for the statistic of another side or layer.
 DIAGONAL = 1e-4
@@ -79,7 +75,7 @@ class Claim:
 
     def orthogonality_problems(self, rotations: Rotations) -> list[str]:
         """Matrices that are not orthogonal."""
-        allowed = ORTHOGONAL_IMPORTED if self.imported else ORTHOGONAL
+        allowed = compositions.allowed_error(self.imported)
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             error = compositions.orthogonality_error(rotation.matrix)
@@ -148,7 +144,7 @@ class Claim:
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in fit(None, alone, self.geometry).each():
             stored = rotations[layer][side].matrix
-            if not torch.allclose(rotation.matrix, stored, atol=ORTHOGONAL):
+            if not torch.allclose(rotation.matrix, stored, atol=compositions.ORTHOGONAL):
                 what = f"{side} rotation not the one that {self.recipe.name} makes"
                 layers[what].append(layer)
         return sentences(layers)

@@ -7,6 +7,7 @@ that leave a default to the library, are built on `meta` (`meta_shape`).
 from typing import Any
 
 from rotationzoo.capacity.shape import CachedLayer, Shape
+from rotationzoo.model.files import MOST_LAYERS
 
 # Types whose head dimension is hidden size / heads where the config names none.
 _DIVIDED = {"llama", "mistral", "mixtral", "phi3", "qwen2"}
@@ -16,7 +17,6 @@ _KNOWN = _DIVIDED | {
 _LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 _ALTERNATING = {"gemma2", "gpt_oss"}  # layers 0, 2, ... slide
 _EVERY_LAYER = {"mistral", "mixtral", "phi3"}  # all slide where there is a window
-_MOST_LAYERS = 100_000  # anything more is a damaged config
 _LARGEST = 1 << 31
 
 
@@ -106,7 +106,7 @@ def _latent_attention(text: dict[str, Any], hidden: int, rank: int, rotated: int
 
 def _windows(text: dict[str, Any], kind: str, count: int) -> list[int | None] | None:
     """The window of each layer, None for full attention; or None where the library decides."""
-    if count > _MOST_LAYERS:
+    if count > MOST_LAYERS:
         return None
     window = _number(text, "sliding_window")
     types = text.get("layer_types")

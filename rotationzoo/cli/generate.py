@@ -39,7 +39,7 @@ def generate_command(
         str | None,
         typer.Option(
             help="Artifact folder, name in the zoo, or none. By default the newest artifact of the "
-            "model in rotations.",
+            "model in rotations that you calibrated or pulled on this machine.",
             autocompletion=complete_rotations,
         ),
     ] = None,
@@ -145,8 +145,8 @@ def generate_command(
 def _choose_rotations(
     out: Output, model: str, rotations: str | None, revision: str | None
 ) -> "str | Artifact | None":
-    """What the user named; without a name, the newest artifact that `calibrate` made of this
-    model."""
+    """What the user named; without a name, the newest artifact that the user made or pulled for
+    this model."""
     if rotations == NO_ROTATION:
         return None
     if rotations is not None:

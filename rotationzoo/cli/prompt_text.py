@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rotationzoo.errors import UsageError
 
-_LONGEST = 64 << 20  # bytes, which is more text than any model has positions for
+_LONGEST = 16 << 20  # bytes, of which English has four a token
 _PATIENCE = 2.0  # seconds
 _HINT = 'give a text with --prompt "TEXT" or --file FILE'
 
@@ -40,9 +40,13 @@ def read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]
 
 
 def _read_file(file: Path) -> bytes:
-    # The user named the file, so a link or the pipe of a shell's <(...) is as good as a file.
+    # The user named the file, so a link or the pipe of a shell's <(...) is as good as a file. To
+    # open a pipe would otherwise wait for a writer; a read ends where there is none.
     try:
-        with file.expanduser().open("rb") as content:
+        handle = os.open(file.expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as content:
+            select.select([content], [], [], _PATIENCE)
+            os.set_blocking(handle, True)
             return content.read(_LONGEST + 1)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}", hint=_HINT) from error

@@ -33,9 +33,9 @@ class PackedSide:
         return starts + torch.arange(len(first), device=first.device)[:, None] * self.layout.bytes
 
     def restore(self) -> torch.Tensor:
-        """Every row of the pages in the model's frame, float32 `[B, H, T, D]`."""
+        """Every row of the pages in the model's frame `[B, H, T, D]`, in the matrix's type."""
         rows = [self.layout.dequantize(self.layout.view(block)) for block in self.blocks]
-        restored = torch.cat(rows, dim=2) @ self.matrix
+        restored = torch.cat(rows, dim=2).to(self.matrix.dtype) @ self.matrix
         return restored if self.mean is None else restored + self.mean[:, None]
 
 
@@ -86,30 +86,31 @@ def attend(
 
     `head` are the first tokens of a request, `packed` those after them, and `tail` the last ones,
     which end with the T new ones. Each of these reads all tokens but the new ones after it.
-    Everything is computed in float32.
+    Everything is computed in float32, or in float64 for queries in float64.
     """
+    dtype = torch.promote_types(query.dtype, torch.float32)
     new = query.shape[2]
     keys, values, masks = [], [], []
     for window in (head, tail):
         counts = _counts(window)
-        keys.append(window.key.float())
-        values.append(window.value.float())
+        keys.append(window.key.to(dtype))
+        values.append(window.value.to(dtype))
         # Of the new tokens at the end of the tail, a query does not read those after it.
         later = torch.arange(new - 1, -1, -1, device=query.device) if window is tail else 0
         masks.append(_reads(window.key.shape[2], counts[:, None] - later, new))
-    keys.append(packed.key.restore())
-    values.append(packed.value.restore())
+    keys.append(packed.key.restore().to(dtype))
+    values.append(packed.value.restore().to(dtype))
     masks.append(_reads(keys[-1].shape[2], packed.lengths[:, None], new))
     # The order of tokens does not matter.
     key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    logits = query.float() @ key.mT * scores.scale
+    logits = query.to(dtype) @ key.mT * scores.scale
     if scores.soft_cap is not None:
         logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap
     logits = logits.masked_fill(~mask[:, None], -torch.inf)
     if scores.sinks is not None:
-        sinks = scores.sinks.float()[:, None, None].expand(*logits.shape[:3], 1)
+        sinks = scores.sinks.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sinks], dim=-1)
     weights = logits.softmax(-1)[..., : value.shape[2]]
     # What nobody reads may be anything, even no number.

@@ -8,7 +8,6 @@ from typing import Any
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.artifact.writer import check_replaceable, library_versions
-from rotationzoo.calibration.claim import ORTHOGONAL
 from rotationzoo.calibration.identity import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.gather import gather_pair
@@ -20,7 +19,7 @@ from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.engines.rotation_checks import check_pair
 from rotationzoo.engines.rotation_file import Pair, RotationFile, normalise
 from rotationzoo.errors import RotationZooError
-from rotationzoo.linalg.compositions import DATA_FREE, GIVEN
+from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.model import centering, loading
 from rotationzoo.model.geometry import Geometry, geometry_json, shifted_layers

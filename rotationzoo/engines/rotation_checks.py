@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from rotationzoo.calibration.claim import ORTHOGONAL_IMPORTED
 from rotationzoo.engines.objectives import Described
 from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError
@@ -58,7 +57,7 @@ def _check_matrix(label: str, matrix: torch.Tensor) -> None:
             f"{label} is not finite", hint="do not use it: its calibration failed"
         )
     error = compositions.orthogonality_error(matrix)
-    if not error <= ORTHOGONAL_IMPORTED:
+    if not error <= compositions.ORTHOGONAL_IMPORTED:
         raise RotationZooError(
             f"{label} is no orthogonal matrix (largest |R R^T - I| {error:.1e})", hint=_DO_NOT_USE
         )

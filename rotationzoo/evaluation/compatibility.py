@@ -41,7 +41,8 @@ def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
 
 def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -> None:
     """Raise `RotationZooError` for an artifact that is bound to no model, that was made for a model
-    with other shapes, or whose quantization groups do not divide the heads."""
+    with other shapes, whose quantization groups do not divide the heads, or whose rotations are
+    damaged."""
     for artifact in artifacts:
         if not artifact.bound:
             raise RotationZooError(
@@ -55,6 +56,7 @@ def check_artifacts(model: str, artifacts: list[Artifact], geometry: Geometry) -
                 hint=f"make one with: rotationzoo calibrate {shlex.quote(model)}",
             )
         check_group_size(artifact.recipe.group_size, head_dims(geometry))
+        _ = artifact.rotations  # read now, because weights may take hours to fetch
 
 
 def settle_rope_scaling(asked: str | None, artifacts: list[Artifact], source: Source) -> str | None:

@@ -66,7 +66,7 @@ def _line(comparison: FeedbackComparison, questions: int) -> str:
     if answers := comparison["answers"]:
         share, other = (answers["answered"] / questions, answers["other_answered"] / questions)
         nats = f"{answers['log_probability_difference']:+.2f}{_error(answers['standard_error'])}"
-        test = f"McNemar's p {answers['answers_p_value']:.2g}"
+        test = f"p {answers['answers_p_value']:.2g}"
         parts.append(
             f"{share:.0%} of the questions answered beside {other:.0%} ({test}), {nats} nats"
         )

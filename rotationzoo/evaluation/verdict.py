@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import TypedDict
 
-from scipy.special import bdtr, stdtr
+import torch
+from scipy.special import stdtr
 
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.words import counted
@@ -94,13 +95,23 @@ def p_value(difference: float, error: float | None, texts: int) -> float | None:
     return float(2 * stdtr(texts - 1, -abs(difference) / error))
 
 
-def mcnemar(first: int, second: int) -> float:
-    """The two-sided p value of McNemar's exact test, from the numbers of questions that only the
-    first and only the second arm answers."""
-    if first + second == 0:
-        return 1.0
-    # `scipy.stats.binomtest` computes the same, but takes half a second to import.
-    return min(1.0, float(2 * bdtr(min(first, second), first + second, 0.5)))
+def sign_flip(differences: Iterable[int]) -> float:
+    """The two-sided p value of the sign-flip permutation test (Fisher 1935): the share of all signs
+    of the differences whose sum is at least as far from 0 as theirs.
+
+    A difference is how many more questions of one prompt an arm answers than another. Questions of
+    a prompt share its text, so only whole prompts may be flipped. With one question in each prompt
+    this is McNemar's exact test. The distribution is exact: differences are whole numbers, so that
+    their sums are counted one prompt after another.
+    """
+    signed = [difference for difference in differences if difference]
+    chances = torch.ones(1, dtype=torch.float64)  # of the sums -S, -S + 2, ..., S
+    for size in map(abs, signed):
+        gap = torch.zeros(size, dtype=torch.float64)
+        chances = (torch.cat([chances, gap]) + torch.cat([gap, chances])) / 2
+    largest = len(chances) - 1
+    sums = torch.arange(-largest, largest + 1, 2)
+    return min(1.0, chances[sums.abs() >= abs(sum(signed))].sum().item())
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:

@@ -29,7 +29,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.groups import check_group_size, head_dims
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
-from rotationzoo.model.rope import scaling_of
+from rotationzoo.model.rope import position_count, scaling_of
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
@@ -72,7 +72,7 @@ def generate(
     check_weights(artifacts, source)
     tokenizer = loading.load_tokenizer(source)
     windows = _windows(job, artifact)
-    prompt = _encode(job, tokenizer, windows)
+    prompt = _encode(job, tokenizer, windows, position_count(config))
     prompt.check_positions(job.model, config)
     fetch_weights(source, progress)
     rotations = _rotations(artifact, source)
@@ -172,8 +172,13 @@ def _windows(job: Generation, artifact: Artifact | None) -> CacheOptions:
     return {"sink": sink, "recent": recent}
 
 
-def _encode(job: Generation, tokenizer: PreTrainedTokenizerBase, windows: CacheOptions) -> Prompt:
+def _encode(
+    job: Generation,
+    tokenizer: PreTrainedTokenizerBase,
+    windows: CacheOptions,
+    positions: int | None,
+) -> Prompt:
     if job.prompt is not None:
-        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat)
+        ids = encode_prompt(job.prompt, tokenizer, job.model, job.chat, positions)
         return Prompt(ids, job.max_new_tokens or MAX_NEW_TOKENS)
     return write_example(tokenizer, windows["sink"], windows["recent"], job.max_new_tokens)

@@ -1,41 +1,49 @@
-"""The artifact of a model among those that `calibrate` has put into a folder."""
+"""The artifact of a model among those that this user has put into a folder."""
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import is_remembered
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import Source, config_hash
 
 
 def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:
-    """The newest of the artifacts in `folder` that were made for this model, and how many there
-    are. Damaged ones are left out. Raises `UsageError`, with the command that makes one, where
-    there is none."""
-    fitting = [each for each in _artifacts(folder) if _is_for(each, source)]
-    if not fitting:
-        words = shlex.quote(source.name)
-        hint = f"make one with: rotationzoo calibrate {words}"
-        if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
-            hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
+    """The newest of the artifacts in `folder` that this user made or pulled for this model, and how
+    many there are.
+
+    Damaged ones are left out, and those that came into the folder in other ways: an archive or a
+    repository may hold a folder of this name. Raises `UsageError`, with the next command, where
+    none is left.
+    """
+    fitting = _artifacts(folder, source)
+    trusted = [each for each in fitting if is_remembered(each)]
+    if trusted:
+        # The rotations, and not the manifest, which `evaluate --save` writes again.
+        newest = max(trusted, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
+        return newest, len(trusted)
+    words = shlex.quote(source.name)
+    if fitting:
+        place = fitting[0].folder
         raise UsageError(
-            f"there are no rotations of {source.name} in the folder {folder}", hint=hint
+            f"{place} is nothing that you calibrated or pulled on this machine",
+            hint=f"if you know whose it is, add: --rotations {shlex.quote(str(place))}",
         )
-    # The rotations, and not the manifest, which `evaluate --save` writes again.
-    newest = max(fitting, key=lambda each: (each.folder / ROTATIONS).stat().st_mtime_ns)
-    return newest, len(fitting)
+    hint = f"make one with: rotationzoo calibrate {words}"
+    if source.revision is not None:  # a model of a hub, for which the zoo may have rotations
+        hint = f"pull one of the zoo by adding: --rotations {words}; or {hint}"
+    raise UsageError(f"there are no rotations of {source.name} in the folder {folder}", hint=hint)
 
 
-def _artifacts(folder: Path) -> list[Artifact]:
-    artifacts = []
+def _artifacts(folder: Path, source: Source) -> list[Artifact]:
+    """The artifacts of a model in a folder, except damaged ones."""
+    artifacts, expected = [], config_hash(source)
     for manifest in sorted(folder.glob("*/manifest.json")):
-        try:
-            artifacts.append(Artifact.open(manifest.parent))
-        except RotationZooError:
-            continue
+        with suppress(RotationZooError):
+            artifact = Artifact.open(manifest.parent)
+            if artifact.manifest.model.config_sha256 == expected:
+                artifacts.append(artifact)
     return artifacts
-
-
-def _is_for(artifact: Artifact, source: Source) -> bool:
-    return artifact.manifest.model.config_sha256 == config_hash(source)

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
 from rotationzoo.model.rope import longer_rows_hint, position_count
+from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.tokenizing import start_tokens
 
 
@@ -40,17 +41,23 @@ class Prompt:
 
 
 def encode_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase, model: str, chat: bool
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    model: str,
+    chat: bool,
+    positions: int | None = None,
 ) -> torch.Tensor:
     """The ids `[T]` of a text after the tokenizer's start tokens, or of a chat in which a user has
     said it and the model is to answer.
 
-    Raises `UsageError` for a chat where there is no template, and `RotationZooError` for a text
-    that the tokenizer or the template refuses.
+    Raises `UsageError` for a chat where there is no template, and for a text that no way of cutting
+    it into tokens fits into `positions`; and `RotationZooError` for a text that the tokenizer or
+    the template refuses.
     """
     start = start_tokens(tokenizer)
     if chat:
         text, start = _apply_template(text, tokenizer, model), []
+    _check_size(text, tokenizer, model, positions)
     with as_unavailable(f"the prompt cannot be tokenized for {model}", hint="give another prompt"):
         # `check_positions` says in its place what the tokenizer would warn of.
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -59,6 +66,23 @@ def encode_prompt(
             f"the tokenizer of {model} makes no token of the prompt", hint="give another prompt"
         )
     return torch.tensor([*start, *ids])
+
+
+def _check_size(
+    text: str, tokenizer: PreTrainedTokenizerBase, model: str, positions: int | None
+) -> None:
+    """Raise `UsageError` for a text of more bytes than tokens of the longest kind could hold: to
+    tokenize it would take a hundred times its size in memory."""
+    size = len(text.encode(errors="surrogatepass"))
+    if positions is None or size <= positions:
+        return
+    longest = max(len(word.encode(errors="surrogatepass")) for word in tokenizer.get_vocab())
+    if size > positions * longest:
+        raise UsageError(
+            f"a prompt of {size:,} bytes exceeds the {positions:,} positions of {model}, whose "
+            f"tokens have at most {longest} bytes",
+            hint="give a shorter prompt",
+        )
 
 
 def _apply_template(text: str, tokenizer: PreTrainedTokenizerBase, model: str) -> str:
@@ -72,6 +96,4 @@ def _apply_template(text: str, tokenizer: PreTrainedTokenizerBase, model: str) -
     with as_unavailable(
         f"the chat template of {model} refuses the prompt", hint="leave out --chat"
     ):
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        return ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)

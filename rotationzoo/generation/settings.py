@@ -37,6 +37,8 @@ class Sampling:
             raise UsageError(
                 f"--top-p {self.top_p} is no share above 0 and at most 1", hint="--top-p 0.9"
             )
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed} is no number of 64 bits", hint="--seed 1")
         for option, value in (("--top-p", self.top_p), ("--seed", self.seed)):
             if value is not None and not self.samples:
                 raise UsageError(

@@ -66,7 +66,7 @@ class Attention:
         return torch.cat(outputs, dim=1)
 
     def weights(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """The softmax `[B, H_q, T_q, T_k]` of this call in float32, as the model's eager
+        """The softmax `[B, H_q, T_q, T_k]` of this call, at least in float32, as the model's eager
         implementation computes it, with its soft cap and sinks. Needs an additive mask. Raises
         `UnsupportedModel` for a model without an eager implementation."""
         try:
@@ -76,7 +76,8 @@ class Attention:
                 f"{type(self.module).__name__} has no eager attention to read weights from",
                 hint="add: --queries 0",
             ) from error
-        query, key = query.float(), key.float()
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        query, key = query.to(dtype), key.to(dtype)
         any_value = key[..., :1]  # the weights do not depend on it
         with loaded(self.module):
             _, weights = eager(self.module, query, key, any_value, self.mask, **self.options)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 from rotationzoo.errors import ModelUnavailable, RotationZooError
 from rotationzoo.storage import files
 
+MOST_LAYERS = 1024
+"""No model has nearly as many layers. A file that claims more only wastes time and memory."""
+_CONFIG_LIMIT = 16 << 20  # bytes; the largest published ones have 2 MB, most of it added tokens
+_CONFIGS = ("*config.json", "*.jinja")
+_COUNT = re.compile(r"(layers|n_layer|depth|blocks)$")  # keys that count layers, of any part
 _JSON_LIMIT = 256 << 20  # bytes; the index of a mixture of experts has a line for each tensor
 _END = 256  # bytes
+_NO_MODEL = "do not use it: this is no config of a model"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -21,6 +28,35 @@ def read_json(path: Path) -> dict[str, Any]:
     except (RotationZooError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def check_configs(folder: Path, name: str) -> None:
+    """Raise `ModelUnavailable` for a config or a chat template of more than 16 MiB, and for a
+    config of more than 1,024 layers: transformers takes both at their word."""
+    for path in (path for pattern in _CONFIGS for path in folder.glob(pattern)):
+        if path.is_file() and (size := path.stat().st_size) > _CONFIG_LIMIT:
+            raise ModelUnavailable(
+                f"{path.name} of {name} has {size:,} bytes, and no such file has more than "
+                f"{_CONFIG_LIMIT:,}",
+                hint=_NO_MODEL,
+            )
+    tables: list[dict[str, Any]] = [read_json(folder / "config.json")]
+    for table in tables:  # which grows by the tables in it
+        for key, value in table.items():
+            if isinstance(value, dict):
+                tables.append(value)
+            elif isinstance(value, int) and _COUNT.search(key):
+                check_count(value, name)
+
+
+def check_count(layers: int, name: str) -> None:
+    """Raise `ModelUnavailable` for more layers than any model has."""
+    if layers > MOST_LAYERS:
+        raise ModelUnavailable(
+            f"the config of {name} asks for {layers:,} layers, and no model has more than "
+            f"{MOST_LAYERS:,}",
+            hint=_NO_MODEL,
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from rotationzoo.errors import (
     UsageError,
     as_unavailable,
 )
-from rotationzoo.model.files import read_json, weight_files
+from rotationzoo.model.files import check_count, read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.offload_folder import is_disk_full
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
@@ -83,7 +83,9 @@ def _model_class(config: "PretrainedConfig", name: str) -> Any:
 
 
 def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
-    """Build the model from its config on `meta`: shapes without weights."""
+    """Build the model from its config on `meta`: shapes without weights. Raises `ModelUnavailable`,
+    also for more layers than any model has, which some configs count in ways of their own."""
+    check_count(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), name)
     with as_unavailable(f"{name} cannot be built from its config"), torch.device("meta"):
         model_class = _model_class(config, name)
         options = _implementations(config)

@@ -3,13 +3,13 @@ identified."""
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
-import yaml
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -20,9 +20,10 @@ from huggingface_hub.errors import (
 )
 
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable, first_sentence
-from rotationzoo.model.files import read_json, tensor_ends, weight_files
+from rotationzoo.model.files import check_configs, read_json, tensor_ends, weight_files
 from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
+from rotationzoo.storage import strict_yaml
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
 # Only files at the root are fetched: subfolders hold other formats of the same weights.
@@ -36,6 +37,7 @@ _FILES = [
     "*.txt",
     "*.jinja",
 ]
+_CARD_FRONT = re.compile(r"\s*---\s*\n(.*?)\n---", re.DOTALL)
 _NOT_FILES = ["*/*", "consolidated*"]
 
 
@@ -72,6 +74,7 @@ def find(model: str, revision: str | None = None) -> Source:
                 hint="give the folder that save_pretrained wrote, a hub id such as Qwen/Qwen3-8B, "
                 "or demo",
             )
+        check_configs(folder, model)
         return Source(model, folder, None)
     # A hub id has at most one slash, so anything else is a mistyped path.
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -81,6 +84,7 @@ def find(model: str, revision: str | None = None) -> Source:
         )
     with _hub_errors(model, revision):
         config = Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
+    check_configs(config.parent, model)
     # The hub's cache names a snapshot's folder after its commit.
     return Source(model, config.parent, config.parent.name)
 
@@ -97,6 +101,7 @@ def fetch(source: Source, weights: bool = True) -> None:
                 allow_patterns=_FILES,
                 ignore_patterns=skipped,
             )
+        check_configs(source.folder, source.name)
     if weights and not has_weights(source):
         raise ModelUnavailable(
             f"{source.name} has no complete safetensors weights",
@@ -175,11 +180,11 @@ def license_of(source: Source) -> str | None:
     card = source.folder / "README.md"
     if not card.is_file():  # not `exists`: reading a pipe would wait for ever
         return None
-    try:
-        metadata = huggingface_hub.metadata_load(card)
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    license_name = (metadata or {}).get("license")
+    metadata = None
+    with suppress(OSError, ValueError), card.open(encoding="utf-8") as file:
+        if block := _CARD_FRONT.match(file.read(strict_yaml.LIMIT)):
+            metadata = strict_yaml.parse(block[1])
+    license_name = metadata.get("license") if isinstance(metadata, dict) else None
     return license_name if isinstance(license_name, str) else None
 
 

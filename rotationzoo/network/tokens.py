@@ -12,6 +12,7 @@ from rotationzoo.errors import RotationZooError
 HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"
 _VARIABLES = (*HUGGINGFACE_VARIABLES, MODELSCOPE_VARIABLE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN")
+_USER = re.compile(r"(?<=://)[^\s/?#]*@")  # as in https://user:password@host
 _MIN_TOKEN = 4  # characters; anything shorter is part of many ordinary words
 _MIN_LINE = 12  # characters; a shorter line of a token may be an ordinary word
 # Shared by the whole process: a library may quote a token in an error that surfaces anywhere.
@@ -66,7 +67,9 @@ def _read_token_file(path: Path) -> str:
 
 
 def redact(text: str) -> str:
-    """The text without the tokens that this process knows, and without any long line of a token."""
+    """The text without the tokens that this process knows, without any long line of a token, and
+    without the names and passwords in its URLs."""
+    text = _USER.sub("", text)
     tokens = {os.environ.get(name, "") for name in _VARIABLES} | _checked
     words = {token.strip() for token in tokens if len(token.strip()) >= _MIN_TOKEN}
     words |= {line for token in tokens for line in token.split() if len(line) >= _MIN_LINE}

@@ -123,8 +123,8 @@ def describe_making(artifact: Artifact) -> Section:
         return Section("made", title, words, table=table)
     words = [
         f"By rotationzoo {manifest.versions.rotationzoo} on {manifest.run.device or UNRECORDED} in "
-        f"{manifest.run.seconds:.0f} s. The same command on the same machine writes the same "
-        "bytes. Largest |R R^T - I|: "
+        f"{manifest.run.seconds:.0f} s. The same command on a machine of the same kind, with "
+        "as many threads, writes the same bytes. Largest |R R^T - I|: "
         f"{manifest.metrics.orthogonality_error:.1e}."
     ]
     commands = [command]

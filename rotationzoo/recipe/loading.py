@@ -1,9 +1,9 @@
 """Loading a recipe: from its name, from a YAML file, or with the command line's flags applied."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from rotationzoo.errors import RotationZooError, UsageError
@@ -11,7 +11,8 @@ from rotationzoo.recipe.presets import PRESETS
 from rotationzoo.recipe.schema import Data, Recipe
 from rotationzoo.recipe.search import Search
 from rotationzoo.recipe.section import Section
-from rotationzoo.words import nearest
+from rotationzoo.storage import strict_yaml
+from rotationzoo.words import nearest, shortened
 
 _SECTIONS = {"data": "source and tokens", "search": "prompts and steps"}
 """Section of a recipe -> examples of its keys."""
@@ -26,16 +27,16 @@ def load(recipe: str) -> Recipe:
     if recipe in PRESETS:
         return PRESETS[recipe]
     path = Path(recipe)
-    if not path.is_file():
+    if not os.path.isfile(path):  # not `Path.is_file`, which raises for a name of many characters
         raise RotationZooError(
-            f"there is no recipe {recipe!r}{nearest(recipe, PRESETS)}",
+            f"there is no recipe {shortened(recipe)!r}{nearest(recipe, PRESETS)}",
             hint=f"give one of {', '.join(PRESETS)}, or a YAML file such as configs/Qwen3-8B.yaml",
         )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise RotationZooError(f"{path} is not readable YAML: {reason}") from error
+        with path.open(encoding="utf-8") as file:
+            content = strict_yaml.parse(file.read(strict_yaml.LIMIT + 1))
+    except (OSError, ValueError) as error:
+        raise RotationZooError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):
         raise RotationZooError(
             f"{path} is no recipe: it holds no keys", hint="see configs/ for examples"
@@ -51,7 +52,7 @@ def from_dict(content: dict[str, Any], origin: str) -> Recipe:
     base = str(content.pop("extends", "oscar"))
     if base not in PRESETS:
         raise RotationZooError(
-            f"{origin} extends an unknown recipe {base!r}{nearest(base, PRESETS)}"
+            f"{origin} extends an unknown recipe {shortened(base)!r}{nearest(base, PRESETS)}"
         )
     preset = PRESETS[base].model_dump()
     # Sections are merged key by key, so that a file holds only what differs.
@@ -120,10 +121,10 @@ def with_rope_scaling(recipe: Recipe, scaling: str) -> Recipe:
 def _first_problem(error: ValidationError) -> str:
     """The first problem that pydantic reports, in one line."""
     problem = error.errors()[0]
-    key = str(problem["loc"][-1])
+    key = shortened(str(problem["loc"][-1]))
     if problem["type"] == "extra_forbidden":
         sections: dict[int | str, type[Section]] = {"data": Data, "search": Search}
         section = sections.get(problem["loc"][0], Recipe)
         return f"unknown key {key!r}{nearest(key, section.model_fields)}"
     reason = problem["msg"].removeprefix("Value error, ").lower()
-    return f"{key} = {problem['input']!r}: {reason}"
+    return f"{key} = {shortened(repr(problem['input']))}: {reason}"

@@ -13,7 +13,7 @@ from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistic
 from rotationzoo.recipe.published import digest, name_of, without_paths
 from rotationzoo.recipe.rope_scaling import RopeScaling
 from rotationzoo.recipe.search import ADDED_TO_SEARCH, Search
-from rotationzoo.recipe.section import Section
+from rotationzoo.recipe.section import Count, Section, Seed, Tokens, Window
 from rotationzoo.words import nearest
 
 SELF = "self"
@@ -32,7 +32,7 @@ class Data(Section):
     prompts: str = "bundled"
     """With `self`: the source of the prompts, given like `source`. A chat is cut where the model's
     last turn begins."""
-    prompt_tokens: Annotated[int, Field(gt=0)] = 256
+    prompt_tokens: Tokens = 256
     """With `self`: tokens per prompt. Each stretch of `length` tokens of a text gives one prompt:
     its first tokens. A chat is one whole prompt; it is left out if it is longer than this and also
     longer than half a row."""
@@ -46,11 +46,11 @@ class Data(Section):
     """`packed`: documents are joined and cut into rows of exactly `length` tokens. `mixed`: the
     same, with every second row cut into halves. `document`: each row holds the first tokens of one
     document."""
-    tokens: Annotated[int, Field(gt=0)] = 32768
+    tokens: Tokens = 32768
     """Tokens of all rows together."""
-    length: Annotated[int, Field(gt=1)] = 2048
+    length: Annotated[Tokens, Field(gt=1)] = 2048
     """Tokens per row."""
-    seed: int = 0
+    seed: Seed = 0
     """Sets the order of the documents and, with `self`, the tokens that the model samples."""
 
     @property
@@ -88,7 +88,7 @@ class Recipe(Section):
     """Every choice that decides which rotation comes out, in one object that is hashed and stored.
     It covers how statistics become rotations, and the cache that the rotations are for."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "oscar"
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "oscar"
     """The recipe's name, which is part of the default output folder."""
     model: str | None = None
     """The model that a released configuration is meant for. `calibrate` says so when it is used
@@ -125,12 +125,12 @@ class Recipe(Section):
     value_clip: Annotated[float, Field(gt=0, le=1)] = 0.92
     """Clip ratios: the position in the sorted magnitudes of a rotated row at which it is clamped. A
     ratio of 1 turns clipping off."""
-    group_size: Annotated[int | None, Field(gt=0)] = None
+    group_size: Count | None = None
     """Channels that share a scale; None means the whole head."""
-    sink: Annotated[int, Field(ge=0)] = 64
-    recent: Annotated[int, Field(ge=0)] = 256
+    sink: Window = 64
+    recent: Window = 256
     """First (`sink`) and last (`recent`) tokens of a request that stay exact."""
-    seed: int = 0
+    seed: Seed = 0
     """Seeds the composition `random`, and the choice of rows that each step of a search learns
     from."""
     rope_scaling: str | None = None

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.linalg.compositions import COMPOSITIONS
-from rotationzoo.recipe.section import Section
+from rotationzoo.recipe.section import Count, Section
 from rotationzoo.words import nearest
 
 ADDED_TO_SEARCH = ("prompts", "composition", "center_keys", "equalize", "heads")
@@ -21,10 +21,10 @@ class Search(Section):
     the keys below.
     """
 
-    texts: Annotated[int, Field(gt=0)] = 16
+    texts: Count = 16
     """Rows of calibration text that are held out for choosing; never more than a third of all
     rows."""
-    prompts: Annotated[int, Field(ge=0)] = 40
+    prompts: Annotated[int, Field(ge=0, le=10**6)] = 40
     """Prompts that ask the model about their own text, divided among the recall tasks that it can
     do. Rotations are chosen by its answers; with 0, by its predictions on the held-out rows
     alone."""
@@ -36,11 +36,11 @@ class Search(Section):
     """Values of `equalize` that compete with the recipe's own."""
     heads: bool = True
     """Whether to choose, and learn, a rotation for every head, too. The keys below are for this."""
-    queries: Annotated[int, Field(gt=0)] = 64
+    queries: Count = 64
     """Queries sampled per row."""
-    starts: Annotated[int, Field(gt=0)] = 3
+    starts: Count = 3
     """How many closed-form rotations per head serve as starting points for learning."""
-    steps: Annotated[int, Field(ge=0)] = 300
+    steps: Annotated[int, Field(ge=0, le=10**6)] = 300
     """Gradient steps; 0 chooses among the closed forms alone."""
     rate: Annotated[float, Field(gt=0)] = 0.015
     """Adam's learning rate, on the entries of the skew-symmetric matrix that turns a rotation."""

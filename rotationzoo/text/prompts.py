@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
+from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import read_documents
 from rotationzoo.text.rows import Corpus, fingerprint
 from rotationzoo.text.tokenizing import start_tokens, tokenize
@@ -48,13 +49,14 @@ def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 
 def _prompts(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[list[int]]:
     """The first `tokens` of every `length` tokens of a text, and whole chats."""
+    template = ChatTemplate(tokenizer)
     for document in read_documents(data):
         if isinstance(document, str):
-            ids = tokenize(document, tokenizer, data)
+            ids = tokenize(document, template, data)
             for start in range(0, len(ids), data.length):
                 yield ids[start : start + max(tokens, 1)]
         else:
-            yield tokenize(_until_answer(document), tokenizer, data, answer=True)
+            yield tokenize(_until_answer(document), template, data, answer=True)
 
 
 def _until_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

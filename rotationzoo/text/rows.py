@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import SELF, Data
+from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import read_documents
 from rotationzoo.text.tokenizing import start_tokens, tokenize
 from rotationzoo.words import counted
@@ -52,7 +53,8 @@ def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
             "a model writes text of its own only where it is calibrated",
             hint="give a file with --data",
         )
-    documents = (tokenize(document, tokenizer, data) for document in read_documents(data))
+    template = ChatTemplate(tokenizer)
+    documents = (tokenize(document, template, data) for document in read_documents(data))
     return _cut(documents, data, tokenizer)
 
 

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
+from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import Document, reading_errors
 
 
@@ -17,7 +18,7 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def tokenize(
-    document: Document, tokenizer: PreTrainedTokenizerBase, data: Data, answer: bool = False
+    document: Document, template: ChatTemplate, data: Data, answer: bool = False
 ) -> list[int]:
     """The ids of one document, without start tokens: rows get those when they are cut.
 
@@ -26,10 +27,11 @@ def tokenize(
     `RotationZooError` for a chat where the tokenizer has no template, and for text that it cannot
     read.
     """
+    tokenizer = template.tokenizer
     if isinstance(document, str):
         text, end = document, _end_tokens(tokenizer, data)
     else:
-        text, end = _chat_text(document, tokenizer, data, answer), []
+        text, end = _chat_text(document, template, data, answer), []
     with reading_errors(f"a text of {data.source} cannot be tokenized"):
         # Rows are cut to length later, so the tokenizer's warning about long texts would mislead.
         return [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
@@ -41,17 +43,16 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, data: Data) -> list[int]:
 
 
 def _chat_text(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, data: Data, answer: bool
+    messages: list[dict[str, Any]], template: ChatTemplate, data: Data, answer: bool
 ) -> str:
     """A chat in the form of the template, without the start tokens that many templates begin
     with."""
+    tokenizer = template.tokenizer
     if tokenizer.chat_template is None:
         raise RotationZooError(
             f"{data.source} holds chat messages and the model's tokenizer has no chat template",
             hint="name a column of plain text with --column",
         )
     with reading_errors(f"a chat of {data.source} does not fit the model's chat template"):
-        text = str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
-        )
+        text = template.render(messages, add_generation_prompt=answer)
     return text.removeprefix(str(tokenizer.decode(start_tokens(tokenizer))))

@@ -4,6 +4,7 @@ import http.client
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rotationzoo.errors import HubError, RotationZooError, UsageError, first_sentence
 from rotationzoo.network import limits
@@ -16,6 +17,7 @@ from rotationzoo.zoo.index import Copy, Entry, Index
 ZOO = "rotationzoo/zoo"
 BUNDLED_INDEX = "bundled"
 """The index that came with this package, as `--index` names it."""
+_WEB = "http://", "https://"
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
     if place == BUNDLED_INDEX:
         return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
     if place is not None:
-        if place.startswith(("http://", "https://")):
-            return LoadedIndex(index.parse(_download(place), place), place)
+        if place.startswith(_WEB):
+            origin = without_secrets(place)
+            return LoadedIndex(index.parse(_download(place), origin), origin)
         return LoadedIndex(index.read(Path(place).expanduser()), place)
     try:
         return read_index(repo or ZOO, hub_name)
@@ -70,6 +73,26 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
             return LoadedIndex(index.read(index.WHEEL_COPY), origin)
         hint = f"{error.hint}; or read the list that came with rotationzoo: --index {BUNDLED_INDEX}"
         raise HubError(str(error), hint=hint) from error
+
+
+def without_secrets(place: str) -> str:
+    """The path or URL of an index as it may be printed. The query of a URL may hold a signature.
+    Raises `UsageError`, which does not quote it, for a URL with a user's name or password: urllib
+    takes those for a part of the host."""
+    if not place.startswith(_WEB):
+        return place
+    try:
+        parts = urlsplit(place)
+        known = parts.hostname, parts.port
+    except ValueError:
+        known = None, None
+    if not known[0] or "@" in parts.netloc:
+        raise UsageError(
+            "the address given with --index has a user's name or a password in it, or is none",
+            hint="leave them out, or fetch the file yourself and give its path",
+        )
+    query = "?..." if parts.query else ""
+    return parts._replace(query="", fragment="").geturl() + query
 
 
 def read_index(repo: str, hub_name: str) -> LoadedIndex:
@@ -203,17 +226,18 @@ def _elsewhere_hint(hub_name: str) -> str:
 
 def _download(url: str) -> bytes:
     """Download an index, within the limits on time and size for small answers."""
+    origin = without_secrets(url)
 
     def download() -> bytes:
         with urllib.request.urlopen(url, timeout=limits.ANSWER_SECONDS) as answer:
-            limits.check_encoding(answer.headers, url)
+            limits.check_encoding(answer.headers, origin)
             chunks = iter(lambda: answer.read1(1 << 16), b"")
-            return b"".join(limits.limit_chunks(chunks, limits.ANSWER_BYTES, url))
+            return b"".join(limits.limit_chunks(chunks, limits.ANSWER_BYTES, origin))
 
     try:
-        return limits.call_within(limits.ANSWER_SECONDS, download, url)
+        return limits.call_within(limits.ANSWER_SECONDS, download, origin)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise HubError(
-            f"{url} cannot be read: {first_sentence(error)}",
+            f"{origin} cannot be read: {first_sentence(error)}",
             hint="check the address given with --index",
         ) from error

@@ -4,6 +4,7 @@ nothing behind."""
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.artifact.writer import remember
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
@@ -89,6 +90,7 @@ def pull(
             )
         check_entry(entry, artifact, what)
         finding = _check_signature(loaded, entry, artifact, what, demand)
+        remember(artifact.identity)
         notes = ["it was here already"]
         return Pulled(target, entry, copy, revision, hashes, notes, artifact, finding)
     check_target(target, entry)
@@ -113,6 +115,7 @@ def pull(
         check_entry(entry, artifact, what)
         finding = _check_signature(loaded, entry, artifact, what, demand)
         install(downloaded, target)
+    remember(artifact.identity)
     moved = artifact.moved_to(target)
     return Pulled(target, entry, copy, revision, hashes, artifact=moved, signature=finding)
 

@@ -8,10 +8,11 @@ from settings import forget_tokens, read_settings
 
 if __name__ == "__main__":
     forget_tokens()
+    from connections import PatientProtocol
     from pages import make_app
 
     settings = read_settings()
     uvicorn.run(
         make_app(settings), host=settings.host, port=settings.port, log_level="warning",
-        server_header=False,
+        server_header=False, http=PatientProtocol, ws="none",
     )  # fmt: skip

@@ -1,16 +1,19 @@
 """The pages of the Space: plans, the zoo with its answers, and requests for rotations."""
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from connections import SECONDS, Guard
 from planning import CONTEXTS, GPUS, USUAL, check_model, make_plan
 from regeneration import RECIPES, Asked, ask_for
 from settings import Settings
 from sign_in import CALLBACK, Sessions
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -21,13 +24,6 @@ from rotationzoo.pages.page import render_page
 from rotationzoo.pages.zoo_page import COLUMNS
 
 TEMPLATES = Path(__file__).parent / "templates"
-HEADERS = {
-    # The hub shows a Space in a frame of its own page.
-    "Content-Security-Policy": "frame-ancestors 'self' https://huggingface.co",
-    "Referrer-Policy": "same-origin",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
 _LARGEST_FORM = 4096  # bytes
 
 
@@ -63,7 +59,7 @@ class Pages:
 
     async def ask(self, request: Request) -> Response:
         """A pull request for the model in the form, in the name of the visitor."""
-        _check_sender(request)
+        _check_sender(request, self.settings.address)
         form = await _read_form(request)
         asked = await run_in_threadpool(self._ask, request, form)
         return self._show(request, "asked.html.jinja", asked=asked)
@@ -89,13 +85,17 @@ class Pages:
 
     def sign_out(self, request: Request) -> Response:
         """Forget the visitor's token."""
-        _check_sender(request)
+        _check_sender(request, self.settings.address)
         return self.sessions.end(request)
 
     def error(self, request: Request, error: Exception) -> Response:
         """What went wrong, in one sentence; never a traceback or the path of a file."""
         sentence, hint, status = "something went wrong here, or at the hub", "try again later", 502
-        if isinstance(error, RotationZooError):
+        if isinstance(error, HTTPException):
+            sentence, hint, status = "there is no such page", "begin at the first one", 404
+            if error.status_code == 405:
+                sentence, status = "this page is not asked for in that way", 405
+        elif isinstance(error, RotationZooError):
             sentence, hint, status = str(error), error.hint, 400
         else:
             logging.getLogger("space").error("%s", type(error).__name__)
@@ -124,28 +124,34 @@ class Pages:
             recipes=RECIPES,
             **values,
         )
-        return HTMLResponse(html, status, HEADERS)
+        return HTMLResponse(html, status)
 
 
-def _check_sender(request: Request) -> None:
+def _check_sender(request: Request, address: str) -> None:
     """Raise `UsageError` for a form of another site. The cookies alone let those of other hosts of
-    the same domain through."""
-    if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
+    the same domain through. Older browsers name only the origin; whoever names neither may be
+    anybody's."""
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    if site != "same-origin" and (site is not None or origin != address):
         raise UsageError("that form was sent by another site", hint="send it from this page")
 
 
 async def _read_form(request: Request) -> dict[str, str]:
     """The fields of a small form."""
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _LARGEST_FORM:
-            raise UsageError("that form is too large")
+    try:
+        async with asyncio.timeout(SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _LARGEST_FORM:
+                    raise UsageError("that form is too large")
+    except TimeoutError as error:
+        raise UsageError("that form did not arrive", hint="send it again") from error
     fields = parse_qs(body.decode("ascii", "replace"))
     return {name: values[0] for name, values in fields.items()}
 
 
-def make_app(settings: Settings) -> Starlette:
+def make_app(settings: Settings) -> Guard:
     """The web application."""
     pages = Pages(settings)
     routes = [
@@ -157,5 +163,5 @@ def make_app(settings: Settings) -> Starlette:
         Route(CALLBACK, pages.signed_in),
         Route("/sign-out", pages.sign_out, methods=["POST"]),
     ]
-    handlers = {RotationZooError: pages.error, Exception: pages.error}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    handlers = dict.fromkeys((RotationZooError, HTTPException, Exception), pages.error)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers))

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from support import architectures
+from support.float64 import assert_same_codes, to_float64
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
+from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 
@@ -71,3 +74,28 @@ def test_equalized_rows_come_back_in_the_frame_of_the_published_weights(made):
         equalized = arm.rotations[1][side]
         # 1e-6 was measured.
         assert torch.allclose(equalized.transform @ equalized.inverse, torch.eye(64), atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["together", "one by one"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_rows_are_rotated_in_float32_as_in_float64(made, side, format, order):
+    """However many of them are multiplied together."""
+    rotations = Artifact.open(made).rotations
+    arms = Arm("float32", rotations, 32), Arm("float64", to_float64(rotations), 32)
+    rows = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    parts = rows.split(1 if order == "one by one" else 300, dim=2)
+    rotated = torch.cat([arms[0].rotate(part, 1, side) for part in parts], dim=2)
+    exact = arms[1].rotate(rows, 1, side)
+    assert (rotated.dtype, exact.dtype) == (torch.float32, torch.float64)
+    stored, expected = (
+        arm.quantize(each, 1, side, format)
+        for arm, each in zip(arms, (rotated, exact), strict=True)
+    )
+    assert_same_codes(stored, expected, exact, format)
+    restored, wanted = (arm.restore(int2.dequantize(expected, format), 1, side) for arm in arms)
+    eps = torch.finfo(torch.float32).eps
+    assert (restored - wanted).abs().max() <= 64 * eps * wanted.abs().max()
+    expected.codes[..., 0, 3] ^= 1
+    with pytest.raises(AssertionError):
+        assert_same_codes(stored, expected, exact, format)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.float64 import to_float64
 from support.naive_cache import NaiveLayer
 
 from rotationzoo.cache.arm import Arm
@@ -29,7 +30,7 @@ CALLS = [5, 1, 1, 9, 1, 1, 1, 1, 12, 3, 1, 1, 1, 1, 1, 1]
 
 
 def random_rotations(centered=True):
-    rotations = fit(None, PRESETS["random"], GEOMETRY)
+    rotations = to_float64(fit(None, PRESETS["random"], GEOMETRY))
     if not centered:
         return rotations
     generator = torch.Generator().manual_seed(5)
@@ -87,11 +88,11 @@ def first(tokens, read):
 
 
 def assert_same(reads, expected):
-    # Measured: at most 5e-7. A matrix product of few rows sums in another order, which may also
-    # round a float16 scale the other way: 2e-3 of a row that is up to 8.
+    # Rows are rotated in float64, so that at most the last bit of their type may differ.
     for read, wanted in zip(reads, expected, strict=True):
         for rows, rows_wanted in zip(read, wanted, strict=True):
-            torch.testing.assert_close(rows, rows_wanted, rtol=0, atol=1e-5)
+            eps = torch.finfo(rows.dtype).eps
+            torch.testing.assert_close(rows, rows_wanted, rtol=eps, atol=eps)
 
 
 @pytest.mark.parametrize("layout", ["server", "window"])

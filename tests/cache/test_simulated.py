@@ -7,6 +7,7 @@ import torch
 import transformers
 from support import architectures
 from support.architectures import CALIBRATED, families
+from support.float64 import CLOSE, to_float64
 
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.observers import Observers
@@ -68,7 +69,7 @@ def simulate(model, arm, cache, queries=None):
 
 
 def random_arm(model) -> Arm:
-    return Arm("random", fit(None, PRESETS["random"], geometry_of(model)))
+    return Arm("random", to_float64(fit(None, PRESETS["random"], geometry_of(model))))
 
 
 def relative_change(simulated: torch.Tensor, plain: torch.Tensor) -> float:
@@ -78,12 +79,12 @@ def relative_change(simulated: torch.Tensor, plain: torch.Tensor) -> float:
 @families(CALIBRATED)
 def test_a_cache_that_keeps_everything_exact_changes_nothing(name):
     """Windows, soft caps and sinks stay the model's although every position is there twice."""
-    model = architectures.build(name)
+    model = architectures.build(name, torch.float64)
     cache = Cache(sink=24, recent=0)
     simulated, outputs, divergences = simulate(
         model, random_arm(model), cache, queries=torch.arange(24)
     )
-    assert relative_change(simulated, logits(model)) <= 1e-5
+    assert relative_change(simulated, logits(model)) <= CLOSE
     assert len(outputs) == len(divergences) == len(geometry_of(model))
     assert max(kl.abs().max().item() for kl in divergences.values()) < 1e-6
 
@@ -100,7 +101,7 @@ def with_key_means(rotations: Rotations, means: dict[int, torch.Tensor]) -> Rota
 def test_what_centring_moves_is_seen(name):
     """A server never adds the mean of keys back, so nor does the simulation: where attention does
     not ignore it, evaluation shows what that costs, and the look at the model says so before."""
-    model = architectures.build(name)
+    model = architectures.build(name, torch.float64)
     geometry = geometry_of(model)
     generator = torch.Generator().manual_seed(0)
     means = {
@@ -120,7 +121,7 @@ def test_what_centring_moves_is_seen(name):
 
 @families(CALIBRATED)
 def test_a_cache_that_keeps_nothing_changes_everything_and_is_undone(name):
-    model = architectures.build(name)
+    model = architectures.build(name, torch.float64)
     plain = logits(model)
     cache = Cache(sink=0, recent=0)
     simulated, outputs, divergences = simulate(
@@ -184,10 +185,10 @@ CACHES = {
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @families(["llama", "qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_the_simulation_is_what_a_server_computes(name, cache):
-    model = architectures.build(name)
+    model = architectures.build(name, torch.float64)
     arm = random_arm(model)
     served = server_logits(model, arm, cache)
     simulated, _, _ = simulate(model, arm, cache)
-    assert relative_change(simulated, served) <= 2e-5
+    assert relative_change(simulated, served) <= CLOSE
     changed = relative_change(served, logits(model))
     assert changed > 1e-3, "the cache does change something here"

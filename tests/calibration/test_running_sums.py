@@ -157,10 +157,15 @@ def test_a_rotation_costs_what_the_definition_costs(as_on_a_gpu):
             error = torch.linalg.eigvalsh(fast[layer][kind].second_moment) / eigenvalues - 1
             assert error.abs().max() < 1e-4  # measured 3e-6
         metric = moments["query"].second_moment
-        costs = []
+        codes, costs = [], []
         for sides in (wanted[layer], rotations[layer]):
             matrix = sides.key.matrix.double()
             rotated = keys[layer][0].double() @ matrix
-            noise = (int2.round_trip(rotated) - rotated) @ matrix.mT
-            costs.append(((noise @ metric) * noise).sum())
-        assert abs(costs[1] / costs[0] - 1) < 1e-4  # measured 2e-7
+            stored = int2.quantize(rotated)
+            noise = (int2.dequantize(stored) - rotated) @ matrix.mT
+            codes.append(stored.codes)
+            costs.append(((noise @ metric) * noise).sum(-1))
+        # A code that is nearly a half may become the other one, for more or for less.
+        same = (codes[0] == codes[1]).all(-1)
+        assert same.double().mean() > 0.95
+        assert abs(costs[1][same].sum() / costs[0][same].sum() - 1) < 1e-4  # measured 2e-7

@@ -112,7 +112,8 @@ def test_permuting_before_a_block_hadamard_separates_strong_directions():
         variance = (rotation.mT @ covariance @ rotation)[0].diagonal().view(-1, group).sum(-1)
         return (variance.max() / variance.min()).item()
 
-    assert spread("r_pbr_hblock") < 2 < 1000 < spread("plain")  # measured 1.9 and 5e4
+    # An eigenvalue is 1.24 of the next, so that groups are 1.24^3 = 1.9 apart if they fall evenly.
+    assert spread("r_pbr_hblock") < 4 < 1000 < spread("plain")
 
 
 def test_random_rotations_follow_their_seed():

@@ -53,6 +53,7 @@ def test_channels_that_are_nearly_alike_get_one_factor():
 
 def test_heads_that_share_a_norm_share_factors():
     query, key = spread(1, 0), spread(5, 1)
+    key[1, [2, 10], [2, 10]] *= 2**16  # which no other head has
     shared = key_factors(query, key, SHARED)
     assert torch.equal(shared, shared[:1].expand(HEADS, -1))
     pooled = key_factors(query.mean(0, keepdim=True), key.mean(0, keepdim=True), HALVES[:1])

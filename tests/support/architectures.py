@@ -152,9 +152,10 @@ def families(names: Iterable[str] = NAMES) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", each)
 
 
-def build(name: str, **changes: Any) -> transformers.PreTrainedModel:
-    """A random model of one family, float32. Weights are wide enough that attention is far from
-    uniform."""
+def build(
+    name: str, dtype: torch.dtype = torch.float32, **changes: Any
+) -> transformers.PreTrainedModel:
+    """A random model of one family. Weights are wide enough that attention is far from uniform."""
     model_class = f"{_CAUSAL[name][0]}ForCausalLM" if name in _CAUSAL else _WHOLE[name][0]
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config(name, **changes)).float().eval()
@@ -162,4 +163,15 @@ def build(name: str, **changes: Any) -> transformers.PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2 or "sink" in parameter_name:
                 parameter.normal_(std=0.25 if parameter.ndim >= 2 else 1.0)
+    if dtype == torch.float32:
+        return model
+    model.set_experts_implementation("eager")  # the other one has no float64
+    for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" not in tensor_name:  # multiplied by positions in float32
+            tensor.data = tensor.data.to(dtype if tensor.is_floating_point() else tensor.dtype)
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # of MiniMax, which must agree with each other
+            names = "query_decay", "key_decay", "diagonal_decay"
+            for name, decay in zip(names, module.decay_factors(module.slope_rate), strict=True):
+                setattr(module, name, torch.nn.Buffer(decay))
     return model

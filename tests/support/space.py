@@ -19,6 +19,15 @@ from support.places import ROOT
 
 ZOO = "someone/zoo"
 OWNERS_TOKEN = "hf_of_the_owner"
+APP = ROOT / "scripts" / "space" / "app.py"
+_APP = """
+import runpy, sys
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+import connections
+connections.SECONDS = int(sys.argv[2].replace("None", str(connections.SECONDS)))
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 _SECONDS = 90  # until it must answer
 
 
@@ -34,11 +43,12 @@ def _free_port() -> int:
 
 
 @contextmanager
-def running_space(log) -> Iterator[SimpleNamespace]:
+def running_space(log, seconds: int | None = None) -> Iterator[SimpleNamespace]:
     """`hub`, `address`, and `ask(path, form, cookie, sender)`, which returns status, headers and
     text. `sender` is the site of the form, as a browser names it.
 
-    The Space has a token of its owner, and writes to the file `log`.
+    The Space has a token of its owner, and writes to the file `log`. It waits `seconds` for a
+    request, or as long as it does otherwise.
     """
     with running(SignInHub()) as hub:
         port = _free_port()
@@ -56,7 +66,7 @@ def running_space(log) -> Iterator[SimpleNamespace]:
         environment.pop("HF_HUB_OFFLINE", None)
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, ROOT / "scripts" / "space" / "app.py"],
+                [sys.executable, "-c", _APP, APP, str(seconds)],
                 env=environment, stdout=file, stderr=file,
             )  # fmt: skip
         address = f"http://127.0.0.1:{port}"

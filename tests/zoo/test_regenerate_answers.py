@@ -22,7 +22,7 @@ def arm(answered: int, log_probability: float = -2.0, loss: float = 3.0) -> dict
     }
 
 
-def report(new: dict, published: dict, prompts: int = 8) -> dict:
+def report(new: dict, published: dict, prompts: int = QUESTIONS) -> dict:
     sizes = [QUESTIONS // prompts] * prompts
     exact = {"tasks": {"copy": {"prompts": sizes}}, "text_tokens": [100] * 4}
     return {"arms": {"new": new, "published": published, "identity": arm(0)}, "exact": exact}

@@ -24,6 +24,7 @@ from rotationzoo.engines.formats.reading import (
 from rotationzoo.engines.objectives import STATISTICS
 from rotationzoo.engines.rotation_file import RotationFile
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model.files import MOST_LAYERS
 
 _SIDE_OF_STATISTIC = {"query": "key", "key": "key", "key_energy": "value", "value": "value"}
 _SIDE_OF_WORD = {word: _SIDE_OF_STATISTIC[name] for word, name in STATISTICS.items()}
@@ -33,6 +34,8 @@ _TENSORS = ("rotation", "eigenvalues", "k_mean")
 # How many bytes more than the file's size the tensors may take, since layers may share one stored
 # matrix. It is enough for a Hadamard file of any model.
 _MOST_SHARED = 1 << 28
+_MOST_ENTRIES = (len(_TENSORS) + 1) * MOST_LAYERS
+_LARGEST_PICKLE = 2 << 20  # bytes; 1,024 layers of three tensors each took 0.25 MB
 
 _Entries = dict[int, dict[str, Any]]
 """Layer -> the file's entry for it."""
@@ -147,12 +150,19 @@ def _load(path: Path) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise `RotationZooError` for a compressed archive, which may unpack to any size.
-
-    torch itself never compresses.
+    """Raise `RotationZooError` for a compressed archive, which may unpack to any size, and for one
+    of more tensors than the layers of any model have. torch itself never compresses.
     """
     with zipfile.ZipFile(path) as archive:
-        unpacked = sum(entry.file_size for entry in archive.infolist())
+        entries = archive.infolist()
+    pickled = sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl"))
+    # Layers may share a stored tensor, and then only the pickle tells how many there are.
+    if len(entries) > _MOST_ENTRIES or pickled > _LARGEST_PICKLE:
+        raise RotationZooError(
+            f"{path.name} is no rotation file: it holds more tensors than any model has layers for",
+            hint="do not use it",
+        )
+    unpacked = sum(entry.file_size for entry in entries)
     if unpacked > (size := path.stat().st_size):
         raise RotationZooError(
             f"{path.name} is no rotation file: it unpacks to {unpacked:,} bytes and has {size:,}",

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from rotationzoo.errors import RotationZooError
+from rotationzoo.model.files import MOST_LAYERS
 
-MOST_LAYERS = 1024
-"""No model has nearly as many layers. A file that claims more only wastes memory."""
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST_TEXT = 1000
 

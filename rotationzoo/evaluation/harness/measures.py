@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from rotationzoo.cache.windows import Cache
-from rotationzoo.evaluation.verdict import mcnemar
+from rotationzoo.evaluation.verdict import sign_flip
 
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import Row
@@ -93,7 +93,7 @@ def compare_answers(exact: dict[int, float], arm: dict[int, float]) -> Pairing:
     """McNemar's exact test on scores of 0 and 1, by question."""
     lost = sum(exact[question] > arm[question] for question in exact)
     gained = sum(exact[question] < arm[question] for question in exact)
-    return {"lost": lost, "gained": gained, "p_value": mcnemar(lost, gained)}
+    return {"lost": lost, "gained": gained, "p_value": sign_flip([1] * gained + [-1] * lost)}
 
 
 def _metrics(metrics: dict[str, Any]) -> TaskMeasures:

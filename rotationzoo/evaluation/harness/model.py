@@ -14,6 +14,7 @@ from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress
+from rotationzoo.text.chats import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
         self._device = input_device(model)
         self._progress = progress
+        self._template = ChatTemplate(tokenizer)
         # Where progress is shown while the model works; the harness' own output goes nowhere.
         self._stderr = sys.stderr
         self.reads_simulation = False
@@ -63,6 +65,22 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self._task, self._stage, self._done, self._total = "", "", 0, 0
         # The tasks of scored requests, in their order; the windows of a rolling text have no task.
         self._scored_tasks: list[str] = []
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a chat, as the harness makes it, within the limits of `ChatTemplate`: without
+        the system's turn where the template refuses that."""
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+            **self.chat_template_args,
+        }
+        try:
+            return self._template.render(chat_history, **options)
+        except ValueError:
+            turns = [turn for turn in chat_history if turn["role"] != "system"]
+            return self._template.render(turns, **options)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """One text per request, in the order given; the harness sorts them by length otherwise."""

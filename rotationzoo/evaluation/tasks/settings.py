@@ -11,6 +11,7 @@ from rotationzoo.words import nearest
 
 SHORTEST = 2
 """The fewest tokens of a prompt."""
+_MOST_QUESTIONS = 100_000
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,17 @@ class TaskSettings:
     """Questions per task and length, rounded up to whole prompts."""
 
     def check(self) -> None:
-        """Raise `UsageError` for a task that does not exist, or a number that is too small."""
+        """Raise `UsageError` for a task that does not exist, or a number that is out of range."""
         if unknown := [name for name in self.names if name not in TASKS]:
             raise UsageError(
                 f"there is no recall task {unknown[0]!r}{nearest(unknown[0], TASKS)}",
                 hint=f"give some of {', '.join(TASKS)}, or all, or none",
             )
-        if self.questions < 1:
-            raise UsageError("--questions must be at least 1", hint="leave out the tasks: none")
+        if not 1 <= self.questions <= _MOST_QUESTIONS:
+            raise UsageError(
+                f"--questions must be at least 1 and at most {_MOST_QUESTIONS:,}",
+                hint="leave out the tasks: none",
+            )
         if any(length < SHORTEST for length in self.lengths):
             raise UsageError(
                 f"--lengths must be at least {SHORTEST}", hint="write them as: --lengths 2048,8192"

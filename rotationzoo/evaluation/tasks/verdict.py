@@ -6,7 +6,7 @@ from typing import Literal, TypedDict
 import torch
 
 from rotationzoo.evaluation.tasks.scores import Records
-from rotationzoo.evaluation.verdict import LEVEL, holm, mcnemar, p_value, pair_up
+from rotationzoo.evaluation.verdict import LEVEL, holm, p_value, pair_up, sign_flip
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.words import counted
 
@@ -35,7 +35,7 @@ class PairedAnswers(TypedDict):
     """Questions that the arm answers and the other does not."""
     only_other: int
     answers_p_value: float
-    """Of McNemar's exact test."""
+    """Of the sign-flip permutation test over prompts."""
     log_probability_difference: float
     """In nats an answer."""
     standard_error: float | None
@@ -77,7 +77,7 @@ def judge_answers(
     comparisons: list[AnswerComparison] = []
     for i, ((arm, other), each) in enumerate(zip(pairs, paired, strict=True)):
         value = corrected[i]
-        assert value is not None, "McNemar's test always has a p value"
+        assert value is not None, "the sign-flip test always has a p value"
         each["answers_p_value"] = value
         each["log_probability_p_value"] = corrected[len(pairs) + i]
         comparisons.append({"arm": arm, "other": other, **each, "outcome": outcome_of(each)})
@@ -94,12 +94,12 @@ def judge_answers(
 def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -> PairedAnswers:
     """Two arms' answers to the same questions, with the p values of single tests.
 
-    * The numbers of answers are compared by McNemar's exact test (McNemar 1947): of the questions
-      that one of the arms alone answers, each arm answers as many as the other but for chance.
-    * Log probabilities are compared prompt by prompt, because the questions of one prompt share its
-      text. A prompt counts for as many as it asks.
+    Both tests compare prompt by prompt, because the questions of one prompt share its text: those
+    of answers by `sign_flip`, and those of log probabilities by Student's t, where a prompt counts
+    for as many questions as it asks.
     """
     correct, other_correct = _read_correct(first), _read_correct(second)
+    gains = (correct.int() - other_correct.int()).split(list(prompts))
     only_arm = int((correct & ~other_correct).sum())
     only_other = int((other_correct & ~correct).sum())
     tokens = list(prompts)
@@ -111,7 +111,7 @@ def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -
         "other_answered": int(other_correct.sum()),
         "only_arm": only_arm,
         "only_other": only_other,
-        "answers_p_value": mcnemar(only_arm, only_other),
+        "answers_p_value": sign_flip(int(gain.sum()) for gain in gains),
         "log_probability_difference": difference,
         "standard_error": error,
         "log_probability_p_value": p_value(difference, error, len(prompts)),
@@ -147,9 +147,9 @@ def _words(comparisons: list[AnswerComparison], questions: int, prompts: int) ->
         return []
     artifacts = dict.fromkeys(comparison["arm"] for comparison in comparisons)
     lines = [_line(name, comparisons, questions) for name in artifacts]
-    test, tests = "McNemar's exact test", len(comparisons)
+    test, tests = f"the sign-flip test over {counted(prompts, 'prompt')}", len(comparisons)
     if prompts > 1:  # a single one gives no standard error of log probabilities
-        test += f", or Student's t over {prompts} prompts"
+        test += ", or Student's t"
         tests *= 2
     lines.append(
         f"In brackets: the share of {counted(questions, 'question')} answered, beside the other's, "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rotationzoo import __version__
 from rotationzoo.errors import HubError, StaleParent
 from rotationzoo.network.limits import save_chunks
-from rotationzoo.network.tokens import huggingface_token
+from rotationzoo.network.tokens import huggingface_token, redact
 from rotationzoo.zoo.hubs.huggingface_errors import huggingface_errors, may_pass
 from rotationzoo.zoo.hubs.protocol import Hub, ListedFile, Publication, Published
 from rotationzoo.zoo.hubs.retry import retry
@@ -112,7 +112,7 @@ class HuggingFace(Hub):
         url = getattr(commit, "pr_url", None) or f"{self.api.endpoint}/{repo}/tree/{revision}"
         if pull:
             url = pull.url
-        return Published(revision, str(url), changed=revision != base)
+        return Published(revision, redact(str(url)), changed=revision != base)
 
     def _commit(
         self, publication: Publication, operations: "list[CommitOperationAdd]", base: str

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.network.limits import save_chunks
-from rotationzoo.network.tokens import MODELSCOPE_VARIABLE, check_token
+from rotationzoo.network.tokens import MODELSCOPE_VARIABLE, check_token, redact
 from rotationzoo.storage.files import sha256
 from rotationzoo.zoo.hubs.modelscope_errors import may_pass, modelscope_errors
 from rotationzoo.zoo.hubs.protocol import Hub, ListedFile, Publication, Published
@@ -124,7 +124,8 @@ class ModelScope(Hub):
             if changed:
                 retry(partial(self._upload, repo, scratch, publication.message), may_pass)
             self._create_tag(repo, tag)
-        return Published(tag, f"{self.endpoint}/models/{repo}/files?revision={tag}", changed)
+        url = redact(f"{self.endpoint}/models/{repo}/files?revision={tag}")
+        return Published(tag, url, changed)
 
     def _create_repository(self, repo: str) -> None:
         """Create the repository unless it exists.

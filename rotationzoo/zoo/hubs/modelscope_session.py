@@ -42,7 +42,7 @@ class LimitedAdapter(HTTPAdapter):
         self, request: Any, stream: bool = False, timeout: Any = None, **options: Any
     ) -> requests.Response:
         """Send one request. Our limits replace the client's `stream` and `timeout`."""
-        host = urlsplit(request.url).netloc
+        host = urlsplit(request.url).netloc.rpartition("@")[2]
         if not may_see_token(self.endpoint, request.url):
             for name in _CREDENTIALS:
                 request.headers.pop(name, None)

@@ -49,13 +49,13 @@ def test_every_clip_ratio_that_is_tried_clamps_at_another_entry(dim, format):
 
     class ThresholdLoss(ModelDivergence):
         """Less the lower the threshold, down to a third: what another threshold does not change
-        scores the same."""
+        scores the same. It rises half as fast beyond, so that no two on either side tie."""
 
         def measure(self, candidates, tell):
             best = self._threshold(0.33)
             ratios = [candidate[0].key.clip.item() for candidate in candidates]
-            losses = [(self._threshold(ratio) - best).abs().double() for ratio in ratios]
-            return torch.stack(losses)[:, None]
+            above = torch.stack([self._threshold(ratio) - best for ratio in ratios]).double()
+            return torch.maximum(above, -above / 2)[:, None]
 
         def _threshold(self, ratio):
             return int2.clip_threshold(rows, ratio, cache.format.interpolated).mean()

@@ -1,0 +1,321 @@
+"""Input that asks for more time or memory than what it stands for could need: it is refused before
+anything is read or built."""
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.damage import refused
+from support.models import save_tiny
+from support.texts import demo_tokenizer, small
+
+from rotationzoo import generate
+from rotationzoo.cli import prompt_text
+from rotationzoo.engines.formats import oscar_pt_reader
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.model.files import MOST_LAYERS
+from rotationzoo.model.source import find, license_of
+from rotationzoo.recipe import load
+from rotationzoo.text import chats
+from rotationzoo.text.chats import ChatTemplate
+from rotationzoo.text.rows import read_corpus
+
+PROMPT = ("generate", "demo", "--rotations", "none", "--max-new-tokens", "2")
+LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+TEMPLATES = {
+    "loops": LOOP,
+    "multiplies": "{% set x = ('a' * 99999) * 99999 %}{{ x | length }}",
+    "multiplies a constant": "{{ 'a' * 9999999999 }}",
+    "writes much": "{{ 'a ' * 2000000 }}",
+}
+BOMB = "a0: &a0 [x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+MERGE = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+
+
+@pytest.fixture(autouse=True)
+def within(monkeypatch):
+    """A test that would take minutes or all memory fails after 40 seconds or 3 GiB."""
+
+    def give_up(*_):
+        raise AssertionError("it takes too long")
+
+    # What never ends is given up soon; what is slow here ends far sooner than that.
+    monkeypatch.setattr(chats, "_SECONDS", 1.5)
+    monkeypatch.setattr(prompt_text, "_PATIENCE", 0.2)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + (3 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    handler = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(40)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, handler)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# ---- prompts
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
+def test_a_prompt_has_at_most_what_the_model_can_read(inside, tiny, chat):
+    (inside.folder / "prompt").write_bytes(b"to be or not to be " * 900_000)
+    assert "has more than 16 MiB" in refused(inside(*PROMPT, "--file", "prompt", *chat))
+    (inside.folder / "prompt").write_bytes(b"to be or not to be " * 60_000)
+    error = refused(inside(*PROMPT, "--file", "prompt"))
+    assert "a prompt of 1,140,000 bytes exceeds the 8,192 positions of demo" in error
+
+
+def test_a_prompt_that_may_fit_is_tokenized(inside):
+    """The same bytes a position, but of the longest tokens."""
+    tokenizer = demo_tokenizer()
+    longest = max(tokenizer.get_vocab(), key=lambda word: len(word.encode()))
+    text = "a" + tokenizer.decode(tokenizer.convert_tokens_to_ids([longest])) * 8000
+    assert len(text) > 8192
+    with pytest.raises(UsageError, match="new ones exceed the 8,192 positions"):
+        generate("demo", text, rotations=None, max_new_tokens=1000)
+    with pytest.raises(UsageError, match="a prompt of 12,000,000 bytes"):
+        generate("demo", "a b " * 3_000_000, rotations=None, max_new_tokens=2)
+
+
+@pytest.mark.hostile("link")
+def test_a_pipe_without_a_writer_is_not_waited_for(inside):
+    os.mkfifo(inside.folder / "pipe")
+    assert "pipe is empty" in refused(inside(*PROMPT, "--file", "pipe"))
+
+
+def test_a_pipe_with_a_slow_writer_is_read(inside):
+    pipe = inside.folder / "pipe"
+    os.mkfifo(pipe)
+
+    def write():
+        with pipe.open("wb") as file:
+            time.sleep(0.5)  # longer than the command waits for a writer
+            file.write(b"import os")
+
+    threading.Thread(target=write, daemon=True).start()
+    assert inside(*PROMPT, "--file", "pipe").returncode == 0
+
+
+# ---- chat templates
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_chat_template_has_limits(inside, template):
+    model = save_tiny(inside.folder / "model")
+    (model / "chat_template.jinja").write_text(template)
+    words = ("generate", model, "--chat", "--prompt", "hello", "--rotations", "none")
+    assert "the tokenizer's chat template was given up" in refused(inside(*words))
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    (inside.folder / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    words = ("calibrate", model, "--data", "chats.jsonl", "--output", "out")
+    assert "the tokenizer's chat template was given up" in refused(inside(*words))
+
+
+def test_the_text_of_a_chat_is_that_of_the_tokenizer():
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = ChatTemplate(tokenizer)
+    for text in ("hello", "größe 👩 \ud800", "x" * 5_000_000):
+        messages = [{"role": "user", "content": text}]
+        assert template.render(messages) == tokenizer.apply_chat_template(messages, tokenize=False)
+    process = template._process
+    assert process.is_alive()
+    del template
+    process.join(5)
+    assert process.exitcode == 0, "it ends with its object"
+
+
+def test_a_template_that_was_given_up_is_tried_again():
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].content == 'x' %}" + LOOP + "{% endif %}fine"
+    template = ChatTemplate(tokenizer)
+    for _ in range(2):
+        with pytest.raises(RotationZooError, match="given up"):
+            template.render([{"role": "user", "content": "x"}])
+        assert template.render([{"role": "user", "content": "y"}]) == "fine"
+
+
+def test_the_harness_renders_within_the_same_limits():
+    model = pytest.importorskip("rotationzoo.evaluation.harness.model")
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    ask = model.HarnessModel.apply_chat_template
+    asked = SimpleNamespace(_template=ChatTemplate(tokenizer), chat_template_args={})
+    assert ask(asked, turns) == "u"
+    tokenizer.chat_template = LOOP
+    asked._template = ChatTemplate(tokenizer)
+    with pytest.raises(RotationZooError, match="given up"):
+        ask(asked, turns)
+
+
+# ---- recipes
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (BOMB + "model: *a8\n", "it has aliases"),
+        (MERGE, "it has aliases"),
+        ("name: " + "x" * 10_000_000, "it has more than 65,536 characters"),
+        ("name: " + "x" * 60_000, "name = 'xxx"),
+        ("? " + "x" * 60_000 + "\n: 1", "unknown key 'xxx"),
+        ("extends: " + "x" * 60_000, "extends an unknown recipe 'xxx"),
+        ("a: " + "[" * 60_000, "it is nested too deeply"),
+        ("data: {tokens: 1000000000000}", "tokens = 1000000000000"),
+        ("data: {length: 1000000000000}", "length = 1000000000000"),
+        ("seed: " + "9" * 30, "seed = 999"),
+        ("search: {steps: 1000000000000}", "steps = 1000000000000"),
+        ("sink: 1000000000000", "sink = 1000000000000"),
+    ],
+    ids=["aliases", "merges", "10 MB", "name", "key", "extends", "nested", "tokens", "length",
+         "seed", "steps", "sink"],
+)  # fmt: skip
+def test_a_recipe_is_small_and_its_numbers_have_ranges(tmp_path, text, says):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(RotationZooError) as error:
+        load(str(path))
+    assert says in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.hostile("size")
+def test_no_recipe_has_a_name_of_100_kb(inside):
+    assert "there is no recipe 'xxx" in refused(inside("calibrate", "demo", "--recipe", "x" * 9**5))
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("front", [MERGE, BOMB], ids=["merges", "aliases"])
+def test_the_card_of_a_model_is_read_within_limits(tmp_path, front):
+    model = save_tiny(tmp_path / "model")
+    card = model / "README.md"
+    card.write_text("---\nlicense: mit\ntags: [a]\n---\n# A model\n")
+    assert license_of(find(str(model))) == "mit"
+    card.write_text(f"---\n{front}license: mit\n---\n# A model\n")
+    assert license_of(find(str(model))) is None
+
+
+# ---- numbers
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("calibrate", "demo", "--dry-run", "--tokens", 10**12),
+        ("calibrate", "demo", "--dry-run", "--length", 10**12),
+        ("calibrate", "demo", "--dry-run", "--seed", 10**30),
+        ("evaluate", "demo", "--tokens", 10**12),
+        ("evaluate", "demo", "--questions", 10**12),
+        ("generate", "demo", "--prompt", "x", "--temperature", 1, "--seed", 10**30),
+    ],
+    ids=lambda words: " ".join(map(str, words[-2:])),
+)
+def test_numbers_have_ranges(inside, words):
+    error = refused(inside(*words))
+    assert words[-2].removeprefix("--") in error.splitlines()[0]
+
+
+# ---- configs
+
+
+def write_config(folder: Path, **changes) -> Path:
+    config = json.loads((find("demo").folder / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 50_000},
+        {"num_hidden_layers": 10**12},
+        {"model_type": "gpt2", "n_layer": 50_000},
+        {"text_config": {"num_hidden_layers": 50_000}},
+        {"vision_config": {"depth": 50_000}},
+    ],
+    ids=["many", "10^12", "another name", "of the text", "of images"],
+)
+@pytest.mark.parametrize("word", ["plan", "calibrate"])
+def test_layers_are_counted_before_anything_is_built(inside, word, changes):
+    model = write_config(inside.folder / "model", **changes)
+    assert "layers, and no model has more than 1,024" in refused(inside(word, model))
+
+
+@pytest.mark.hostile("size")
+def test_layers_that_a_pattern_counts(inside):
+    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "*" * 50_000}
+    (inside.folder / "model").mkdir()
+    (inside.folder / "model" / "config.json").write_text(json.dumps(config))
+    assert "asks for 50,000 layers" in refused(inside("plan", "model"))
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("word", ["plan", "calibrate"])
+def test_a_config_has_at_most_16_mib(inside, tiny, word, name):
+    model = save_tiny(inside.folder / "model")
+    (model / name).write_text('{"x": [' + "[]," * (6 << 20) + "[]]}")
+    assert f"{name} of model has 18,874,379 bytes" in refused(inside(word, "model"))
+
+
+# ---- rotation files
+
+
+@pytest.mark.hostile("size")
+@pytest.mark.parametrize("shared", [True, False], ids=["one tensor", "a tensor each"])
+def test_a_pair_of_many_layers_is_refused_before_it_is_unpickled(inside, monkeypatch, shared):
+    eye = torch.eye(2)
+    layers = {n: {"rotation": eye if shared else eye.clone()} for n in range(5000)}
+    if shared:
+        layers = {n: {"rotation": eye} for n in range(150_000)}
+    for name in ("k_rotation.pt", "v_rotation.pt"):
+        torch.save({"objective": "qqt_r_h_pbr", "layers": layers}, inside.folder / name)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpickled"))
+    error = refused(inside("import", "k_rotation.pt", "v_rotation.pt"))
+    assert "holds more tensors than any model has layers for" in error
+
+
+def test_a_pair_of_as_many_layers_as_may_be_is_read(tmp_path):
+    layers = {
+        n: {"layer_id": n, "rotation": torch.eye(2), "eigenvalues": torch.ones(2),
+            "k_mean": torch.ones(2)} for n in range(MOST_LAYERS)
+    }  # fmt: skip
+    path = tmp_path / "k_rotation.pt"
+    torch.save({"objective": "qqt_r_h_pbr", "layers": layers}, path)
+    with zipfile.ZipFile(path) as archive:
+        assert len(archive.infolist()) > 3 * MOST_LAYERS
+    assert len(oscar_pt_reader.read_pt(path).content.rotation) == MOST_LAYERS
+
+
+def test_a_template_of_the_tokenizer_is_used_for_every_chat(tmp_path):
+    """One process serves all chats of a corpus."""
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    chat = {"messages": [{"role": "user", "content": "def function(self): return 1"}]}
+    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 2000)
+    started = time.monotonic()
+    assert read_corpus(small(tmp_path / "chats.jsonl"), tokenizer).rows
+    assert time.monotonic() - started < 20

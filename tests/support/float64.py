@@ -1,0 +1,90 @@
+"""Whole models and rotations in float64, where the order of a sum moves no code.
+
+A product of few rows sums in another order than one of many, and so do the kernels of other
+processors. In float32 that moves a last bit, which may move a 2-bit code, and what later layers
+store. What two ways compute in float64 differs by some 1e-15, too little to move anything.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rotationzoo.codec.formats import Format
+from rotationzoo.codec.int2 import Quantized
+from rotationzoo.rotations import Rotations
+
+CLOSE = 64 * torch.finfo(torch.float32).eps
+"""How far logits may be apart, of the largest: the codec rounds rows to float32, so that one in a
+hundred million is another last bit away, which a model multiplies by less than 64."""
+
+
+def to_float64(rotations: Rotations) -> Rotations:
+    """The same rotations, with which rows are rotated in float64."""
+    return rotations.replace(
+        lambda _, side, rotation: replace(rotation, matrix=rotation.matrix.double())
+    )
+
+
+class _Promotion(TorchFunctionMode):
+    """Lets the code of models compute in float64 what it computes in float32 whatever their type
+    is: norms, softmax, linear attention. The codec's code is not touched."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not _is_float64(args) or not _calling_module().startswith("transformers."):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.float:
+            return args[0]
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def _is_float64(args) -> bool:
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+
+
+def _calling_module() -> str:
+    """The module outside torch whose code called the function."""
+    frame = sys._getframe(2)
+    while (name := frame.f_globals.get("__name__", "")).startswith("torch."):
+        frame = frame.f_back
+    return name
+
+
+@contextmanager
+def all_in_float64() -> Iterator[None]:
+    """Models of float64 weights compute nothing in float32."""
+    with _Promotion():
+        yield
+
+
+def assert_same_codes(stored: Quantized, expected: Quantized, rows: torch.Tensor, format: Format):
+    """Check what was stored of rows that were rotated in float32, against what is stored of the
+    same `rows` `[..., D]` rotated in float64: a scale may be off by what a sum of D terms rounds,
+    or by one ulp of float16, and a code may be another one only that near to a half."""
+    groups = torch.unflatten(rows, -1, (expected.scale.shape[-1], -1))
+    scale, offset = expected.scale.double()[..., None], expected.offset.double()[..., None]
+    shift = offset if format.offset == "zero" else -offset / scale
+    summed = rows.shape[-1] * torch.finfo(torch.float32).eps
+    # Of the largest number of the group, in steps of its scale.
+    largest = (groups.abs().amax(-1, keepdim=True) / scale).clamp(min=3) + shift.abs()
+    for number, wanted in ((stored.scale, scale), (stored.offset, offset)):
+        error = (number.double()[..., None] - wanted).abs()
+        unit = torch.ones_like(wanted) if format.offset == "zero" else scale
+        unit = scale if number is stored.scale else unit
+        ulp = torch.finfo(number.dtype).eps * wanted.abs() * (number.dtype == torch.float16)
+        assert (error <= summed * largest * unit + ulp).all(), (error / unit).max()
+    # Where a float16 scale or offset is another one, the steps move with it.
+    exact = (stored.scale == expected.scale) & (stored.offset == expected.offset)
+    eps = torch.where(exact, summed, summed + torch.finfo(stored.scale.dtype).eps)[..., None]
+    steps = groups / scale + shift + 0.5
+    from_half = (steps - steps.round()).abs()
+    other = torch.unflatten(stored.codes != expected.codes, -1, (scale.shape[-2], -1))
+    assert (from_half <= 2 * eps * largest)[other].all()
+    assert other.double().mean() < 0.01
