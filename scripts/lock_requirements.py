@@ -17,8 +17,7 @@ FOLDER = ROOT / ".github"
 LOCKS = {"requirements.txt": ("cuda", "sign"), "requirements-dev.txt": ("dev",)}
 """Name -> the extras that it holds beside what the package needs."""
 WITHOUT = "lm-eval"
-"""It needs packages that PyPI has no wheels of, whose builds would run what nobody hashed. Its
-tests skip themselves."""
+"""It needs packages that PyPI has no wheels of, whose builds would run what nobody hashed."""
 PLATFORM = ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"]
 PLATFORM += [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28)]
 PLATFORM += ["--platform=manylinux2014_x86_64", "--platform=linux_x86_64"]
