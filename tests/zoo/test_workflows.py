@@ -261,6 +261,13 @@ def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
     build(runner, row)
     sums = outputs(runner, "regenerate", "check", MATRIX=first["matrix"])["sums"]
     compare, publish = scripts("regenerate", "publish")
+    for entry in ("out/evil", "wheel/evil.whl"):
+        (runner.folder / entry).symlink_to(runner.folder / "out" / row["name"])
+        runner.run(compare, fails=True, SUMS=sums)
+        (runner.folder / entry).unlink()
+    shutil.copytree(runner.folder / "out" / row["name"], runner.folder / "out" / "evil")
+    runner.run(compare, fails=True, SUMS=sums)
+    shutil.rmtree(runner.folder / "out" / "evil")
     runner.run(compare, SUMS=sums)
     runner.run(publish, HF_OIDC_RESOURCE="", **signing)
     assert "zoo_index.json" not in runner.hf.files("someone/zoo"), "a pull request, and no commit"
