@@ -14,7 +14,7 @@ from support import process_server
 from support.browser import Browser, running_browser
 from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
-from support.published import made, zoo  # noqa: F401
+from support.published import keys, made, zoo  # noqa: F401
 from support.ranks import Launcher
 
 # Nothing in this process may look for a hub; subprocesses get one of their own.

@@ -88,7 +88,10 @@ def shell(script: str, folder, **variables: str) -> int:
     ).returncode
 
 
-@pytest.mark.parametrize("changes", ["nothing", "a file", "a file and its sum", "no file is left"])
+CHANGES = ["nothing", "a file", "a file and its sum", "no file is left", "one more", "a link more"]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 def test_what_was_changed_on_its_way_is_not_published(tmp_path, changes):
     wheel, told = tmp_path / "dist" / "rotationzoo.whl", tmp_path / "told"
     wheel.parent.mkdir()
@@ -96,7 +99,11 @@ def test_what_was_changed_on_its_way_is_not_published(tmp_path, changes):
     (compare,), add_up = scripts("publish"), scripts("build")[-1]
     assert shell(add_up, tmp_path, GITHUB_OUTPUT=str(told)) == 0
     sums = told.read_text().strip().removeprefix("sums=")
-    if changes != "nothing":
+    if changes == "one more":
+        wheel.with_name("evil.whl").write_text("which nobody built")
+    elif changes == "a link more":
+        wheel.with_name("evil").symlink_to("/etc")
+    elif changes != "nothing":
         wheel.write_text("as it arrived")
     if changes == "a file and its sum":
         shell(add_up, tmp_path, GITHUB_OUTPUT=str(told))

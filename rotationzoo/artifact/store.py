@@ -1,6 +1,8 @@
 """Reads an artifact, and checks its files against their checksums."""
 
 import os
+import pickletools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -37,6 +39,19 @@ SIGNATURE = "model.sig"
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it
 # A folder is replaced only if it holds nothing but these names, whatever files its manifest claims.
 PARTS = {ROTATIONS, STATISTICS, MANIFEST, CARD, SIGNATURE, *ADDED}
+# What the clients of hubs and the Finder leave in a folder, and no engine reads.
+_LEFT_BEHIND = re.compile(
+    r"\.gitattributes|\.DS_Store|\.mv|\.msc|\.mdl"
+    r"|\.cache/huggingface/(\.gitignore(\.lock)?|CACHEDIR\.TAG|trees/[0-9a-f]{40}\.json)"
+    r"|\.cache/huggingface/download/[^/]+\.(metadata|lock|incomplete)"
+)
+_LEFT_FOLDERS = ".cache", "._____temp"
+_PICKLES = ".msc", ".mdl"  # earlier versions of ModelScope's client write and load them
+_PLAIN_OPCODES = {"PROTO", "FRAME", "MARK", "STOP", "NONE", "MEMOIZE", "BINGET", "BINPUT"}
+_PLAIN_OPCODES |= {"LONG_BINGET", "LONG_BINPUT", "SHORT_BINUNICODE", "BINUNICODE", "BININT"}
+_PLAIN_OPCODES |= {"BININT1", "BININT2", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT"}
+_PLAIN_OPCODES |= {"SETITEM", "SETITEMS"}
+_PICKLE_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,6 +191,22 @@ class Artifact:
                 problems.append(str(error))
         return problems
 
+    def unlisted_files(self) -> list[str]:
+        """One sentence for each entry of the folder that the manifest does not list, but for the
+        manifest itself, the card, the signature, and what the clients of hubs leave behind."""
+        problems = []
+        for name in folders.read_settled(self.folder, lambda: sorted(os.listdir(self.folder))):
+            if name in self.manifest.files:
+                continue
+            path = self.folder / name
+            if name not in (MANIFEST, CARD, SIGNATURE):
+                if foreign := _foreign_file(self.folder, name):
+                    problem = f"{foreign} is not in the manifest: whoever made it did not write it"
+                    problems.append(problem)
+            elif path.is_symlink() or not path.is_file():
+                problems.append(f"{name} is not a file")
+        return problems
+
     def _check_file(self, name: str) -> None:
         """Raise `RotationZooError` for a file that is not the one in the manifest."""
         expected = self.manifest.files[name]
@@ -223,6 +254,37 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             hint="make one with: rotationzoo calibrate demo",
         )
     return read_manifest(path)
+
+
+def _foreign_file(folder: Path, name: str) -> str | None:
+    """The first file of an entry that no client of a hub leaves in a folder; None if there is
+    none."""
+    top = folder / name
+    if top.is_symlink() or not top.is_dir():
+        return None if _is_left_behind(folder, top) else name
+    if name not in _LEFT_FOLDERS:
+        return name
+    unreadable: list[OSError] = []
+    for parent, inner, names in os.walk(top, onerror=unreadable.append):
+        # A link to a folder is among the folders, and is not followed.
+        links = [each for each in inner if Path(parent, each).is_symlink()]
+        for path in (Path(parent, each) for each in (*links, *names)):
+            if not _is_left_behind(folder, path):
+                return path.relative_to(folder).as_posix()
+    return name if unreadable else None
+
+
+def _is_left_behind(folder: Path, path: Path) -> bool:
+    """Whether it is a file that a client of a hub leaves, and a harmless one if it is a pickle."""
+    if not _LEFT_BEHIND.fullmatch(path.relative_to(folder).as_posix()):
+        return False
+    try:
+        if path.name in _PICKLES:
+            codes = pickletools.genops(files.read(path, _PICKLE_LIMIT))
+            return {code.name for code, _, _ in codes} <= _PLAIN_OPCODES
+        return files.size_of(path) is not None
+    except (RotationZooError, ValueError):
+        return False
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -22,6 +22,8 @@ def verify(
     """
     problems = artifact.damaged_files()
     checked = [] if problems else ["checksums"]
+    # After the checksums, so that a file that was changed comes first.
+    problems += artifact.unlisted_files()
     error = None
     try:
         if digest(artifact.manifest.recipe) != artifact.manifest.recipe_sha256:

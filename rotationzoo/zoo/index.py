@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,11 @@ Place = Annotated[str, AfterValidator(files.plain)]
 """A relative path inside a folder. It is checked, because it becomes a path on this machine."""
 PlainName = Annotated[Place, Field(pattern="^[^/]*$")]
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
+
+
+def _as_day(text: str) -> str:
+    date.fromisoformat(text)  # raises `ValueError` for the 31st of February
+    return text
 
 
 class _Frozen(BaseModel):
@@ -139,11 +145,25 @@ class Entry(_Growing):
         return f"{self.copies[0].repo}/{self.copies[0].path}"
 
 
+class Statement(_Frozen):
+    """What the signature of an index is for beside its entries: one repository, and for how long.
+    It tells a replay apart (TUF, sections 5.3 to 5.5)."""
+
+    hub: HubName
+    repo: RepoId
+    counter: Annotated[int, Field(ge=1, lt=2**53)]
+    """Higher in each new signature of the repository's index."""
+    expires: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$"), AfterValidator(_as_day)]
+    """The last day, in UTC, on which the signature is for the newest index."""
+
+
 class Index(_Growing):
     """The content of `zoo_index.json`: everything that a repository has published."""
 
     schema_: Annotated[int, Field(alias="schema")] = SCHEMA
     entries: list[Entry] = []
+    statement: Statement | None = None
+    """None in an index that nobody has signed."""
 
     @model_validator(mode="after")
     def _no_duplicates(self) -> "Index":
@@ -184,6 +204,8 @@ class Index(_Growing):
             row["files"] = {name: file.model_dump() for name, file in entry.files.items()}
             entries.append(row)
         content = {**(self.model_extra or {}), "schema": self.schema_, "entries": entries}
+        if self.statement is not None:
+            content["statement"] = self.statement.model_dump()
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 

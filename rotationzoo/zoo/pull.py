@@ -83,6 +83,11 @@ def pull(
     hashes = hash_files(target, entry.files)
     if hashes is not None:
         artifact = Artifact.open(target, hashes)
+        if unlisted := artifact.unlisted_files():
+            raise RotationZooError(
+                f"{target} is not only what was pulled: {unlisted[0]}",
+                hint="move it elsewhere and run the same command again",
+            )
         check_entry(entry, artifact, what)
         finding = _check_signature(loaded, entry, artifact, what, demand)
         remember(artifact.identity)

@@ -67,10 +67,10 @@ def check_indexes(upload: Upload, to: Destination, signer: IndexSigner) -> None:
     even if nothing is published with it.
     """
     for hub_name in to.hubs:
-        hub = open_hub(hub_name)
-        before = read_own_index(hub, to.repo, _find_head(hub, to.repo))
+        head = _find_head(open_hub(hub_name), to.repo)
+        before = read_own_index(hub_name, to.repo, head)
         check_unclaimed(before.content, upload.entry, to.repo)
-        signer.check(before, to.repo)
+        signer.check(before)
 
 
 def extend_index_file(path: Path, entry: Entry) -> None:
@@ -101,15 +101,15 @@ def _push_to_hub(
     entry = upload.entry.model_copy(update={"copies": [copy]})
     for _ in range(_ATTEMPTS):
         parent = _find_head(hub, repo)
-        before = read_own_index(hub, repo, parent)
+        before = read_own_index(hub_name, repo, parent)
         check_unclaimed(before.content, entry, repo)
         files = {f"{upload.path}/{name}": content for name, content in upload.files.items()}
-        root_files = render_root_files(repo, before.content.extended(entry))
-        files |= root_files
+        content = before.content.extended(entry)
         if signer is None:
-            check_unsigned_push(before, repo)
+            check_unsigned_push(before)
         else:
-            files[signed_index.NAME] = signer.sign(before, root_files[index.NAME], repo)
+            content, files[signed_index.NAME] = signer.sign(before, content)
+        files |= render_root_files(repo, content)
         publication = Publication(repo, files, upload.message, parent, upload.tag, to.create_pr)
         try:
             return hub.publish(publication)

@@ -118,7 +118,8 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     artifact.check_writable()
     add_files(artifact, {"spectra.png": b"a picture"}, {})
     assert docs.whole()
-    assert verify(Artifact.open(folder)).ok
+    problems = verify(Artifact.open(folder)).problems
+    assert [problem.split()[0] for problem in problems] == [name] * name.startswith(".")
 
 
 @pytest.mark.parametrize(
@@ -168,10 +169,7 @@ def test_what_is_a_link_is_neither_verified_nor_published(inside, folder, tmp_pa
 
 @pytest.mark.hostile("link")
 def test_a_card_that_is_published_is_made_anew(folder, tmp_path):
-    secret = tmp_path / "id_ed25519"
-    secret.write_text("a private key")
-    (folder / "README.md").unlink()
-    (folder / "README.md").symlink_to(secret)
+    (folder / "README.md").write_text("a private key")
     upload = prepare_upload(Artifact.open(folder), "me/zoo")
     sent = [
         content if isinstance(content, bytes) else content.read_bytes()
@@ -179,6 +177,10 @@ def test_a_card_that_is_published_is_made_anew(folder, tmp_path):
     ]
     assert not any(b"private" in content for content in sent)
     assert upload.files["README.md"].startswith(b"---\nlibrary_name: rotationzoo")
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to(tmp_path / "id_ed25519")
+    with pytest.raises(RotationZooError, match=r"README\.md is not a file"):
+        prepare_upload(Artifact.open(folder), "me/zoo")
 
 
 # ---- names that lead elsewhere

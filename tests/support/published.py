@@ -1,4 +1,4 @@
-"""A published artifact and both loopback hubs, for every test that publishes or fetches."""
+"""A published artifact, both loopback hubs and keys, for every test that publishes or fetches."""
 
 import json
 import shutil
@@ -45,6 +45,7 @@ def zoo(inside, monkeypatch, tmp_path):
             "huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets")
         )
         monkeypatch.setenv("HF_TOKEN", hf.token)
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         for name, value in ms_environment(ms, tmp_path).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("rotationzoo.zoo.hubs.retry._PAUSE_SECONDS", 0.0)
@@ -56,10 +57,46 @@ def zoo(inside, monkeypatch, tmp_path):
             shutil.rmtree(tmp_path / "assets", ignore_errors=True)
 
         yield SimpleNamespace(
-            hf=hf, ms=ms, run=run, forget=forget, assets=tmp_path / "assets", folder=inside.folder
+            hf=hf,
+            ms=ms,
+            run=run,
+            forget=forget,
+            assets=tmp_path / "assets",
+            state=tmp_path / "state" / "rotationzoo",
+            folder=inside.folder,
         )
         assert not hf.leaks, "a token reached another host"
         assert not ms.leaks
+
+
+@pytest.fixture
+def keys(tmp_path) -> SimpleNamespace:
+    """Two private keys, and the public key of each."""
+    pytest.importorskip("model_signing", reason="the extra `sign` is not installed")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    def write(name: str) -> Path:
+        key = ec.generate_private_key(ec.SECP256R1())
+        private = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        public = key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        (tmp_path / f"{name}.pem").write_bytes(private)
+        (tmp_path / f"{name}.pub.pem").write_bytes(public)
+        return tmp_path / f"{name}.pem"
+
+    ours, other = write("ours"), write("other")
+    return SimpleNamespace(
+        ours=ours,
+        other=other,
+        public=ours.with_suffix(".pub.pem"),
+        other_public=other.with_suffix(".pub.pem"),
+    )
 
 
 def ms_environment(ms, tmp_path) -> dict[str, str]:

@@ -1,6 +1,5 @@
-"""Models in a zoo, a local Sigstore and keys: what some tests of publishing need."""
+"""Models in a zoo and a local Sigstore: what some tests of publishing need."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,33 +28,3 @@ def job(zoo, sigstore, monkeypatch):
         return zoo.run(*words, "--trust-config", sigstore.trust)
 
     return run
-
-
-@pytest.fixture
-def keys(tmp_path) -> SimpleNamespace:
-    """Two private keys, and the public key of each."""
-    pytest.importorskip("model_signing", reason="the extra `sign` is not installed")
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    def write(name: str) -> Path:
-        key = ec.generate_private_key(ec.SECP256R1())
-        private = key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        public = key.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-        (tmp_path / f"{name}.pem").write_bytes(private)
-        (tmp_path / f"{name}.pub.pem").write_bytes(public)
-        return tmp_path / f"{name}.pem"
-
-    ours, other = write("ours"), write("other")
-    return SimpleNamespace(
-        ours=ours,
-        other=other,
-        public=ours.with_suffix(".pub.pem"),
-        other_public=other.with_suffix(".pub.pem"),
-    )

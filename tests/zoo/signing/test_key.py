@@ -1,5 +1,6 @@
 """Signed with a key, and what push and pull say and refuse around it."""
 
+import datetime
 import json
 import logging
 import shutil
@@ -164,9 +165,9 @@ def test_nothing_is_signed_before_the_earlier_index_is_checked(keys, keyless):
         tool.signer = None
     tool.sign = lambda *_: pytest.fail("it was signed")
     entry = index.read(index.WHEEL_COPY).entries[0]
-    before = OwnIndex(index.Index(entries=[entry]), b"the file")
+    before = OwnIndex("huggingface", "a/b", index.Index(entries=[entry]), b"the file")
     with pytest.raises(RotationZooError, match="the index of a/b has no signature"):
-        IndexSigner(tool).sign(before, b"extended", "a/b")
+        IndexSigner(tool).sign(before, before.content)
 
 
 @pytest.mark.hostile("hub")
@@ -186,7 +187,9 @@ def test_a_push_does_not_sign_what_somebody_else_has_listed(zoo, made, keys):
     assert "not by the key" in refused(zoo.run(*words, keys.other))
 
 
-def test_an_index_that_does_not_change_keeps_its_signature(zoo, made, keys, tmp_path):
+def test_an_index_that_does_not_change_keeps_its_signature_until_it_ends_soon(
+    zoo, made, keys, monkeypatch
+):
     ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
     before = zoo.hf.files(ZOO)[SIGNATURE]
     folder = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"]
@@ -204,11 +207,18 @@ def test_an_index_that_does_not_change_keeps_its_signature(zoo, made, keys, tmp_
         upload.tag,
         upload.entry.model_copy(update={"signer": listed.signer}),
     )
-    sent = push(
-        upload, Destination(ZOO, ["huggingface"]), signer=IndexSigner(SigningTool(keys.ours))
-    )
-    assert not sent["huggingface"].changed
+
+    def push_again(days: int) -> bool:
+        day = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=days)
+        monkeypatch.setattr("rotationzoo.zoo.signed_index._today", lambda: day)
+        signer = IndexSigner(SigningTool(keys.ours))
+        return push(upload, Destination(ZOO, ["huggingface"]), signer=signer)["huggingface"].changed
+
+    assert not push_again(0)
+    assert not push_again(89)  # 90, should midnight pass
     assert zoo.hf.files(ZOO)[SIGNATURE] == before
+    assert push_again(91)
+    assert zoo.hf.files(ZOO)[SIGNATURE] != before
 
 
 @pytest.mark.parametrize(

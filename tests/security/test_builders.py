@@ -1,0 +1,108 @@
+"""What builders hand over, who run what strangers published: only a whole artifact of its own row
+is taken to be signed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.places import ROOT
+from take_built import take_built
+
+from rotationzoo.errors import RotationZooError
+
+ROW = {"model": "demo", "revision": None, "name": "demo"}
+OTHER = {"model": "Qwen/Qwen3-8B", "revision": "f" * 40, "name": "Qwen__Qwen3-8B"}
+
+
+@pytest.fixture
+def built(made, tmp_path) -> Path:
+    """The folder of downloads, with that of one row in it."""
+    shutil.copytree(made, tmp_path / "built" / "rotations-demo")
+    return tmp_path / "built"
+
+
+def say_model(folder: Path, **changes) -> None:
+    """Have a manifest say something else of its model."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["model"] |= changes
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_the_folder_of_a_row_is_taken(built, tmp_path):
+    """Also if another row's build failed, which then has none."""
+    command = [sys.executable, ROOT / "scripts" / "take_built.py"]
+    words = [json.dumps({"include": [ROW, OTHER]}), built, tmp_path / "out"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "Took demo\n"), done.stderr
+    assert (tmp_path / "out" / "demo" / "rotations.safetensors").is_file()
+
+
+def plant_code(built: Path) -> None:
+    (built / "rotations-demo" / "evil.py").write_text("import os\n")
+
+
+def plant_folder(built: Path) -> None:
+    shutil.copytree(built / "rotations-demo", built / "rotations-evil")
+
+
+def write_into_another_row(built: Path) -> None:
+    shutil.copytree(built / "rotations-demo", built / f"rotations-{OTHER['name']}")
+
+
+def write_it_with_its_name(built: Path) -> None:
+    write_into_another_row(built)
+    folder = built / f"rotations-{OTHER['name']}"
+    say_model(folder, id=OTHER["model"], revision="0" * 40)
+
+
+FAULTS = {
+    "one file more": (plant_code, "evil.py is not in the manifest"),
+    "a folder of no row": (plant_folder, "is of no model that was due"),
+    "the folder of another row": (write_into_another_row, "and not for ffff"),
+    "that with its model": (write_it_with_its_name, "made for revision 0000"),
+    "another revision": (
+        lambda built: say_model(built / "rotations-demo", revision="f" * 40),
+        "made for revision ffff",
+    ),
+    "another config": (
+        lambda built: say_model(built / "rotations-demo", config_sha256="0" * 64),
+        "made for another model or config",
+    ),
+    "changed rotations": (
+        lambda built: (built / "rotations-demo" / "rotations.safetensors").write_bytes(b"x"),
+        "is not the file that was written",
+    ),
+    "no artifact": (
+        lambda built: (built / "rotations-demo" / "manifest.json").unlink(),
+        "rotations-demo",
+    ),
+    "nothing": (lambda built: shutil.rmtree(built / "rotations-demo"), "nothing was built"),
+}
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_anything_else_stops_all(built, tmp_path, fault):
+    spoil, problem = FAULTS[fault]
+    spoil(built)
+    with pytest.raises(RotationZooError, match=problem):
+        take_built([ROW, OTHER], built, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_workflow_signs_what_was_taken_and_mixes_no_folders():
+    text = (ROOT / ".github" / "workflows" / "regenerate.yml").read_text("utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    upload = jobs["build"]["steps"][-1]["with"]
+    assert upload["path"] == "out/${{ matrix.name }}"
+    check = jobs["check"]["steps"]
+    download, take, *_ = check[-4:]
+    assert download["with"] == {"pattern": "rotations-*", "path": "built"}
+    assert take["run"] == 'python scripts/take_built.py "$MATRIX" built out'
+    assert take["env"] == {"MATRIX": "${{ needs.plan.outputs.matrix }}"}
+    published = jobs["publish"]["steps"][-1]["run"]
+    assert published.startswith("for artifact in out/*/; do")

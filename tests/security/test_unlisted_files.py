@@ -1,0 +1,129 @@
+"""Entries of an artifact's folder that nobody vouches for: neither the manifest lists them, nor are
+they what every artifact has, nor what the clients of hubs leave behind."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from support.published import ZOO, ok, refused
+
+from rotationzoo import pull
+from rotationzoo.errors import RotationZooError
+from rotationzoo.zoo.hubs.registry import open_hub
+
+
+@pytest.fixture
+def signed(zoo, made, keys) -> Path:
+    """The folder of an artifact that was pulled, with its signature."""
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+    return Path(ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"])
+
+
+def plant_link(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/etc/hostname")
+
+
+def plant_below(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("import os\n")
+
+
+def plant_folder_link(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/etc")
+
+
+class Call:
+    """A pickle of it calls a function when it is loaded."""
+
+    def __reduce__(self):
+        return os.getcwd, ()
+
+
+ENTRIES = {
+    "code": ("evil.py", lambda path: path.write_text("import os\n")),
+    "hidden": (".env", lambda path: path.write_text("TOKEN=1\n")),
+    "of an engine": ("tokenizer_config.json", lambda path: path.write_text("{}")),
+    "a page that nothing wrote": ("report.html", lambda path: path.write_text("<script></script>")),
+    "a folder": ("__pycache__", lambda path: path.mkdir()),
+    "a link": ("more", plant_link),
+    "a FIFO": ("pipe", os.mkfifo),
+    "an escape": ("\x1b[2Jx", lambda path: path.write_text("")),
+    "a card that is a link": ("README.md", plant_link),
+    "in a hub's folder": (".cache/evil.py", plant_below),
+    "deep in it": (".cache/huggingface/download/evil.py", plant_below),
+    "below a folder there": (".cache/huggingface/download/x/y.metadata", plant_below),
+    "a folder's link in it": (".cache/huggingface", plant_folder_link),
+    "a hub's folder that is a link": (".cache", plant_link),
+    "in the other hub's folder": ("._____temp/evil.py", plant_below),
+    "a hub's file that is a link": (".gitattributes", plant_link),
+    "a hub's file that is a FIFO": (".mv", os.mkfifo),
+    "a pickle that calls": (".msc", lambda path: path.write_bytes(pickle.dumps([Call()]))),
+    "a pickle that ends early": (".mdl", lambda path: path.write_bytes(pickle.dumps({})[:-1])),
+}
+
+
+@pytest.mark.hostile("link")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_that_nobody_listed_is_a_problem(zoo, signed, keys, entry):
+    """Also beside a signature that holds: it is for other files."""
+    words = ["verify", signed, "--signer", keys.public, "--require-signature"]
+    assert ok(zoo.run(*words, "--json"))["ok"]
+    name, plant = ENTRIES[entry]
+    plant(signed / name)
+    result = zoo.run(*words)
+    assert result.returncode == 1
+    shown = name.replace("\x1b", "\\x1b")
+    assert f"Problem: {shown} is not " in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "is sound" not in result.stdout
+    assert "not to be used: 1 problem" in result.stderr
+
+
+def test_what_the_clients_of_hubs_leave_is_no_problem(zoo, signed, keys, tmp_path):
+    """An artifact at the top of a repository, where hubs add a file too, and their own clients
+    download it."""
+    files = {path.name: path.read_bytes() for path in signed.iterdir()}
+    for hub in (zoo.hf, zoo.ms):
+        hub.create("someone/one")
+        hub.commit("someone/one", files | {".gitattributes": b"* text=auto\n"})
+    hf, ms = tmp_path / "hf", tmp_path / "ms"
+    huggingface_hub.snapshot_download("someone/one", local_dir=hf, endpoint=zoo.hf.endpoint)
+    (hf / ".cache/huggingface/download/x.1f.incomplete").touch()  # of a stopped download
+    open_hub("modelscope").api.download_repo("someone/one", "model", local_dir=ms)
+    # What earlier versions of the second client leave.
+    (ms / ".msc").write_bytes(pickle.dumps([{"Path": "manifest.json", "Revision": "1f"}]))
+    (ms / ".mdl").write_bytes(pickle.dumps({"id": "someone/one"}))
+    (ms / ".mv").write_text("Revision:master,CreatedAt:1700000000")
+    (ms / "._____temp").mkdir()
+    assert len(list((hf / ".cache").rglob("*.metadata"))) == len(files) + 1
+    words = ["--signer", keys.public, "--require-signature"]
+    for folder in (hf, ms):
+        assert (folder / ".gitattributes").is_file()
+        assert ok(zoo.run("verify", folder, *words, "--json"))["ok"]
+        ok(zoo.run("export", folder, "--to", "sglang", "--output", tmp_path / "out", "--json"))
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.hostile("hub")
+def test_pull_does_not_hand_over_a_folder_with_more_than_the_index_lists(zoo, signed, keys):
+    (signed / "evil.py").write_text("import os\n")
+    words = ["--repo", ZOO, "--signer", keys.public, "--require-signature"]
+    text = refused(zoo.run("pull", "demo", *words))
+    assert "evil.py" in text
+    with pytest.raises(RotationZooError, match=r"evil\.py"):
+        pull("demo", repo=ZOO, hub="huggingface", signers=[str(keys.public)])
+    (signed / "evil.py").unlink()
+    ok(zoo.run("pull", "demo", *words, "--json"))
+
+
+@pytest.mark.hostile("hub")
+@pytest.mark.parametrize("command", ["push", "export"])
+def test_nor_is_it_published_or_exported(zoo, signed, keys, command):
+    (signed / "evil.py").write_text("import os\n")
+    more = [f"{ZOO}-copy"] if command == "push" else ["--to", "sglang"]
+    assert "evil.py is not in the manifest" in refused(zoo.run(command, signed, *more))
