@@ -88,21 +88,26 @@ def _recipe_files(configs: Path) -> list[Path]:
     return [configs] if configs.is_file() else sorted(configs.glob("*.yaml"))
 
 
-def find_newest(index: Index, model: str, rope_scaling: str | None) -> Entry | None:
-    """The newest artifact that the index lists for a model with this scaling of RoPE; None if it
-    lists none. Rotations for another scaling are for another model, and do not compare."""
+def find_newest(index: Index, model: str, recipe: Recipe) -> Entry | None:
+    """The newest artifact that the index lists for a model with the recipe's scaling of RoPE, of a
+    recipe of this name if there is one; None if it lists none.
+
+    Rotations for another scaling are for another model, and do not compare. A model may have
+    several recipes, each of which has its own newest artifact.
+    """
     artifacts = []
     for entry in index.entries:
-        is_meant = (entry.model, entry.rope_scaling) == (model, rope_scaling)
+        is_meant = (entry.model, entry.rope_scaling) == (model, recipe.rope_scaling)
         if is_meant and entry.format == "rotationzoo":
             artifacts.append(entry)
-    return max(artifacts, key=lambda entry: entry.created or "", default=None)
+    of_name = [entry for entry in artifacts if entry.recipe == recipe.name]
+    return max(of_name or artifacts, key=lambda entry: entry.created or "", default=None)
 
 
 def _look_at(hub: HuggingFace, path: Path, recipe: Recipe, index: Index) -> DueModel | None:
     model = recipe.model or ""
     revision, hashes = hub.contents(model)
-    published = find_newest(index, model, recipe.rope_scaling)
+    published = find_newest(index, model, recipe)
     if published is None:
         return DueModel(model, revision, None, str(path), "nothing is published")
     reason = _find_reason(hub, recipe, published, revision, hashes)

@@ -127,7 +127,7 @@ def _fault_of_answers(answers: dict[str, Any]) -> str | None:
 
 
 def _pull_published(loaded: LoadedIndex, job: Job, progress: Progress) -> Path | None:
-    entry = find_newest(loaded.content, job.model, job.recipe.rope_scaling)
+    entry = find_newest(loaded.content, job.model, job.recipe)
     if entry is None:
         return None
     return pull(loaded, entry, entry.copies[0], progress=progress).path

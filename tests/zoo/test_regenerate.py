@@ -5,6 +5,7 @@ from support.zoo_models import CONFIG, EVALUATED, change_weights, planned
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
+from rotationzoo.recipe import PRESETS, with_rope_scaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.due import find_newest
 
@@ -93,6 +94,12 @@ def test_rotations_for_another_rope_scaling_are_not_those_to_replace():
     plain = entry("0", recipe="oscar", created="2026-01-01")
     scaled = entry("1", recipe="oscar-yarn-4", rope_scaling="yarn:4", created="2026-01-02")
     both = index.Index(entries=[plain, scaled])
-    assert find_newest(both, "a/b", None) == plain, "although the other is newer"
-    assert find_newest(both, "a/b", "yarn:4") == scaled
-    assert find_newest(both, "a/b", "yarn:8") is None
+    recipe = PRESETS["oscar"]
+    assert find_newest(both, "a/b", recipe) == plain, "although the other is newer"
+    assert find_newest(both, "a/b", with_rope_scaling(recipe, "yarn:4")) == scaled
+    assert find_newest(both, "a/b", with_rope_scaling(recipe, "yarn:8")) is None
+    other = entry("2", recipe="hadamard", created="2026-01-03")
+    three = index.Index(entries=[plain, scaled, other])
+    assert find_newest(three, "a/b", recipe) == plain, "each recipe has its own newest artifact"
+    assert find_newest(three, "a/b", PRESETS["hadamard"]) == other
+    assert find_newest(three, "a/b", PRESETS["random"]) == other, "its recipe has changed"
