@@ -120,8 +120,8 @@ class Artifact:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The recipe that it was made with. It does not hold the clip ratios that a search found;
-        see `clip_ratios`."""
+        """The recipe that it was made with. Imported files may have other clip ratios; see
+        `clip_ratios`."""
         return Recipe.model_validate(self.manifest.recipe)
 
     @cached_property
