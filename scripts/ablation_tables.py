@@ -1,6 +1,11 @@
-"""What each step of `ablate_recipes` gains, as a Markdown table: means over models and settings.
+"""What arms of `ablate_recipes` lose, and what each step gains, as Markdown tables: means over
+models and settings.
 
-    python scripts/ablation_tables.py FILE.jsonl[.gz] ... [--by-model]
+    python scripts/ablation_tables.py FILE.jsonl[.gz] ... [--by-model] [--base oscar-v1]
+
+An arm's loss is beside the exact cache, in points of answers, nats of the log probability of the
+answers that the exact model gives, and nats a token of plain text; shares are of what `--base`
+loses in the same places.
 
 A step is an arm beside another with everything else equal: a row of `STEPS`. A gain is in points of
 answers, and in nats of the log probability of the answers that the exact model gives. Differences
@@ -19,36 +24,32 @@ from typing import Any
 import numpy as np
 
 STEPS = {
-    "error feedback for keys": ("oscar+fb", "oscar"),
-    "error feedback for values, by outputs": ("oscar+fb, values by output", "oscar+fb"),
-    "error feedback for values, by projection": ("oscar+fb, values by projection", "oscar+fb"),
-    "centred keys, nearest": ("oscar centred", "oscar"),
-    "centred keys": ("oscar centred+fb", "oscar+fb"),
-    "equalizers after centring, nearest": ("oscar centred, equalized", "oscar centred"),
-    "equalizers after centring": ("oscar centred, equalized+fb", "oscar centred+fb"),
-    "eigenbasis beside Hadamard, nearest": ("oscar", "hadamard"),
-    "eigenbasis beside Hadamard": ("oscar+fb", "hadamard+fb"),
-    "eigenbasis beside random, nearest": ("oscar", "random"),
-    "eigenbasis beside random": ("oscar+fb", "random+fb"),
-    "per head, nearest": ("oscar", "oscar by layer"),
-    "per head": ("oscar+fb", "oscar by layer+fb"),
-    "C_S beside key energy, nearest": ("oscar", "oscar-v1"),
-    "C_S beside key energy": ("oscar+fb", "oscar-v1+fb"),
-    "peaked queries": ("oscar+fb", "oscar+fb, all queries alike"),
-    "damping .01 beside .001": ("oscar+fb", "oscar+fb, damping 0.001"),
-    "damping .01 beside .1": ("oscar+fb", "oscar+fb, damping 0.1"),
-    "four ranges beside one": ("oscar+fb", "oscar+fb, cuts {0.0f, 0.0f, 0.0f, 0.0f}"),
+    "error feedback for both sides": ("oscar centred+fb", "oscar centred"),
+    "error feedback for keys": ("oscar centred+fb", "oscar centred+values"),
+    "error feedback for values": ("oscar centred+fb", "oscar centred+keys"),
+    "values by the output projection": (
+        "oscar centred+fb, values by projection", "oscar centred+fb",
+    ),
+    "centered keys, nearest": ("oscar centred", "oscar"),
+    "centered keys": ("oscar centred+fb", "oscar+fb"),
+    "equalizers after centering, nearest": ("oscar centred, equalized", "oscar centred"),
+    "equalizers after centering": ("oscar centred, equalized+fb", "oscar centred+fb"),
+    "eigenbasis beside Hadamard, nearest": ("oscar centred", "hadamard centred"),
+    "eigenbasis beside Hadamard": ("oscar centred+fb", "hadamard centred+fb"),
+    "eigenbasis beside random, nearest": ("oscar centred", "random centred"),
+    "eigenbasis beside random": ("oscar centred+fb", "random centred+fb"),
+    "per head, nearest": ("oscar centred", "oscar centred by layer"),
+    "per head": ("oscar centred+fb", "oscar centred by layer+fb"),
+    "C_S beside key energy, nearest": ("oscar by layer", "oscar-v1"),
+    "C_S beside key energy": ("oscar by layer+fb", "oscar-v1+fb"),
+    "damping .01 beside .001": ("oscar centred+fb", "oscar centred+fb, damping 0.001"),
+    "damping .01 beside .1": ("oscar centred+fb", "oscar centred+fb, damping 0.1"),
+    "four ranges beside one": (
+        "oscar centred+fb", "oscar centred+fb, cuts {0.0f, 0.0f, 0.0f, 0.0f}",
+    ),
     "clip ratios .96/.92, nearest": ("oscar", "oscar, clip 1/1"),
-    "value clip .92": ("oscar+fb", "oscar+fb, clip 1"),
-    "clip ratios by answers, nearest": ("oscar-clip", "oscar"),
-    "choice by head, nearest": ("best without learning", "oscar centred"),
-    "choice by head": ("best without learning+fb", "oscar centred+fb"),
-    "learning, nearest": ("best", "best without learning"),
-    "learning": ("best+fb", "best without learning+fb"),
-    "the whole search": ("best+fb", "oscar centred+fb"),
-    "both sides written": ("written", "oscar centred+fb"),
-    "both sides written, beside the published recipe": ("written", "oscar-v1-clip"),
-}
+    "the real cache beside its simulation": ("RotatedCache", "oscar centred+fb"),
+}  # fmt: skip
 """Step -> the arm with it and the arm without. Error feedback writes unless it says nearest."""
 ABLE = 0.1  # the share of the questions that a model must answer to count
 
@@ -110,6 +111,29 @@ def measure_gain(arms: dict[str, Any], arm: str, other: str) -> Gain | None:
     )
 
 
+def print_losses(places: dict[tuple[str, str], dict[str, Any]], base: str) -> None:
+    """What every arm loses beside the exact cache, the least log probability first."""
+    rows = []
+    for name in {arm for arms in places.values() for arm in arms} - {"exact"}:
+        losses, of_base, texts = [], [], []
+        for arms in places.values():
+            loss, other = (measure_gain(arms, "exact", arm) for arm in (name, base))
+            if loss is None or other is None:
+                continue
+            losses.append((loss.points, loss.nats))
+            of_base.append((other.points, other.nats))
+            if read := arms[name].get("text_losses"):
+                texts.append(np.mean(read) - np.mean(arms["exact"]["text_losses"]))
+        if losses:
+            points, nats = np.mean(losses, 0)
+            shares = np.sum(losses, 0) / np.sum(of_base, 0)
+            text = f"{np.mean(texts):+.4f}" if texts else ""
+            cells = f"{points:.1f} | {shares[0]:.2f} | {nats:.2f} | {shares[1]:.2f} | {text}"
+            rows.append((nats, f"| {name} | {len(losses)} | {cells} |"))
+    print("| arm | places | points | share | nats | share | text |\n|---|---|---|---|---|---|---|")
+    print("\n".join(row for _, row in sorted(rows)), end="\n\n")
+
+
 def average(gains: list[Gain]) -> Gain:
     """The mean over places, and its standard error as if they were independent."""
     values = np.array([list(vars(gain).values()) for gain in gains])
@@ -131,8 +155,10 @@ def main() -> None:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--by-model", action="store_true", help="a row for each model, too")
+    parser.add_argument("--base", default="oscar-v1", help="what shares are of")
     options = parser.parse_args()
     places = read_lines(options.files)
+    print_losses(places, options.base)
     print("| step | places | points | nats | stays |\n|---|---|---|---|---|")
     for step, (arm, other) in STEPS.items():
         gains: dict[str, list[Gain]] = {}

@@ -101,7 +101,7 @@ def test_evaluate_takes_artifacts_and_folders(made, tmp_path, monkeypatch):
     other = calibrate("demo", output="other", recipe="hadamard")
     short = dict(tokens=512, length=512, windows=[(4, 16)], queries=0, tasks=[])
     report = evaluate("demo", [str(made), other], save=False, **short)
-    assert list(report["arms"]) == ["made", "other", "identity", "hadamard", "random", "kivi"]
+    assert list(report["arms"]) == ["made", "other", "made+feedback", *BASELINES]
     assert "evaluation.json" not in Artifact.open("other").manifest.files
     saved = evaluate("demo", other, save=True, sides=("key",), **short)
     assert saved["sides"] == ["key"]

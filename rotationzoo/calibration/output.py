@@ -7,7 +7,6 @@ from rotationzoo.artifact.writer import check_replaceable
 from rotationzoo.calibration.identity import Identity, differences
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import digest, without_paths
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 
@@ -76,19 +75,15 @@ def _check_recipe_of(job: Job, artifact: Artifact) -> None:
 
 def _changed_text(job: Job, artifact: Artifact) -> list[str]:
     """The settings of the text, such as `tokens`, in which a job differs from an artifact."""
-    saved, asked = without_paths(artifact.manifest.recipe)["data"], job.recipe.published()["data"]
-    return [key for key, value in asked.items() if key in saved and saved[key] != value]
+    saved, asked = artifact.manifest.recipe["data"], job.recipe.published()["data"]
+    return [key for key, value in asked.items() if saved[key] != value]
 
 
 def _asked_recipe(artifact: Artifact) -> str:
-    """The hash of the recipe that the user asked for, without the paths that earlier versions wrote
-    into it.
+    """The hash of the recipe that the user asked for.
 
     It differs from the hash of the recipe that was followed if only the weights showed that keys
     cannot be centred.
     """
     manifest = artifact.manifest
-    asked = str(manifest.identity.get("recipe", manifest.recipe_sha256))
-    if asked == manifest.recipe_sha256:
-        return digest(without_paths(manifest.recipe))
-    return asked
+    return str(manifest.identity.get("recipe", manifest.recipe_sha256))

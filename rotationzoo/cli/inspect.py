@@ -73,14 +73,14 @@ def _equalizer_words(layers: list["LayerSummary"]) -> str:
 
 
 def _feedback_words(layers: list["LayerSummary"]) -> str:
-    """One line with the range over layers of what error feedback leaves of errors."""
+    """One line with the range over layers of what error feedback leaves of squared errors."""
     ranges = []
     for side in ("key", "value"):
         shares = [getattr(layer, side).feedback for layer in layers]
-        ranges.append(f"{min(shares):.0%} to {max(shares):.0%} for {side}s")
+        ranges.append(f"{side}s {min(shares):.0%} to {max(shares):.0%}")
     return (
-        "Error feedback: of the weighted squared errors of nearest codes, it is expected to leave "
-        f"{' and '.join(ranges)}, layer by layer"
+        f"Error feedback: {' and '.join(ranges)} of the errors of nearest codes are expected to be "
+        "left"
     )
 
 

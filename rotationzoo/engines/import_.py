@@ -151,10 +151,7 @@ def _finished_artifact(job: Import, identity: dict[str, str]) -> Artifact | None
     if job.restart or not (job.output / MANIFEST).is_file():
         return None
     artifact = Artifact.open(job.output)
-    earlier: dict[str, Any] = dict(artifact.manifest.identity)
-    if "model" in earlier:  # earlier versions stored the whole path of a local folder
-        earlier["model"] = name_of(earlier["model"])
-    if differences(earlier, identity):
+    if differences(artifact.manifest.identity, identity):
         raise RotationZooError(
             f"{job.output} exists and holds other work",
             hint="choose another place with --output, or replace it with --restart",

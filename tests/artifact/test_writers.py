@@ -192,7 +192,7 @@ def test_what_two_add_at_once_is_all_there(folder):
     `report`."""
     context = multiprocessing.get_context("fork")
     ready, go = context.Semaphore(0), context.Event()
-    added = {"spectra.png": "one", "error_by_layer.png": "two", "int2.cu": "three"}
+    added = {"spectra.png": "one", "answers.png": "two", "int2.cu": "three"}
     writers = [
         context.Process(target=add_one, args=(str(folder), *pair, ready, go))
         for pair in added.items()

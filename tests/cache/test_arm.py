@@ -65,7 +65,8 @@ def test_equalized_rows_come_back_in_the_frame_of_the_published_weights(made):
     rows = torch.randn(1, 2, 7, 64, generator=generator)
     for side, equalizer in (("key", torch.diag_embed(factors)), ("value", matrices)):
         rotation = rotations[1][side]
-        folded = rows @ equalizer @ rotation.matrix
+        mean = 0 if rotation.mean is None else rotation.mean[:, None]
+        folded = (rows - mean) @ equalizer @ rotation.matrix
         stored = int2.round_trip(folded, rotation.clip[..., None]) @ rotation.matrix.mT
         expected = stored @ torch.linalg.inv(equalizer)
         restored = arm.fake_quantize(rows, 1, side, int2.SGLANG)

@@ -159,7 +159,7 @@ def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_pat
 
 def test_factors_are_shown_and_described(made, inside):
     shown = inside("inspect", made.folder)
-    assert "Error feedback: of the weighted squared errors of nearest codes" in shown.stdout
+    assert "Error feedback: keys " in shown.stdout
     centred = "Centred: keys lose the mean of their KV head" in shown.stdout
     assert centred == made.recipe.center_keys
     layer = summarize(made)[0]

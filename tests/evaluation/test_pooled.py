@@ -41,7 +41,8 @@ def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path, equalize):
     options = dict(tasks=TaskSettings(()), device="cpu", baselines=(), pooled=True)
     folders = [artifact.folder for artifact in made.values()]
     arms = evaluate(Evaluation(str(model), folders, TEXT, **options))["arms"]
-    assert list(arms) == ["head", "layer", "head+pooled"], "the other one is pooled already"
+    own = ["head", "layer", "head+feedback", "layer+feedback"]
+    assert list(arms) == [*own, "head+pooled"], "the other one is pooled already"
     assert arms["head+pooled"]["text_losses"] == arms["layer"]["text_losses"]
     assert arms["head+pooled"]["text_losses"] != arms["head"]["text_losses"]
 
@@ -55,7 +56,7 @@ def test_an_export_that_pools_names_the_command_and_then_has_the_figures(inside,
     assert printed.returncode == 0, printed.stderr
     assert "+pooled: one rotation per layer" in printed.stdout
     (window,) = json.loads((mine / "evaluation.json").read_text())["windows"]
-    assert list(window["arms"]) == ["mine", "mine+pooled", *BASELINES]
+    assert list(window["arms"]) == ["mine", "mine+feedback", "mine+pooled", *BASELINES]
     own, pooled = window["arms"]["mine"], window["arms"]["mine+pooled"]
     words[-1] = "again"
     said = inside(*words).stderr
@@ -88,4 +89,4 @@ def test_names_are_unique_beside_those_of_pooled_arms(mine, tmp_path):
     artifact = Artifact.open(mine)
     taken = Artifact.open(shutil.copytree(mine, tmp_path / "mine+pooled"))
     arms = build_arms([artifact, taken], artifact.geometry, find("demo"), baselines=(), pooled=True)
-    assert len({arm.name for arm in arms}) == 4
+    assert len({arm.name for arm in arms}) == len(arms) == 6

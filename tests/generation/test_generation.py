@@ -133,7 +133,7 @@ def test_a_model_ends_its_text_itself(demo, made, tmp_path):
         ({"format": "kivi", "rounding": "feedback"}, "takes no rounding"),
         ({"group_size": 48}, r"do not divide heads of 64 channels, but groups of 4, 8, 16, 32, 64"),
         ({"revision": "main"}, "demo is a model on this machine, which has no revision 'main'"),
-        ({"rounding": "feedback"}, "no factors"),
+        ({"rounding": "feedback", "rotations": None}, "no factors"),
         ({"rotations": "rotations/missing"}, "no artifact"),
         ({"max_memory": "cpu=1GiB"}, "needs a device map"),
     ],

@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.jobs import job, rotation_bytes
+from support.jobs import SMALL, job, rotation_bytes
 from support.models import save_tiny
 from support.quantized import quantize_to_fp8
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.model import loading
 from rotationzoo.model.offload_folder import PREFIX, offload_folder
+from rotationzoo.recipe import PRESETS
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, m
     assert not spread.output.exists()
     monkeypatch.setattr(loading, "load", load)
     assert inside("calibrate", str(model), *words).returncode == 0, "the same command goes on"
-    whole = calibrate(job(model, tmp_path / "whole", batch=4))
+    recipe = PRESETS["oscar"].model_copy(update={"data": SMALL})
+    whole = calibrate(job(model, tmp_path / "whole", recipe, batch=4))
     made = spread.output / "rotations.safetensors"
     assert made.read_bytes() == rotation_bytes(whole)

@@ -51,7 +51,14 @@ def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
         clip = rotation.clip
         if made.clips:
             clip = torch.arange(made.heads, dtype=torch.float64) / 10 + 0.5
-        return Rotation(rotation.matrix, clip, eigenvalues)
+        zeros, identity = torch.zeros(made.heads, made.dim), torch.eye(made.dim)
+        return Rotation(
+            rotation.matrix,
+            clip,
+            eigenvalues,
+            mean=zeros if side in recipe.centered else None,
+            feedback=identity.repeat(made.heads, 1, 1) if recipe.feedback else None,
+        )
 
     text = {"source": "bundled", "tokens": 2048, "rows": 4, "fingerprint": "1" * 64}
     content = {

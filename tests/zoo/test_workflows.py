@@ -238,7 +238,7 @@ def build(runner, row: dict) -> None:
     runner.run(script, **variables)
     # What the two actions do that hand a folder from one job to the other.
     built = runner.folder / "built"
-    built.mkdir()
+    built.mkdir(exist_ok=True)
     (runner.folder / "out" / row["name"]).rename(built / f"rotations-{row['name']}")
     (runner.folder / "out").rmdir()
 
