@@ -18,7 +18,7 @@ ORDERS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIB
 CHECKED := $(addprefix tests/,linalg codec cache calibration evaluation test_rotated_cache.py)
 # Left out: what compares no sums (memory, processes, compilers for GPUs), and the slowest whole commands.
 UNCHECKED := not test_memory and not test_ranks and not spilled and not compiles \
-	and not test_tasks and not test_best_makes and not command_line
+	and not test_tasks and not command_line
 
 .PHONY: help demo test check lint format gpu coverage docs security clean
 

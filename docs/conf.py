@@ -47,7 +47,7 @@ html_copy_source = False
 html_domain_indices = False
 
 CONTENTS = {
-    "Start": ["quickstart", "idea", "which-recipe", "troubleshooting"],
+    "Start": ["quickstart", "idea", "troubleshooting"],
     "Use": ["cache", "plan", "report", "engines", "zoo", "scale", "tasks", "python"],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
     "Evidence": ["quality", "ablation", "measurements", "security"],

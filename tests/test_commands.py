@@ -32,7 +32,6 @@ NOT_RUN = {
     "rotationzoo pull Qwen/Qwen3-8B --repo my-org/rotationzoo --require-signature --signer": (
         "only GitHub signs as one of its workflows; tests/zoo/signing has a local Sigstore"
     ),
-    "python scripts/check_llama_cpp.py": "it needs llama-cpp-python, which no extra installs",
     "python -m sglang.launch_server": "it starts a server on a GPU",
     "python3 -m venv": "tests of the wheel make environments",
     ". .venv/bin/activate": "the same",

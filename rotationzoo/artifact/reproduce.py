@@ -85,7 +85,7 @@ def reproduce_command(manifest: Manifest) -> str | None:
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:
-    # The longest name first: oscar-clip-equalized is the preset oscar-clip with an option.
+    # The longest name first: oscar-v1-equalized is the preset oscar-v1 with an option.
     for name in sorted(PRESETS, key=len, reverse=True):
         if recipe.name == name or recipe.name.startswith(f"{name}-"):
             words = _preset_words(PRESETS[name], recipe)

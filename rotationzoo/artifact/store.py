@@ -119,8 +119,7 @@ class Artifact:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The recipe that it was made with. It does not hold the clip ratios that a search found;
-        see `clip_ratios`."""
+        """The recipe that it was made with."""
         return Recipe.model_validate(self.manifest.recipe)
 
     @cached_property

@@ -45,7 +45,7 @@ def validate_kernel(
 ) -> dict[str, Any]:
     """Compare the kernel with the codec's definition on every layer, KV head and side.
 
-    Where keys have a factor of error feedback, both encoders are compared. Adds `validation.json`
+    Where rows have a factor of error feedback, both encoders are compared. Adds `validation.json`
     and the sources that ran to the artifact and returns the report. Raises `RotationZooError` at
     the first difference, naming its layer, head, row and both values.
     Without a GPU only the definition is checked: the report says so, and the artifact is not

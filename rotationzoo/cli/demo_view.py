@@ -16,7 +16,7 @@ def show_demo(out: Output, artifact: Artifact, report: dict[str, Any]) -> None:
     `report`: of an evaluation of this artifact alone.
     """
     rows = {"exact": {**report["exact"], "bits_per_element": 16.0}}
-    # The last of the artifact's own arms writes keys as a cache does that has its factors.
+    # The last of the artifact's own arms writes rows as a cache does that has its factors.
     of_artifact = [name for name in report["arms"] if name not in _BASELINES.values()]
     names = {"these rotations": of_artifact[-1], **_BASELINES}
     rows |= {words: report["arms"][name] for words, name in names.items()}

@@ -9,7 +9,7 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """As torch takes it, and as JSON of 64 bits holds it."""
 Count = Annotated[int, Field(gt=0, le=10**6)]
 Tokens = Annotated[int, Field(gt=0, le=10**8)]
-"""Tokens to read: 400 times what the recipe that reads most does."""
+"""Tokens to read: 3,000 times what a preset does."""
 Window = Annotated[int, Field(ge=0, le=10**9)]
 
 

@@ -11,11 +11,12 @@ from rotationzoo.cli.app import COMMANDS, app
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _MAYBE = re.compile(r'\$\{\w+:\+"\$\w+"\}')  # a word that is there only if a variable is
 _SUBSTITUTED = re.compile(r'"?\$\(.*\)"?')
+_DATE = re.compile(r'(?<=--published )"\$\{[^}]+\}"')  # a day that the shell cuts from a name
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
     """The words behind `rotationzoo` in the lines of a script or of a workflow."""
-    for line in re.sub(r"\\\n", " ", text).splitlines():
+    for line in _DATE.sub("2026-01-31", re.sub(r"\\\n", " ", text)).splitlines():
         for part in re.split(
             r"\s(?:&&|\|\||\||;|>|<)\s", _SUBSTITUTED.sub("WORD", _MAYBE.sub("", line))
         ):

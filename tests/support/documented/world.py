@@ -51,7 +51,6 @@ BEFORE = """
 rotationzoo calibrate demo --recipe oscar-v1
 mv rotations assumed
 rotationzoo calibrate demo
-rotationzoo calibrate Qwen/Qwen3-8B --recipe feedback
 rotationzoo calibrate Qwen/Qwen3-8B --recipe configs/Qwen3-8B.yaml
 rotationzoo push rotations/Qwen3-8B-oscar rotationzoo/zoo --to both
 rotationzoo push rotations/Qwen3-8B-oscar my-org/rotationzoo --to both
