@@ -36,7 +36,7 @@ class Rotation:
     imported files lack them."""
     mean: torch.Tensor | None = None
     """Mean row `[KV heads, D]`, subtracted before the rotation. None where the recipe does not
-    centre this side. It is the mean of what the published weights compute, whether or not there is
+    center this side. It is the mean of what the published weights compute, whether or not there is
     an equalizer."""
     equalizer: torch.Tensor | None = None
     """E, float32: for keys one positive factor a channel, `[KV heads, D]`, powers of two that are
@@ -49,7 +49,7 @@ class Rotation:
 
     @cached_property
     def transform(self) -> torch.Tensor:
-        """`E @ matrix`, what centred rows of the published weights are multiplied by: `[H, D, D]`
+        """`E @ matrix`, what centered rows of the published weights are multiplied by: `[H, D, D]`
         in the matrix's type, formed in float64. Without an equalizer it is the matrix."""
         if self.equalizer is None:
             return self.matrix
@@ -72,7 +72,7 @@ class Rotation:
         return (matrix.mT @ undone).to(self.matrix.dtype)
 
     def fold(self, rows: torch.Tensor) -> torch.Tensor:
-        """Centred rows `[..., H, N, D]` of the published weights in the frame of the folded ones:
+        """Centered rows `[..., H, N, D]` of the published weights in the frame of the folded ones:
         `rows @ E`."""
         if self.equalizer is None:
             return rows

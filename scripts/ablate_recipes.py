@@ -70,12 +70,12 @@ CLOSED: dict[str, dict[str, Any]] = {
     "oscar by layer": {"pooling": "layer"},
     "hadamard": {"composition": "hadamard"},
     "random": {"composition": "random"},
-    "oscar centred": {"center_keys": True},
-    "oscar centred by layer": {"center_keys": True, "pooling": "layer"},
-    "hadamard centred": {"center_keys": True, "composition": "hadamard"},
-    "random centred": {"center_keys": True, "composition": "random"},
+    "oscar centered": {"center_keys": True},
+    "oscar centered by layer": {"center_keys": True, "pooling": "layer"},
+    "hadamard centered": {"center_keys": True, "composition": "hadamard"},
+    "random centered": {"center_keys": True, "composition": "random"},
     "oscar equalized": {"equalize": True},
-    "oscar centred, equalized": {"center_keys": True, "equalize": True},
+    "oscar centered, equalized": {"center_keys": True, "equalize": True},
     "oscar-v1": {"pooling": "layer", "value_statistic": "key_energy", "exclude_sink": False},
     "identity": {"composition": "identity"},
 }
@@ -84,7 +84,7 @@ feedback."""
 CLIPS = {"oscar, clip .92/.92": (0.92, 0.92), "oscar, clip 1/1": (1.0, 1.0)}
 """Name -> other clip ratios. Error feedback searches ranges, and has none."""
 FEEDBACK = "+fb"
-DEFAULT = "oscar centred"
+DEFAULT = "oscar centered"
 """The closed form that is changed one step at a time."""
 
 

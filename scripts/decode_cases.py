@@ -166,8 +166,8 @@ class Drawing:
         dim, heads = layout.dim, layout.heads
         rotation = torch.linalg.qr(self.normal(heads, dim, dim)).Q
         equalizer = (0.3 * self.normal(heads, dim, 1)).exp()
-        centred = rows if mean is None else rows - mean[:, None]
-        stored = quantize(layout, centred @ (rotation / equalizer.mT))
+        centered = rows if mean is None else rows - mean[:, None]
+        stored = quantize(layout, centered @ (rotation / equalizer.mT))
         if self.case.equal_rows:
             stored.scale.fill_(1.4142)
             stored.offset.fill_(1.5)

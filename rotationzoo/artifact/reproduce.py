@@ -31,7 +31,6 @@ _RUN_FLAGS = {
     "batch": "--batch",
     "device_map": "--device-map",
     "max_memory": "--max-memory",
-    "budget": "--budget",
 }
 """Keys of a job's identity -> their options."""
 _BATCH = "4"  # rows of a forward pass where nobody asked for others

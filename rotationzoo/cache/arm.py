@@ -52,7 +52,7 @@ class Arm:
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
 
-        Centred keys lose their mean here too. No server adds it back, because a softmax over keys
+        Centered keys lose their mean here too. No server adds it back, because a softmax over keys
         ignores it.
         """
         mean = self._mean(rows, layer, side)
@@ -66,7 +66,7 @@ class Arm:
     ) -> torch.Tensor:
         """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
 
-        Centred keys come back without their mean. Centred values come back with it, because a
+        Centered keys come back without their mean. Centered values come back with it, because a
         server adds it to the attention output.
         """
         stored = self.store(self.rotate(rows, layer, side), layer, side, format)
@@ -161,7 +161,7 @@ class Arm:
 
     def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
-        centred."""
+        centered."""
         mean = self.rotations[layer][side].mean
         return None if mean is None else mean.to(rows.device)[:, None]
 
@@ -186,7 +186,7 @@ def fake_quantize(
 ) -> torch.Tensor:
     """Rotate rows, store them in 2 bits, restore them and rotate them back.
 
-    * `rows`: `[B, H, T, D]`, with their mean already subtracted if they are centred;
+    * `rows`: `[B, H, T, D]`, with their mean already subtracted if they are centered;
     * `matrix`: `[H, D, D]` or `[B, H, D, D]`, on any device;
     * `clip`: clip ratios, `[H]` or `[B, H]`;
     * `group_size`: channels that share a scale; None means the whole head;

@@ -31,7 +31,7 @@ class KiviArm(Arm):
     * The sink stays exact, which KIVI does not do.
 
     The 2-bit format of the other arms and the clip ratios of the rotations do not matter. Without a
-    rotation (`identity`) this is KIVI; with one, keys are centred and rotated head by head first.
+    rotation (`identity`) this is KIVI; with one, keys are centered and rotated head by head first.
     """
 
     tokens: int = 32

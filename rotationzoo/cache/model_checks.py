@@ -24,6 +24,6 @@ def check_means(storage: Storage, model: PreTrainedModel) -> None:
         return
     if layers := shifted_layers(geometry_of(model)):
         raise RotationZooError(
-            f"keys of this model cannot be centred: {centering.reason(layers)}",
+            f"keys of this model cannot be centered: {centering.reason(layers)}",
             hint="give rotations of a recipe without center_keys",
         )

@@ -95,7 +95,7 @@ class Stream:
 
     def read(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
-        and type. Keys are without their mean where they are centred."""
+        and type. Keys are without their mean where they are centered."""
         return self._read_side("key", start), self._read_side("value", start)
 
     def packed(self) -> PackedTokens:

@@ -63,7 +63,7 @@ def equalize(
 
 
 def _equalize_layer(moments: Mapping[str, Moment], recipe: Recipe, layer: Layer) -> Equalizers:
-    """The equalizers of one layer. What the recipe centres is taken about its mean."""
+    """The equalizers of one layer. What the recipe centers is taken about its mean."""
     classes = key_classes(layer)
     if classes is None or "projection" not in moments:
         raise RotationZooError(

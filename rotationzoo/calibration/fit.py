@@ -66,7 +66,7 @@ def _mean(
     statistics: Statistics | None, recipe: Recipe, layer: int, side: str
 ) -> torch.Tensor | None:
     """The mean `[H, D]` that a side is stored without, in the frame of the published weights; None
-    where the recipe does not centre it."""
+    where the recipe does not center it."""
     if side not in recipe.centered:
         return None
     assert statistics is not None

@@ -151,7 +151,7 @@ def _check_capture(
     model: PreTrainedModel, ids: torch.Tensor, recipe: Recipe, geometry: Geometry
 ) -> tuple[Recipe, list[str]]:
     """Check that capturing does not change the model's logits, and settle whether keys can be
-    centred.
+    centered.
 
     Returns the recipe to follow, and notes for the user.
     """

@@ -83,7 +83,7 @@ def _asked_recipe(artifact: Artifact) -> str:
     """The hash of the recipe that the user asked for.
 
     It differs from the hash of the recipe that was followed if only the weights showed that keys
-    cannot be centred.
+    cannot be centered.
     """
     manifest = artifact.manifest
     return str(manifest.identity.get("recipe", manifest.recipe_sha256))

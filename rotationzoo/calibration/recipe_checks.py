@@ -44,7 +44,7 @@ def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, lis
     if not recipe.center_keys or not layers:
         return recipe, []
     reason = centering.reason(layers)
-    note = f"keys keep their mean, although the recipe {recipe.name} centres them: {reason}"
+    note = f"keys keep their mean, although the recipe {recipe.name} centers them: {reason}"
     return recipe.model_copy(update={"center_keys": False}), [note]
 
 

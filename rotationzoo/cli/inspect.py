@@ -47,9 +47,11 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
         "rank: effective rank of the statistic; top1, top8: share of its strongest directions; "
         "error: largest |R R^T - I|"
     )
-    centred = {"keys": artifact.recipe.center_keys, "values": artifact.recipe.center_values}
-    if sides := [side for side, is_centred in centred.items() if is_centred]:
-        say(f"Centred: {' and '.join(sides)} lose the mean of their KV head before they are stored")
+    centered = {"keys": artifact.recipe.center_keys, "values": artifact.recipe.center_values}
+    if sides := [side for side, is_centred in centered.items() if is_centred]:
+        say(
+            f"Centered: {' and '.join(sides)} lose the mean of their KV head before they are stored"
+        )
     if artifact.recipe.equalize:
         say(_equalizer_words(layers))
     if artifact.rotations.has_feedback:

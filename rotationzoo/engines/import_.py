@@ -123,7 +123,7 @@ def _check_centering(job: Import, key: RotationFile, geometry: Geometry) -> None
     """
     if key.content.mean and (moved := shifted_layers(geometry)):
         raise RotationZooError(
-            f"{key.path.name} centres keys, which {job.model} does not bear: "
+            f"{key.path.name} centers keys, which {job.model} does not bear: "
             f"{centering.reason(moved)}",
             hint="import files that were made without a key mean",
         )

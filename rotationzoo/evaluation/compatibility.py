@@ -123,7 +123,7 @@ def notes_for_reader(
     """Notes that qualify the figures.
 
     They report text that fell short, who applies an artifact's equalizer, and artifacts that were
-    made for other weights, were calibrated on this very text, or centre keys although this model's
+    made for other weights, were calibrated on this very text, or center keys although this model's
     attention does not allow it.
     """
     notes = []
@@ -140,7 +140,7 @@ def notes_for_reader(
             notes.append(f"{name} was calibrated on this very text")
         if artifact.recipe.center_keys and (layers := shifted_layers(geometry)):
             reason = centering.reason(layers)
-            notes.append(f"{name} centres keys, which this model does not bear: {reason}")
+            notes.append(f"{name} centers keys, which this model does not bear: {reason}")
     return notes
 
 

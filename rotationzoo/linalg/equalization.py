@@ -25,7 +25,7 @@ def key_factors(query: torch.Tensor, key: torch.Tensor, classes: torch.Tensor) -
     that share a factor.
 
     - `query`, `key`: second moments `[H, D, D]` of post-RoPE queries and keys; of keys that are
-      centred, the covariance.
+      centered, the covariance.
     - `classes`: `[H, D]` int64; channels with the same number get the same factor. Each head has
       classes of its own, or all heads have the same ones.
 
@@ -35,7 +35,7 @@ def key_factors(query: torch.Tensor, key: torch.Tensor, classes: torch.Tensor) -
     folded into them. The size of a head's keys means nothing to a codec, so c, one number for each
     head, is chosen such that rounding changes the factors least. That matters: most channels are
     alike, and must not end up on both sides of a half. On the demo model with outliers added (96
-    questions, Hadamard matrix, centred keys), an answer lost 1.0 nats with unrounded factors, 1.0
+    questions, Hadamard matrix, centered keys), an answer lost 1.0 nats with unrounded factors, 1.0
     with these, 1.7 with c = 1 and 3.6 with no factors.
     """
     query_energy, key_energy = (_class_energy(side, classes) for side in (query, key))

@@ -123,7 +123,7 @@ def _find_reason(
 
     `hashes` maps the model's files at `revision` to their hashes.
     """
-    # The artifact of a model whose keys cannot be centred says so in its recipe.
+    # The artifact of a model whose keys cannot be centered says so in its recipe.
     followed = recipe, recipe.model_copy(update={"center_keys": False})
     accepted = {each.hash for each in followed}
     if published.recipe_sha256 not in accepted:

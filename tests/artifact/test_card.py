@@ -45,7 +45,7 @@ def made(model, folder, **changes) -> Artifact:
         {"equalize": True, "center_values": True},
         {"equalize": True, "pooling": "layer"},
     ],
-    ids=["per head", "keys centred", "both centred", "pooled", "equalized", "equalized, pooled"],
+    ids=["per head", "keys centered", "both centered", "pooled", "equalized", "equalized, pooled"],
 )
 def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, changes):
     """Its code alone gives the very output of attention, and stores keys and values without their

@@ -130,7 +130,7 @@ def centered(rotations, equalized):
 def test_means_and_equalizers_are_honoured(name, equalized):
     model, (step, windows) = architectures.build(name, torch.float64), LAYOUTS["token by token"]
     plain = random_rotations(model)
-    arm = Arm("centred", centered(plain, equalized))
+    arm = Arm("centered", centered(plain, equalized))
     simulated = simulate(model, arm, windows)
     read = read_in_calls(model, cache_for(model, arm, windows), step)
     assert distance(read, simulated) <= CLOSE
@@ -140,8 +140,8 @@ def test_means_and_equalizers_are_honoured(name, equalized):
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_keys_keep_their_mean_where_attention_depends_on_it(name):
     model = architectures.build(name, torch.float64)
-    arm = Arm("centred", centered(random_rotations(model), equalized=False))
-    with pytest.raises(RotationZooError, match="cannot be centred: attention depends on"):
+    arm = Arm("centered", centered(random_rotations(model), equalized=False))
+    with pytest.raises(RotationZooError, match="cannot be centered: attention depends on"):
         cache_for(model, arm, Cache())
 
 

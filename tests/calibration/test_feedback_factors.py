@@ -160,8 +160,8 @@ def test_an_artifact_without_factors_has_the_tensors_that_it_had(folder, tmp_pat
 def test_factors_are_shown_and_described(made, inside):
     shown = inside("inspect", made.folder)
     assert "Error feedback: keys " in shown.stdout
-    centred = "Centred: keys lose the mean of their KV head" in shown.stdout
-    assert centred == made.recipe.center_keys
+    centered = "Centered: keys lose the mean of their KV head" in shown.stdout
+    assert centered == made.recipe.center_keys
     layer = summarize(made)[0]
     # What is left in theory; the test above measures it on keys.
     assert 0.1 < layer.key.feedback < 0.9

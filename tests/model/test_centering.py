@@ -120,7 +120,7 @@ def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
     assert bool(means) == made.content["recipe"]["center_keys"] == (name not in MOVED)
     assert len(made.content["notes"]) == (name in MOVED)
     for note in made.content["notes"]:
-        assert note.startswith("keys keep their mean, although the recipe oscar centres them: ")
+        assert note.startswith("keys keep their mean, although the recipe oscar centers them: ")
         assert note in card
     assert calibrate(job).identity == made.identity, "the same job"
 
@@ -170,7 +170,7 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
         del content["calibration"]
         torch.save(content, path)
     with pytest.raises(
-        RotationZooError, match=r"centres keys, which .* does not bear: attention depends"
+        RotationZooError, match=r"centers keys, which .* does not bear: attention depends"
     ):
         import_(
             Import(
@@ -223,7 +223,7 @@ def test_artifacts_of_earlier_versions_are_evaluated(centered, folders, tmp_path
     text = Data(tokens=512, length=512)
     job = Evaluation(str(folders("qwen3")), [older.folder], text, windows=[(4, 16)], queries=0)
     report = evaluate(replace(job, tasks=TaskSettings(())))
-    assert not any("centres keys" in note for note in report["notes"])
+    assert not any("centers keys" in note for note in report["notes"])
 
 
 def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():

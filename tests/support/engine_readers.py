@@ -171,10 +171,10 @@ def store_q2_0(rows: np.ndarray, clip: float, group: int):
         ..., min(int(clip * rows.shape[-1]), rows.shape[-1] - 1), None
     ]
     blocks = np.clip(rows, -threshold, threshold).reshape(*rows.shape[:-1], -1, 32)
-    centred = blocks - rows.mean(-1)[..., None, None]
-    sigma = centred.std(-1, keepdims=True)
+    centered = blocks - rows.mean(-1)[..., None, None]
+    sigma = centered.std(-1, keepdims=True)
     codes = (
-        (centred > -0.6745 * sigma).astype(np.uint8) + (centred > 0) + (centred > 0.6745 * sigma)
+        (centered > -0.6745 * sigma).astype(np.uint8) + (centered > 0) + (centered > 0.6745 * sigma)
     ).astype(np.uint8)
     return codes.reshape(rows.shape), consecutive(codes.reshape(rows.shape))
 
