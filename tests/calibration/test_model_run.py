@@ -65,7 +65,7 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
         )
     )
     assert "disk" in places
-    # The checks of the capture and of centered keys share their two runs, and the text is one batch.
+    # The checks of the capture and of centered keys share two runs, and the text is one batch.
     counts = [count for name, count in fetched.items() if ".layers." in name]
     assert len(counts) >= 9, "the weights of a layer at least"
     assert set(counts) == {3}
