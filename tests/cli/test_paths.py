@@ -87,23 +87,6 @@ def test_a_job_that_is_done_is_known_by_what_it_read(home):
         calibrate(Job(str(moved / "my-model"), elsewhere, home / "out", device="cpu"))
 
 
-def test_work_that_an_earlier_version_wrote_with_its_paths_is_known(home):
-    texts = str(home / "my-texts.jsonl")
-    job = Job(
-        str(home / "my-model"),
-        Recipe(data=SMALL.model_copy(update={"source": texts})),
-        home / "out",
-        device="cpu",
-    )
-    made = calibrate(job)
-    manifest = json.loads((made.folder / "manifest.json").read_text())
-    manifest["recipe"]["data"]["source"] = texts
-    manifest["recipe_sha256"] = manifest["identity"]["recipe"] = digest(manifest["recipe"])
-    (made.folder / "manifest.json").write_text(json.dumps(manifest))
-    assert verify(Artifact.open(made.folder)).ok
-    assert calibrate(job).content == manifest, "found, and not made again"
-
-
 def test_what_imported_files_say_of_their_machine_stays_there(home, tmp_path):
     key, value = v1("key", "qqt_r_h_pbr"), v1("value", "sst_r_h_pbr")
     for side in (key, value):

@@ -74,7 +74,9 @@ def test_no_message_of_a_library_shows_a_password(monkeypatch, inside):
 )
 def test_a_matrix_is_planned_for_models_alone(tmp_path, monkeypatch, capsys, words, name):
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"models": [{"model": "a/b", "revision": "c" * 40}]}))
+    plan.write_text(
+        json.dumps({"models": [{"model": "a/b", "revision": "c" * 40, "recipe": "configs/b.yaml"}]})
+    )
     words = [word.format(name) for word in words]
     monkeypatch.setattr("sys.argv", ["plan_matrix.py", str(plan), *words])
     with pytest.raises(SystemExit) as stopped:
