@@ -31,7 +31,7 @@ from rotationzoo.zoo.hubs.registry import HUB_NAMES
 from rotationzoo.zoo.lookup import choose_entry, find_index
 from rotationzoo.zoo.pull import pull_first
 from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing.demand import SignatureOptions, make_demand
+from rotationzoo.zoo.signing.check import SignatureOptions, make_demand
 
 _TEXT = Text.__optional_keys__
 _ON_DISK = str | Path | Artifact

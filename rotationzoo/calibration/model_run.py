@@ -34,8 +34,7 @@ from rotationzoo.model.transparency import check_transparent
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import Rotations
-from rotationzoo.text.rows import Corpus, pack_texts
-from rotationzoo.text.tokenizing import start_tokens
+from rotationzoo.text.rows import Corpus, pack_texts, start_tokens
 
 _CHECKED_TOKENS = 32  # of the first row; their logits are compared with and without capture
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rotationzoo.capacity.cards import CARDS
 
 RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
-"""The presets, which `recipe.presets` defines; a test compares the two."""
+"""The presets, which `recipe.loading` defines; a test compares the two."""
 TASKS = ("needles", "key-value", "quote", "copy", "assignments")
 """The recall tasks, which `recall.prompts` defines; a test compares the two."""
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"

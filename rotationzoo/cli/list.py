@@ -48,8 +48,7 @@ def list_command(
     """
     out = Output(json, quiet)
     hush_libraries(models=False)
-    from rotationzoo.zoo.availability import check_availability
-    from rotationzoo.zoo.lookup import find_index
+    from rotationzoo.zoo.lookup import check_availability, find_index
 
     zoo_index = find_index(index, repo, from_)
     out.note(f"Read {zoo_index.origin}")

@@ -33,8 +33,8 @@ from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 
 if TYPE_CHECKING:
-    from rotationzoo.zoo.due import DueModel
     from rotationzoo.zoo.hubs.protocol import Published
+    from rotationzoo.zoo.regenerate import DueModel
 
 
 def regenerate_command(
@@ -79,8 +79,8 @@ def regenerate_command(
     # Hours before it is needed, so that a wrong key stops the command at once.
     tool = None if to is None else choose_tool(sign, trust_config)
     signer = index_signer(tool, adopt_index)
-    from rotationzoo.zoo.due import find_due, find_recipe_file
     from rotationzoo.zoo.lookup import ZOO, load_published_index
+    from rotationzoo.zoo.regenerate import find_due, find_recipe_file
 
     if model is None and not plan:
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")

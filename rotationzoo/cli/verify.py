@@ -66,8 +66,7 @@ def verify_command(
     from rotationzoo.artifact.weights import model_words
     from rotationzoo.checks.verify import verify
     from rotationzoo.cli.artifact_view import suggest_text
-    from rotationzoo.zoo.signing.artifact import check_artifact
-    from rotationzoo.zoo.signing.demand import make_demand
+    from rotationzoo.zoo.signing.check import check_artifact, make_demand
 
     demand = make_demand(
         signers=signer or (),

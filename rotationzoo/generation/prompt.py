@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
 from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.text.chats import ChatTemplate
-from rotationzoo.text.tokenizing import start_tokens
+from rotationzoo.text.rows import start_tokens
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
-from rotationzoo.network import limits, tokens, trust
+from rotationzoo.network import limits, tokens
 
 
 class BrokenAnswer(Exception):
@@ -99,7 +99,7 @@ class LimitedSessions:
         request.headers["accept-encoding"] = "identity"
         credential = request.headers.get("authorization", "")
         endpoints = [use.endpoint for use in self.uses]
-        if not endpoints or trust.is_at(str(request.url), endpoints):
+        if not endpoints or tokens.is_at(str(request.url), endpoints):
             return
         # Storage hosts have credentials of their own, which must stay. Remove only our token.
         if tokens.redact(credential) != credential:

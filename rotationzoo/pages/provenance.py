@@ -18,8 +18,7 @@ from rotationzoo.model.geometry import cached_layers
 from rotationzoo.pages.figures import Section, Table
 from rotationzoo.recipe import SELF
 from rotationzoo.words import counted
-from rotationzoo.zoo.signing.artifact import check_artifact
-from rotationzoo.zoo.signing.demand import Demand
+from rotationzoo.zoo.signing.check import Demand, check_artifact
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recall.exercises import POOLS, Asked, Block, Exercise, write_exercise
-from rotationzoo.text.tokenizing import start_tokens
+from rotationzoo.text.rows import start_tokens
 
 TASKS = {"needles": 8, "key-value": 8, "quote": 4, "copy": 4, "assignments": 4}
 """Task -> questions per prompt. The tasks with fewer have longer answers or more statements."""

@@ -1,6 +1,7 @@
 """Recipes: every choice that decides which rotation comes out. The public names are here."""
 
 from rotationzoo.recipe.loading import (
+    PRESETS,
     equalized,
     from_dict,
     load,
@@ -8,9 +9,7 @@ from rotationzoo.recipe.loading import (
     with_feedback,
     with_rope_scaling,
 )
-from rotationzoo.recipe.presets import PRESETS
-from rotationzoo.recipe.published import FILES, digest, name_of, without_paths
-from rotationzoo.recipe.schema import SELF, Data, Recipe
+from rotationzoo.recipe.schema import FILES, SELF, Data, Recipe, digest, name_of, without_paths
 
 __all__ = [
     "FILES",

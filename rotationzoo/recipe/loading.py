@@ -1,4 +1,7 @@
-"""Loading a recipe: from its name, from a YAML file, or with the command line's flags applied."""
+"""Loading a recipe: from its name, from a YAML file, or with the command line's flags applied.
+
+The presets: recipes that have a name. To add one, add a row to the table.
+"""
 
 import os
 from pathlib import Path
@@ -7,11 +10,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.recipe.presets import PRESETS
-from rotationzoo.recipe.schema import Data, Recipe
-from rotationzoo.recipe.section import Section
+from rotationzoo.recipe.schema import Data, Recipe, Section
 from rotationzoo.storage import strict_yaml
 from rotationzoo.words import nearest, shortened
+
+_RECIPES = (
+    Recipe(name="oscar", center_keys=True, feedback=True),
+    Recipe(name="oscar-v1", value_statistic="key_energy", pooling="layer", exclude_sink=False),
+    Recipe(name="hadamard", composition="hadamard"),
+    Recipe(name="random", composition="random"),
+    Recipe(name="identity", composition="identity"),
+)
+PRESETS = {recipe.name: recipe for recipe in _RECIPES}
+"""Name -> recipe, as `--recipe` and `extends` take it."""
 
 
 def load(recipe: str) -> Recipe:

@@ -2,18 +2,64 @@
 
 A new key is a field here, with a default that keeps the results of existing recipes, and a row in
 docs/recipes.md.
+
+What all tables of recipe keys share: they are immutable and refuse unknown keys, and their
+numbers have ranges.
+
+What may be published of a recipe: its content without local paths, and its hash.
 """
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
-from rotationzoo.recipe.published import digest, name_of, without_paths
 from rotationzoo.recipe.rope_scaling import RopeScaling
-from rotationzoo.recipe.section import Count, Section, Seed, Tokens, Window
 from rotationzoo.words import nearest
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""As torch takes it, and as JSON of 64 bits holds it."""
+Count = Annotated[int, Field(gt=0, le=10**6)]
+Tokens = Annotated[int, Field(gt=0, le=10**8)]
+"""Tokens to read: 3,000 times what a preset does."""
+Window = Annotated[int, Field(ge=0, le=10**9)]
+
+
+class Section(BaseModel):
+    """A table of recipe keys. It is immutable and refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+FILES = (".jsonl", ".txt", ".parquet")
+"""Suffixes of text files. A `data.source` without one of them is a data set id."""
+_PLACES = ("source", "prompts")  # keys of `Data` that may hold paths
+
+
+def digest(content: dict[str, Any]) -> str:
+    """sha256 of a recipe's content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def without_paths(content: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's content in the form of `Recipe.published`."""
+    data = content["data"]
+    names = {key: name_of(place) for key, place in data.items() if key in _PLACES}
+    model = content.get("model")
+    return {**content, "model": model and name_of(model), "data": {**data, **names}}
+
+
+def name_of(place: str) -> str:
+    """The publishable name of a place: the last part of a local path, or the whole of a hub id or a
+    URL."""
+    # A slash alone does not make a path: hub ids such as Qwen/Qwen3-8B have one.
+    is_path = place.startswith(("/", "./", "../", "~")) or Path(place).suffix.lower() in FILES
+    return Path(place).name if is_path and "://" not in place else place
+
 
 SELF = "self"
 """The `Data.source` that stands for text which the model writes itself."""

@@ -11,8 +11,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import read_documents
-from rotationzoo.text.rows import Corpus, fingerprint
-from rotationzoo.text.tokenizing import start_tokens, tokenize
+from rotationzoo.text.rows import Corpus, fingerprint, start_tokens, tokenize
 
 
 def read_prompts(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:

@@ -11,9 +11,8 @@ from rotationzoo.storage.locks import locked
 from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.hubs.protocol import Hub, Publication, Published
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
-from rotationzoo.zoo.index import Copy, Entry, Index
+from rotationzoo.zoo.index import Copy, Entry, Index, render_root_files
 from rotationzoo.zoo.ownership import check_unclaimed
-from rotationzoo.zoo.repository_files import render_root_files
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.upload import Upload
 

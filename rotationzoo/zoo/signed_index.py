@@ -13,11 +13,9 @@ from rotationzoo.storage.folders import state_folder
 from rotationzoo.storage.locks import locked
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.registry import HUBS, open_hub
-from rotationzoo.zoo.index import Index, Statement
+from rotationzoo.zoo.index import ROOT_FILES, Index, Statement
 from rotationzoo.zoo.lookup import LoadedIndex
-from rotationzoo.zoo.repository_files import ROOT_FILES
-from rotationzoo.zoo.signing.check import Finding, Signed, check_signature
-from rotationzoo.zoo.signing.demand import Demand
+from rotationzoo.zoo.signing.check import Demand, Finding, Signed, check_signature
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.verifier import OWNERS_HINT
 

@@ -19,12 +19,11 @@ from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
 from rotationzoo.zoo.index import REPOSITORY, Copy, Entry, File
 from rotationzoo.zoo.ownership import listed_name
-from rotationzoo.zoo.signing import extra
-from rotationzoo.zoo.signing.artifact import read_signature, signed_part
-from rotationzoo.zoo.signing.bundle import parse_bundle
+from rotationzoo.zoo.signing import verifier
+from rotationzoo.zoo.signing.check import read_signature, signed_part
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.signer import Signer
-from rotationzoo.zoo.signing.verifier import claimed_signer
+from rotationzoo.zoo.signing.verifier import claimed_signer, parse_bundle
 from rotationzoo.zoo.summary import BITS_FORMAT, Summary
 
 
@@ -79,7 +78,7 @@ class Upload:
         if bundle.files != signed_part(named):
             return self
         signer = None
-        if bundle.certificate is not None and extra.is_installed():
+        if bundle.certificate is not None and verifier.is_installed():
             signer = claimed_signer(bundle.certificate, str(folder))
         return self._with_signature(signature, signer)
 

@@ -8,8 +8,7 @@ from support.popular import CONFIGS
 from rotationzoo.capacity.cache_bytes import Storage
 from rotationzoo.capacity.cards import parse_card
 from rotationzoo.capacity.job import Wish, measure_capacity
-from rotationzoo.capacity.report import capacity_json
-from rotationzoo.capacity.verdict import judge_wish, remarks
+from rotationzoo.capacity.report import capacity_json, judge_wish, remarks
 from rotationzoo.codec.formats import VLLM
 
 

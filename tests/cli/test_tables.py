@@ -10,8 +10,8 @@ from rotationzoo.cli.output import Output, table
 from rotationzoo.cli.plan import plan_command
 from rotationzoo.cli.push import show_push_plan
 from rotationzoo.cli.regenerate import show_due
-from rotationzoo.zoo.due import DueModel
 from rotationzoo.zoo.index import WHEEL_COPY, Index
+from rotationzoo.zoo.regenerate import DueModel
 
 WIDTH = 80
 NAME = "an-organisation-of-many-words/A-Model-235B-A22B-Thinking-2507"

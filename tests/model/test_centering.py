@@ -33,7 +33,7 @@ from rotationzoo.model.geometry import (
 )
 from rotationzoo.model.transparency import check_transparent
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.zoo import due
+from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry
 
 MOVED = {"gemma2": [0, 1, 2, 3], "gpt_oss": [0, 1, 2, 3], "mimo_v2_flash": [0, 1, 2]}
@@ -231,7 +231,9 @@ def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     done = CENTERED.model_copy(update={"center_keys": False})
     other = CENTERED.model_copy(update={"key_clip": 0.9})
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
-    reasons = [due._find_reason(None, recipe, entry, "1" * 40, {}) for recipe in (CENTERED, other)]
+    reasons = [
+        regenerate._find_reason(None, recipe, entry, "1" * 40, {}) for recipe in (CENTERED, other)
+    ]
     assert reasons == [None, "the recipe has changed"]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rotationzoo.network.trust import is_at, is_at_storage, origin
+from rotationzoo.network.tokens import is_at, is_at_storage, origin
 
 
 def test_an_origin_is_scheme_host_and_port():

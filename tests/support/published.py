@@ -48,7 +48,7 @@ def zoo(inside, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         for name, value in ms_environment(ms, tmp_path).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("rotationzoo.zoo.hubs.retry._PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr("rotationzoo.zoo.hubs.protocol._PAUSE_SECONDS", 0.0)
 
         def run(*words) -> SimpleNamespace:
             return inside(*words)

@@ -7,7 +7,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.recipe import PRESETS, with_rope_scaling
 from rotationzoo.zoo import index
-from rotationzoo.zoo.due import find_newest
+from rotationzoo.zoo.regenerate import find_newest
 
 
 def test_a_new_revision_is_planned_regenerated_and_published(zoo, model):

@@ -19,8 +19,7 @@ from rotationzoo.recall.prompts import (
     write_prompts,
 )
 from rotationzoo.recipe import Data
-from rotationzoo.text.rows import Corpus, read_corpus
-from rotationzoo.text.tokenizing import start_tokens
+from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 
 _LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
 _LEAD = 256  # at most so many tokens come before the questions of a blind prompt

@@ -1,4 +1,10 @@
-"""The ModelScope hub: files are published in a commit, then tagged to mark them complete."""
+"""The ModelScope hub: files are published in a commit, then tagged to mark them complete.
+
+The ModelScope client's HTTP sessions, with limits on time and size and a token that reaches only
+the right hosts.
+
+Failures of ModelScope as errors of one sentence, and which of them are worth a retry.
+"""
 
 import contextlib
 import io
@@ -7,22 +13,182 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.network.limits import save_chunks
+import requests
+import urllib3
+from requests.adapters import HTTPAdapter
+
+from rotationzoo.errors import HubError, RotationZooError, first_sentence
+from rotationzoo.network import limits, tokens
+from rotationzoo.network.limits import NETWORK_HINT, save_chunks
 from rotationzoo.network.tokens import MODELSCOPE_VARIABLE, check_token, redact
 from rotationzoo.storage.files import sha256
-from rotationzoo.zoo.hubs.modelscope_errors import may_pass, modelscope_errors
-from rotationzoo.zoo.hubs.protocol import Hub, ListedFile, Publication, Published
-from rotationzoo.zoo.hubs.retry import retry
+from rotationzoo.zoo.hubs.protocol import (
+    SPELLING_HINT,
+    Hub,
+    ListedFile,
+    Publication,
+    Published,
+    retry,
+)
+
+_STORAGE_PREFIXES = ("lfs.", "pre-lfs.", "www.")
+_CREDENTIALS = ("Authorization", "Cookie")
+_CHUNK_BYTES = 1 << 20
+
+
+def may_see_token(endpoint: str, url: str) -> bool:
+    """Whether a URL is at the endpoint, or at its storage, which needs the token too."""
+    return tokens.is_at(url, [endpoint]) or tokens.is_at_storage(url, endpoint, _STORAGE_PREFIXES)
+
+
+class LimitedAdapter(HTTPAdapter):
+    """Applies the limits to every request of the session that it is mounted on.
+
+    Requests that follow a redirect pass through it too.
+    """
+
+    def __init__(self, endpoint: str, reads_all: bool):
+        """`reads_all`: read the whole answer here, up to the limit for small answers.
+
+        Otherwise the caller reads the answer and must limit its size.
+        """
+        super().__init__(max_retries=0)
+        self.endpoint, self.reads_all = endpoint, reads_all
+
+    def send(  # type: ignore[override]
+        self, request: Any, stream: bool = False, timeout: Any = None, **options: Any
+    ) -> requests.Response:
+        """Send one request. Our limits replace the client's `stream` and `timeout`."""
+        host = urlsplit(request.url).netloc.rpartition("@")[2]
+        if not may_see_token(self.endpoint, request.url):
+            for name in _CREDENTIALS:
+                request.headers.pop(name, None)
+        request.headers["Accept-Encoding"] = "identity"
+        is_read = request.method in ("GET", "HEAD")
+        silence = limits.SILENCE_SECONDS if is_read else limits.UPLOAD_SECONDS
+        options |= {"stream": True, "timeout": (limits.CONNECT_SECONDS, silence)}
+        plain_send = super().send
+
+        def answer() -> requests.Response:
+            response = plain_send(request, **options)
+            limits.check_encoding(response.headers, host)
+            if self.reads_all or response.is_redirect or not response.ok:
+                _read_body(response, host)
+            return response
+
+        try:
+            return limits.call_within(limits.ANSWER_SECONDS, answer, host) if is_read else answer()
+        except (requests.ConnectTimeout, TimeoutError) as error:
+            raise HubError(
+                f"ModelScope ({host}) did not answer within {limits.ANSWER_SECONDS:g} s",
+                hint=NETWORK_HINT,
+            ) from error
+        except requests.ConnectionError as error:
+            # requests has no separate exception types for these two failures.
+            if "NewConnectionError" in str(error) or "NameResolutionError" in str(error):
+                raise HubError(
+                    f"ModelScope ({host}) cannot be reached", hint=NETWORK_HINT
+                ) from error
+            raise
+
+
+def _read_body(response: requests.Response, host: str) -> None:
+    """Read the whole answer within the limits, and store it where the client will read it."""
+    chunks = limits.limit_chunks(
+        read_chunks(response), limits.ANSWER_BYTES, host, limits.UPLOAD_SECONDS
+    )
+    body = b"".join(chunks)
+    response.close()
+    response.raw = io.BytesIO(body)
+
+
+def read_chunks(response: requests.Response) -> Iterator[bytes]:
+    """The body of an answer in chunks, as they arrive.
+
+    Raises `requests.ConnectionError` if fewer bytes arrive than were announced, and `HubError` if
+    the hub is silent for too long.
+    """
+    raw: Any = response.raw
+    announced, count = response.headers.get("Content-Length", ""), 0
+    try:
+        while chunk := raw.read1(_CHUNK_BYTES):
+            count += len(chunk)
+            yield chunk
+    except urllib3.exceptions.ReadTimeoutError as error:
+        raise HubError(
+            f"ModelScope sent nothing for {limits.SILENCE_SECONDS:g} s", hint=NETWORK_HINT
+        ) from error
+    except urllib3.exceptions.HTTPError as error:
+        raise requests.ConnectionError(f"the answer broke off after {count} bytes") from error
+    if announced.isdecimal() and count < int(announced):
+        raise requests.ConnectionError(f"{count} of {announced} bytes arrived")
+
+
+@contextmanager
+def modelscope_errors(repo: str) -> Iterator[None]:
+    """Turn every failure inside the block into a `RotationZooError`."""
+    import requests
+    from huggingface_hub import constants
+    from modelscope_hub import errors as client_errors
+
+    where = f"{repo} on ModelScope"
+    if constants.is_offline_mode():
+        raise HubError(
+            "HF_HUB_OFFLINE is set: ModelScope is not asked", hint="unset HF_HUB_OFFLINE"
+        )
+    try:
+        yield
+    except RotationZooError:
+        raise
+    except (client_errors.NotFoundError, client_errors.NotExistError) as error:
+        raise HubError(
+            f"{where} is not there, or has no such file or revision",
+            hint=SPELLING_HINT,
+            missing=True,
+        ) from error
+    except (client_errors.AuthenticationError, client_errors.PermissionDeniedError) as error:
+        raise HubError(
+            f"{where} refused access", hint="set MODELSCOPE_API_TOKEN to a token that may write"
+        ) from error
+    except client_errors.APIError as error:
+        raise HubError(f"{where} answered {error.status_code}", hint=NETWORK_HINT) from error
+    except (client_errors.NetworkError, requests.ConnectionError, requests.Timeout) as error:
+        raise HubError(f"{where} broke off its answer", hint=NETWORK_HINT) from error
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        # The client raises these when it parses an answer that no real hub would send.
+        raise HubError(
+            f"{where} sent an answer that is none of a hub's",
+            hint="check MODELSCOPE_ENDPOINT, and the network's proxy",
+        ) from error
+    except Exception as error:
+        raise HubError(
+            f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT
+        ) from error
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a retry of the same call may succeed."""
+    import requests
+    from modelscope_hub import errors as client_errors
+
+    return isinstance(
+        error,
+        client_errors.NetworkError
+        | client_errors.ServerError
+        | client_errors.RateLimitError
+        | requests.RequestException,
+    )
+
 
 if TYPE_CHECKING:
     import requests
 
-    from rotationzoo.zoo.hubs.modelscope_session import LimitedAdapter
 
 _BRANCH = "master"
 # The client reads these variables when it is imported. Only `retry` repeats calls: the client
@@ -50,8 +216,6 @@ class ModelScope(Hub):
             os.environ.setdefault(name, value)
         import requests
         from modelscope_hub import HubApi, HubConfig
-
-        from rotationzoo.zoo.hubs.modelscope_session import LimitedAdapter
 
         self.token = _read_token()
         # With None, the client would look for a token by itself; with an empty string it does not.
@@ -91,8 +255,6 @@ class ModelScope(Hub):
 
     def _save(self, repo: str, revision: str | None, path: str, size: int, folder: Path) -> None:
         from modelscope_hub.errors import raise_for_status
-
-        from rotationzoo.zoo.hubs.modelscope_session import read_chunks
 
         url = self.api.legacy.get_download_url(repo, "model", path, revision or _BRANCH)
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}

@@ -2,16 +2,44 @@
 
 A hub imports its client only when it is used. It limits what it reads and retries failures that may
 be temporary. The caller checks the hashes.
+
+Retrying calls to a hub whose failures may be temporary.
+
+The clients' own retries were tested with every kind of fault. Hugging Face's client does not retry
+a 503 on the body of a file or on a commit, and ModelScope's waits silently for minutes. Both are
+therefore told not to retry, and all retries happen here.
 """
 
 import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rotationzoo.errors import HubError
 from rotationzoo.network.limits import ANSWER_BYTES
+
+T = TypeVar("T")
+_ATTEMPTS = 4
+_PAUSE_SECONDS = 1.0  # before the second attempt; doubles each time
+
+
+def retry(call: Callable[[], T], may_pass: Callable[[Exception], bool]) -> T:
+    """Call until it succeeds, up to `_ATTEMPTS` times with growing pauses, and return the result.
+
+    A failure is retried only if `may_pass` says that it may be temporary. A `HubError` never is.
+    """
+    for attempt in range(_ATTEMPTS - 1):
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, HubError) or not may_pass(error):
+                raise
+            time.sleep(_PAUSE_SECONDS * 2**attempt)
+    return call()
+
 
 SPELLING_HINT = "check the spelling of the repository and the revision"
 

@@ -1,15 +1,71 @@
-"""Checking a signature: that it holds, that it is for these very files, and who made it."""
+"""Checking a signature: that it holds, that it is for these very files, and who made it.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+What a user asks of signatures: whose are accepted, and whether there must be one.
 
-from rotationzoo.errors import RotationZooError
-from rotationzoo.zoo.signing import extra
-from rotationzoo.zoo.signing.bundle import Bundle, parse_bundle
-from rotationzoo.zoo.signing.demand import Demand
-from rotationzoo.zoo.signing.signer import Signer, describe_key
-from rotationzoo.zoo.signing.verifier import OWNERS_HINT, claimed_signer, verify_bundle
+The signature of an artifact: it lies in the folder as `model.sig`, and is for the manifest and
+the files that the manifest lists.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.storage import files
+from rotationzoo.storage.files import sha256
+from rotationzoo.zoo.signing import verifier
+from rotationzoo.zoo.signing.signer import Signer, describe_key, parse_signer
+from rotationzoo.zoo.signing.verifier import (
+    LIMIT,
+    OWNERS_HINT,
+    Bundle,
+    check_installed,
+    claimed_signer,
+    parse_bundle,
+    verify_bundle,
+)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a user asks of signatures."""
+
+    signers: tuple[Signer, ...] = ()
+    """Whose signature is accepted. Empty if the user named nobody."""
+    required: bool = False
+    """Whether even an index that was read from a hub must be signed."""
+    trust_config: Path | None = None
+    """A file of keys to trust in place of Sigstore's own."""
+
+
+class SignatureOptions(TypedDict, total=False):
+    """What to ask of signatures. Without any of these, a signature is checked if there is one."""
+
+    signers: Sequence[str]
+    """Who may have signed: identities, or files of public keys (`.pem`)."""
+    issuer: str | None
+    """Who vouches for the identities; not needed for workflows of GitHub."""
+    require_signature: bool
+    """Refuse what is not signed, the index of the repository included."""
+    trust_config: Path | None
+    """A file with the keys of another Sigstore than the public one."""
+
+
+def make_demand(**options: Unpack[SignatureOptions]) -> Demand:
+    """The demand of a command's or a function's options. Raises `UsageError` for options that
+    contradict each other, and `RotationZooError` if a demand cannot be met without the extra."""
+    named, issuer = options.get("signers", ()), options.get("issuer")
+    if isinstance(named, str):  # one signer, and not its letters
+        named = [named]
+    required = options.get("require_signature", False)
+    if issuer is not None and not named:
+        raise UsageError("--issuer says who vouches for nobody", hint="add: --signer IDENTITY")
+    if named or required:
+        check_installed("checking a signature")
+    signers = tuple(parse_signer(name, issuer) for name in named)
+    return Demand(signers, required, options.get("trust_config"))
 
 
 @dataclass(frozen=True)
@@ -73,11 +129,11 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
         return _unsigned(signed, expected)
     bundle = parse_bundle(signed.signature, f"the signature of {signed.what}")
     _check_files(bundle, signed)
-    if not extra.is_installed():
+    if not verifier.is_installed():
         lacking = f"{signed.what} is signed, but the signature was not checked"
         if expected:
-            raise RotationZooError(f"{lacking}: the extra `sign` is missing", extra.INSTALL)
-        return Finding("unchecked", f"{lacking}; to check it, run: {extra.INSTALL}")
+            raise RotationZooError(f"{lacking}: the extra `sign` is missing", verifier.INSTALL)
+        return Finding("unchecked", f"{lacking}; to check it, run: {verifier.INSTALL}")
     candidates = expected or (() if signed.listed is None else (signed.listed,))
     signer = _choose_signer(bundle, candidates, signed.what)
     if signer is None:
@@ -86,7 +142,7 @@ def check_signature(signed: Signed, demand: Demand) -> Finding:
         return Finding("unchecked", note)
     try:
         verify_bundle(bundle, signer, signed.what, demand.trust_config)
-    except extra.NoTrust as error:
+    except verifier.NoTrust as error:
         if expected:
             raise
         return Finding("unchecked", f"{signed.what} is signed, but was not checked: {error}")
@@ -133,3 +189,46 @@ def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) ->
         f"{what} is signed by {actual}, not by {wanted}",
         hint="do not use it; or if you trust that signer too, name it with --signer",
     )
+
+
+# The signature cannot be for itself. The card is prose that is written anew from the manifest.
+_UNSIGNED = {CARD, SIGNATURE}
+
+
+def signed_part(named: Mapping[str, str]) -> dict[str, str]:
+    """Of the files of an artifact (name -> sha256), those that its signature is for."""
+    return {name: digest for name, digest in named.items() if name not in _UNSIGNED}
+
+
+def read_signature(folder: Path) -> bytes | None:
+    """The signature in an artifact's folder; None if it has none. Raises `RotationZooError`."""
+    path = folder / SIGNATURE
+    if files.size_of(path) is None:
+        return None
+    return files.read(path, LIMIT)
+
+
+def check_artifact(artifact: Artifact, demand: Demand) -> Finding:
+    """Check the signature in the folder of an artifact, on this machine and with no index.
+
+    Raises as `check_signature`.
+    """
+    folder = artifact.folder
+    hashes = {MANIFEST: sha256(files.regular_file(folder, MANIFEST))}
+    for name in artifact.manifest.files:
+        if name not in artifact.hashes:
+            artifact.hashes[name] = sha256(files.regular_file(folder, name))
+        hashes[name] = artifact.hashes[name]
+    signed = Signed(str(folder), signed_part(hashes), read_signature(folder))
+    return check_signature(signed, demand)
+
+
+def check_files(signed: Signed, folder: Path, demand: Demand) -> Finding:
+    """Check the signature of an artifact's files in `folder`, whose hashes are in `signed`.
+
+    The signature is read only where an index lists it, because another one is of no entry. Raises
+    as `check_signature`.
+    """
+    signature = read_signature(folder) if SIGNATURE in signed.hashes else None
+    part = replace(signed, hashes=signed_part(signed.hashes), signature=signature)
+    return check_signature(part, demand)

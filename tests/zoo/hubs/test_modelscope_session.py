@@ -2,7 +2,7 @@
 
 import pytest
 
-from rotationzoo.zoo.hubs.modelscope_session import may_see_token
+from rotationzoo.zoo.hubs.modelscope import may_see_token
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rotationzoo.artifact.writer import add_files
 from rotationzoo.errors import RotationZooError
 from rotationzoo.zoo import index
 from rotationzoo.zoo.signed_index import IndexSigner, OwnIndex
-from rotationzoo.zoo.signing import extra
+from rotationzoo.zoo.signing import verifier
 from rotationzoo.zoo.signing.make import SigningTool
 
 SIGNATURE = "zoo_index.json.sig"
@@ -81,17 +81,17 @@ def test_without_the_extra_a_signature_is_not_checked_and_that_is_said(
     zoo, made, keys, monkeypatch
 ):
     ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
-    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    monkeypatch.setattr(verifier, "find_spec", lambda name: None)
     pulled = zoo.run("pull", "demo", "--repo", ZOO, "--json")
     assert "is signed, but the signature was not checked" in pulled.stderr
-    assert extra.INSTALL in pulled.stderr
+    assert verifier.INSTALL in pulled.stderr
     assert ok(pulled)["signature"]["state"] == "unchecked"
     for words in (["--require-signature"], ["--signer", keys.public]):
         text = refused(zoo.run("pull", "demo", "--repo", ZOO, *words))
         assert "checking a signature needs the extra `sign`" in text
-        assert extra.INSTALL in text
+        assert verifier.INSTALL in text
     text = refused(zoo.run("push", made, ZOO, "--sign", keys.ours))
-    assert f"{extra.INSTALL}; or publish unsigned, with: --sign none" in text
+    assert f"{verifier.INSTALL}; or publish unsigned, with: --sign none" in text
 
 
 def test_what_is_added_to_an_artifact_ends_its_signature(zoo, made, keys, caplog, monkeypatch):
@@ -149,12 +149,12 @@ def test_a_dry_run_lists_the_signatures(zoo, made, keys):
 
 def test_a_job_that_signs_unasked_says_why_it_needs_the_extra(zoo, made, monkeypatch):
     """Before it opens the artifact. It must not publish without a signature, and not say so."""
-    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    monkeypatch.setattr(verifier, "find_spec", lambda name: None)
     for name in ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"):
         monkeypatch.setenv(name, "true")
     text = refused(zoo.run("push", "no-artifact", ZOO))
     assert "`id-token: write` signs what it publishes unless told otherwise, and that needs" in text
-    assert f"{extra.INSTALL}; or publish unsigned, with: --sign none" in text
+    assert f"{verifier.INSTALL}; or publish unsigned, with: --sign none" in text
     ok(zoo.run("push", made, ZOO, "--sign", "none", "--json"))
 
 
