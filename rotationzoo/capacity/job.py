@@ -8,8 +8,7 @@ from typing import Any
 
 from rotationzoo.capacity.cache_bytes import CACHES, Storage, longest_context, request_bytes
 from rotationzoo.capacity.cards import Card
-from rotationzoo.capacity.config_shape import shape_of_config, text_config
-from rotationzoo.capacity.shape import Shape
+from rotationzoo.capacity.shape import Shape, shape_of_config, text_config
 from rotationzoo.capacity.weights import Weights, weigh
 from rotationzoo.model.files import read_json
 from rotationzoo.model.source import Source, find

@@ -1,6 +1,5 @@
-"""The report of a plan: every number in one table, as JSON has it.
-
-Whether a wish can be met on one card, in plain sentences.
+"""The report of a plan: every number in one table, as JSON has it, and the verdict on a wish in
+plain sentences.
 """
 
 from typing import Any

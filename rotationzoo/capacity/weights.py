@@ -6,8 +6,7 @@ from typing import Any
 
 import huggingface_hub
 
-from rotationzoo.capacity.config_shape import text_config
-from rotationzoo.capacity.shape import Shape
+from rotationzoo.capacity.shape import Shape, text_config
 from rotationzoo.model.files import read_json, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.network.huggingface_session import asking_huggingface

@@ -1,4 +1,6 @@
-"""The Typer app: the list of commands, and how their failures become messages and exit codes."""
+"""The Typer app: the list of commands, how their failures become messages and exit codes, and the
+page that `rotationzoo` prints without a command.
+"""
 
 import functools
 import os
@@ -20,7 +22,6 @@ from rotationzoo.cli.export import export_command
 from rotationzoo.cli.generate import generate_command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
-from rotationzoo.cli.journeys import journey_lines
 from rotationzoo.cli.library_logs import divert_native_output
 from rotationzoo.cli.list import list_command
 from rotationzoo.cli.output import print_traceback, say, show_error, show_lines, start_output
@@ -33,6 +34,27 @@ from rotationzoo.cli.validate import validate_command
 from rotationzoo.cli.verify import verify_command
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
 from rotationzoo.words import nearest
+
+_MODEL = "Qwen/Qwen3-8B"
+_JOURNEYS = (
+    ("demo", "see it work: a minute, no network"),
+    (f"pull {_MODEL} --to sglang", "fetch rotations for an engine"),
+    (f"plan {_MODEL}", "see what fits a GPU"),
+    (f"calibrate {_MODEL}", "make rotations yourself"),
+    (f"generate {_MODEL} -p 'Hi'", "write text through a 2-bit cache"),
+    ("push FOLDER OWNER/REPO", "publish what you made"),
+)
+"""Command without its first word -> what it is for."""
+
+
+def journey_lines() -> list[str]:
+    """Ten lines of at most 80 columns."""
+    width = max(len(command) for command, _ in _JOURNEYS)
+    lines = ["rotationzoo: rotations with which a KV cache can be stored in 2 bits", ""]
+    for command, purpose in _JOURNEYS:
+        lines.append(f"  rotationzoo {command:{width}}  {purpose}")
+    return [*lines, "", "All commands: rotationzoo --help"]
+
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo_command,

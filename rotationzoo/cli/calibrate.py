@@ -11,7 +11,6 @@ from rotationzoo import ranks
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.completion import RECIPES, complete_data, complete_model, complete_recipe
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import default_output, follow_link
 from rotationzoo.cli.options import (
     Column,
     Device,
@@ -24,6 +23,8 @@ from rotationzoo.cli.options import (
     RopeScaling,
     Split,
     Subset,
+    default_output,
+    follow_link,
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress

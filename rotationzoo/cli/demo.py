@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import follow_link
-from rotationzoo.cli.options import Json, Quiet
+from rotationzoo.cli.options import Json, Quiet, follow_link
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 

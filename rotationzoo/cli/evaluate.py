@@ -18,7 +18,6 @@ from rotationzoo.cli.harness_options import (
     parse_harness,
 )
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import parse_tasks, parse_windows
 from rotationzoo.cli.options import (
     Column,
     Device,
@@ -38,6 +37,8 @@ from rotationzoo.cli.options import (
     Subset,
     Tasks,
     TextLength,
+    parse_tasks,
+    parse_windows,
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress

@@ -6,8 +6,16 @@ from typing import Annotated
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import follow_link, parse_clip, parse_window
-from rotationzoo.cli.options import ArtifactFolder, Clip, Json, Quiet, Windows
+from rotationzoo.cli.options import (
+    ArtifactFolder,
+    Clip,
+    Json,
+    Quiet,
+    Windows,
+    follow_link,
+    parse_clip,
+    parse_window,
+)
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import EngineName

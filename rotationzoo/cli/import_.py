@@ -8,8 +8,17 @@ import typer
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.completion import complete_model
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import default_output, follow_link, parse_clip, parse_window
-from rotationzoo.cli.options import Clip, Json, Quiet, Revision, Windows
+from rotationzoo.cli.options import (
+    Clip,
+    Json,
+    Quiet,
+    Revision,
+    Windows,
+    default_output,
+    follow_link,
+    parse_clip,
+    parse_window,
+)
 from rotationzoo.cli.output import Output
 
 

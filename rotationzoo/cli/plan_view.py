@@ -6,7 +6,7 @@ from typing import Any
 from rotationzoo.capacity.cards import USABLE
 from rotationzoo.capacity.job import Capacity, zoo_entries
 from rotationzoo.capacity.report import capacity_json, judge_wish, remarks, size_words
-from rotationzoo.cli.option_values import default_output
+from rotationzoo.cli.options import default_output
 from rotationzoo.cli.output import Output, say, show_lines, table
 from rotationzoo.words import counted
 

@@ -7,7 +7,6 @@ import typer
 
 from rotationzoo.cli.completion import complete_published, complete_published_recipe
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link
 from rotationzoo.cli.options import (
     HubOrAny,
     IndexPlace,
@@ -18,6 +17,9 @@ from rotationzoo.cli.options import (
     Signers,
     TrustConfig,
     ZooRepo,
+    chosen_hubs,
+    default_output,
+    follow_link,
 )
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress

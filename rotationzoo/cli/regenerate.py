@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.option_values import chosen_hubs, default_output, follow_link, parse_tasks
 from rotationzoo.cli.options import (
     AdoptIndex,
     Device,
@@ -24,10 +23,14 @@ from rotationzoo.cli.options import (
     TextLength,
     TrustConfig,
     ZooRepo,
+    chosen_hubs,
+    default_output,
+    follow_link,
+    parse_tasks,
 )
 from rotationzoo.cli.output import Output, say, table
 from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.cli.signing import choose_tool, index_signer, sign_upload
+from rotationzoo.cli.push import choose_tool, index_signer, sign_upload
 from rotationzoo.errors import HubError, PartlyDone, UsageError
 from rotationzoo.words import counted
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB

@@ -1,6 +1,5 @@
-"""Access tokens of the hubs: checked before they are sent, and redacted from all output.
-
-Which URLs may receive an access token: those of the endpoint in use, and no others.
+"""Access tokens of the hubs: checked before they are sent, sent to the endpoint in use alone, and
+redacted from all output.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Loading a recipe: from its name, from a YAML file, or with the command line's flags applied.
 
-The presets: recipes that have a name. To add one, add a row to the table.
+To add a recipe with a name, add a row to `PRESETS`.
 """
 
 import os

@@ -1,12 +1,8 @@
-"""The schema of a recipe: the type, default, meaning and checks of every key.
+"""The schema of a recipe: the type, default, meaning and checks of every key, and which part of it
+may be published.
 
 A new key is a field here, with a default that keeps the results of existing recipes, and a row in
 docs/recipes.md.
-
-What all tables of recipe keys share: they are immutable and refuse unknown keys, and their
-numbers have ranges.
-
-What may be published of a recipe: its content without local paths, and its hash.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Token rows of calibration text, with a fingerprint, and their batches.
 
-Documents are packed into rows of equal length, or each document gets its own row.
-
-Tokenizing one document into the ids that a model would see in training or in a request.
+Documents are packed into rows of equal length, or each document gets its own row. A document is
+tokenized as a model would see it in training or in a request.
 """
 
 import hashlib

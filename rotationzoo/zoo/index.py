@@ -1,7 +1,7 @@
 """The schema of `zoo_index.json`: which rotations are published, where, and with which hashes.
 
-The files at the root of a zoo repository: the index, the card, and the file that makes Hugging
-Face count downloads.
+Also the other files at the root of a zoo repository: the card, and the file that makes Hugging Face
+count downloads.
 """
 
 import json

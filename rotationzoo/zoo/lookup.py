@@ -1,6 +1,5 @@
-"""Finding the index to read, and choosing the entry of a model in it.
-
-Whether the hubs still hold the files that an index lists.
+"""Finding the index to read, choosing a model's entry in it, and asking the hubs whether they still
+hold its files.
 """
 
 import http.client

@@ -1,10 +1,8 @@
 """Pulling a published rotation into a local folder: every hash is checked, and a failed pull leaves
 nothing behind.
 
-Pulling the rotations that OSCAR's authors publish: two `.pt` files without hashes.
-
-The first download records the hashes in `zoo.lock.json` beside the files. Later downloads must
-agree with them.
+OSCAR's authors publish pairs of `.pt` files without hashes. The first download records the hashes
+in `zoo.lock.json` beside the files. Later downloads must agree with them.
 """
 
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""Making new rotations for a model, which must not be worse than the published ones.
-
-Which models need new rotations: those whose weights, config or recipe have changed.
+"""Which models need new rotations (their weights, config or recipe have changed), and making these,
+which must not be worse than the published ones.
 """
 
 import math

@@ -5,8 +5,7 @@ from support.popular import CONFIGS, PARAMETERS
 
 from rotationzoo.cache.windows import Cache
 from rotationzoo.capacity.cache_bytes import Storage, elements, longest_context, request_bytes
-from rotationzoo.capacity.config_shape import shape_of_config
-from rotationzoo.capacity.shape import CachedLayer, Shape
+from rotationzoo.capacity.shape import CachedLayer, Shape, shape_of_config
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
 
 SHAPES = {name: shape_of_config(config) for name, config in CONFIGS.items()}

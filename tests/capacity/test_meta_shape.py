@@ -6,9 +6,8 @@ import pytest
 from support.architectures import WINDOW, families
 from support.models import save_family
 
-from rotationzoo.capacity.config_shape import shape_of_config
 from rotationzoo.capacity.meta_shape import parameters_on_meta, shape_on_meta
-from rotationzoo.capacity.shape import CachedLayer
+from rotationzoo.capacity.shape import CachedLayer, shape_of_config
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.source import Source
 

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 from support.popular import CONFIGS, PARAMETERS
 
-from rotationzoo.capacity.config_shape import shape_of_config
+from rotationzoo.capacity.shape import shape_of_config
 from rotationzoo.capacity.weights import weigh
 from rotationzoo.model.source import DEMO, Source
 

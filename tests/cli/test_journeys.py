@@ -9,8 +9,7 @@ import sys
 import pytest
 from support.command_line import SMALL, without_stages
 
-from rotationzoo.cli.app import COMMANDS
-from rotationzoo.cli.journeys import journey_lines
+from rotationzoo.cli.app import COMMANDS, journey_lines
 
 
 def last_line(result) -> str:

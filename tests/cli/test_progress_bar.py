@@ -13,8 +13,7 @@ from rich.console import Console
 from support.command_line import TITLE
 
 from rotationzoo.cli import output
-from rotationzoo.cli.pace import Pace
-from rotationzoo.cli.progress_bar import show_progress
+from rotationzoo.cli.progress_bar import Pace, show_progress
 from rotationzoo.progress import Bytes, Tokens, in_tokens, silent
 
 

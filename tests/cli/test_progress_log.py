@@ -8,10 +8,9 @@ from io import StringIO
 
 import pytest
 
-from rotationzoo.cli import progress_log
+from rotationzoo.cli import progress_bar
 from rotationzoo.cli.output import Output
-from rotationzoo.cli.progress_bar import show_progress
-from rotationzoo.cli.progress_log import ProgressLog
+from rotationzoo.cli.progress_bar import ProgressLog, show_progress
 from rotationzoo.progress import Tokens
 
 
@@ -76,7 +75,7 @@ def test_a_stage_of_text_has_tokens_per_second(log):
 
 
 def test_the_log_is_not_hidden_with_what_a_client_prints(monkeypatch, capsys):
-    monkeypatch.setattr(progress_log, "QUICK", 0.0)
+    monkeypatch.setattr(progress_bar, "QUICK", 0.0)
     with show_progress(Output()) as progress, redirect_stderr(StringIO()) as hidden:
         progress("sending 190 MB", 0, 0)
     assert hidden.getvalue() == ""
@@ -84,9 +83,9 @@ def test_the_log_is_not_hidden_with_what_a_client_prints(monkeypatch, capsys):
 
 
 def test_nobody_needs_to_call_for_that(monkeypatch):
-    monkeypatch.setattr(progress_log, "_LOOK", 0.01)
-    monkeypatch.setattr(progress_log, "QUICK", 0.0)
-    monkeypatch.setattr(progress_log, "EVERY", 0.05)
+    monkeypatch.setattr(progress_bar, "_LOOK", 0.01)
+    monkeypatch.setattr(progress_bar, "QUICK", 0.0)
+    monkeypatch.setattr(progress_bar, "EVERY", 0.05)
     lines, three = [], threading.Event()
 
     def say(line: str) -> None:
@@ -106,7 +105,7 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
 @pytest.mark.parametrize("flag", [None, "--json", "--quiet"])
 def test_the_command_line_writes_it_to_a_log(flag, inside, monkeypatch):
     """For a run that lasts: here every run counts as one at once."""
-    monkeypatch.setattr(progress_log, "QUICK", 0.0)
+    monkeypatch.setattr(progress_bar, "QUICK", 0.0)
     words = ["calibrate", "demo", "--tokens", "1024", "--length", "256", *([flag] if flag else [])]
     done = inside(*words)
     lines = done.stderr.splitlines()

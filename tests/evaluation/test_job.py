@@ -15,7 +15,7 @@ from support.models import save_family
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.evaluate import parse_layers
-from rotationzoo.cli.option_values import parse_windows
+from rotationzoo.cli.options import parse_windows
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import job as job_module
 from rotationzoo.evaluation.arms import BASELINES

@@ -15,7 +15,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.cli.evaluate_view import suggest_next
-from rotationzoo.cli.option_values import parse_tasks
+from rotationzoo.cli.options import parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation, evaluate

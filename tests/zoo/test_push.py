@@ -12,7 +12,7 @@ from support.published import ZOO, ok, refused
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import add_files
 from rotationzoo.checks.verify import verify
-from rotationzoo.cli import progress_log
+from rotationzoo.cli import progress_bar
 from rotationzoo.progress import Bytes
 from rotationzoo.storage import growth
 from rotationzoo.zoo import index
@@ -157,7 +157,7 @@ def test_push_with_a_wrong_token(zoo, made, monkeypatch):
 
 def test_both_ways_tell_their_progress(zoo, made, monkeypatch):
     """Also ModelScope, whose client prints to a stderr that is hidden."""
-    monkeypatch.setattr(progress_log, "QUICK", 0.0)
+    monkeypatch.setattr(progress_bar, "QUICK", 0.0)
     sent = zoo.run("push", made, ZOO, "--to", "both").stderr
     for hub in ("Hugging Face", "ModelScope"):
         assert re.search(rf"\[0:00:\d\d\] sending \d+ MB to {ZOO} on {hub}\n", sent)

@@ -1,8 +1,7 @@
 """The Hugging Face hub: files are published in one commit, or in a pull request.
 
-The commit's parent must still be the head, so that nobody else's commit is overwritten.
-
-Failures of Hugging Face as errors of one sentence, and which of them are worth a retry.
+The commit's parent must still be the head, so that nobody else's commit is overwritten. Failures
+become errors of one sentence, and this module says which of them are worth a retry.
 """
 
 import itertools

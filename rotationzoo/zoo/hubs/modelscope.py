@@ -1,9 +1,7 @@
 """The ModelScope hub: files are published in a commit, then tagged to mark them complete.
 
-The ModelScope client's HTTP sessions, with limits on time and size and a token that reaches only
-the right hosts.
-
-Failures of ModelScope as errors of one sentence, and which of them are worth a retry.
+The client's HTTP sessions get limits on time and size, and send the token to the right hosts only.
+Failures become errors of one sentence, and this module says which of them are worth a retry.
 """
 
 import contextlib

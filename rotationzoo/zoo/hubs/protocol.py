@@ -3,8 +3,6 @@
 A hub imports its client only when it is used. It limits what it reads and retries failures that may
 be temporary. The caller checks the hashes.
 
-Retrying calls to a hub whose failures may be temporary.
-
 The clients' own retries were tested with every kind of fault. Hugging Face's client does not retry
 a 503 on the body of a file or on a commit, and ModelScope's waits silently for minutes. Both are
 therefore told not to retry, and all retries happen here.

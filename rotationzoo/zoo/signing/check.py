@@ -1,9 +1,8 @@
-"""Checking a signature: that it holds, that it is for these very files, and who made it.
+"""Checking a signature: that it holds, that it is for these very files, and that its signer is one
+whom the user accepts.
 
-What a user asks of signatures: whose are accepted, and whether there must be one.
-
-The signature of an artifact: it lies in the folder as `model.sig`, and is for the manifest and
-the files that the manifest lists.
+An artifact's signature lies in the folder as `model.sig`. It is for the manifest and the files that
+the manifest lists.
 """
 
 from collections.abc import Mapping, Sequence

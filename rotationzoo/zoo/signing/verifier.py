@@ -1,12 +1,9 @@
-"""The cryptography of a signature: whom its certificate names, and whether it holds.
-
-Reading a signature file: what it claims, before anything of it has been checked.
+"""A signature file: reading what it claims, and checking whether it holds and whom its certificate
+names.
 
 The format is that of OpenSSF Model Signing: a Sigstore bundle (v0.3) around a DSSE envelope, whose
-in-toto statement lists files with their sha256
-(https://github.com/ossf/model-signing-spec). Nothing here needs the extra `sign`.
-
-The libraries of the extra `sign`, and their trust in Sigstore's keys.
+in-toto statement lists files with their sha256 (https://github.com/ossf/model-signing-spec).
+Reading needs no extra; checking needs the libraries of the extra `sign`.
 """
 
 import base64
