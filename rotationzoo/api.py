@@ -67,7 +67,8 @@ def calibrate(
     for of_recipe in ("equalize", "feedback", "rope_scaling"):
         settings.pop(of_recipe, None)
     progress: Any = settings.pop("progress", silent)
-    # Nobody chose a preset's row length, so rows may be shortened to the model's positions.
+    # The user did not choose a preset's row length, so rows may be shortened to the model's
+    # positions.
     fit_length = "length" not in options and isinstance(recipe, str) and recipe in PRESETS
     output = Path(output).expanduser()
     # A model that is spread over devices may be read from disk for every batch, so larger batches
@@ -86,7 +87,7 @@ def evaluate(
     """Measure what a 2-bit cache costs a model, for each of several rotations.
 
     * `model`: a hub id, a local folder, or `demo`;
-    * `artifacts`: an artifact, its folder, or several of either. The baselines measured beside them
+    * `artifacts`: an artifact, its folder, or several of either. The baselines measured with them
       are no rotation (`identity`), `hadamard`, a `random` rotation, and `kivi`;
     * `save`: add the report to each artifact;
     * `options`: see `EvaluationOptions`. The default is to read 16,384 tokens of held-out text in

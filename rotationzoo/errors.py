@@ -35,7 +35,7 @@ class ModelUnavailable(RotationZooError):
 
 class Unsound(RotationZooError):
     """Numbers that no artifact may hold: they are not finite, not orthogonal, or do not follow from
-    the statistics stored beside them."""
+    the statistics stored with them."""
 
 
 class HubError(RotationZooError):

@@ -27,7 +27,7 @@ def _do_nothing() -> None:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be served: so many requests at once, each with so many tokens."""
+    """The load to serve: so many requests at once, each with so many tokens."""
 
     model: str
     context: int
@@ -39,7 +39,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What is known of a model for a wish. `refusal` says why it cannot have a 2-bit cache."""
+    """A model measured against a wish. `refusal` says why it cannot have a 2-bit cache."""
 
     wish: Wish
     source: Source
@@ -51,7 +51,7 @@ class Capacity:
 
     @property
     def caches(self) -> tuple[str, ...]:
-        """The caches that this model can have: for a latent, only those of whole elements."""
+        """The caches that this model can have: a latent has no 4-bit and 2-bit cache."""
         return CACHES[:2] if self.refusal else CACHES
 
     def sizes_of_weights(self) -> dict[str, int]:
@@ -63,13 +63,13 @@ class Capacity:
         return request_bytes(self.shape, cache, self.wish.context, self.wish.storage)
 
     def longest_context(self, cache: str, weights: str, card: Card) -> int | None:
-        """The most tokens that one request can have beside these weights on a card. None if there
+        """The most tokens that one request can have next to these weights on a card. None if there
         is no limit."""
         free = card.usable - self.sizes_of_weights()[weights]
         return longest_context(self.shape, cache, free, self.wish.storage)
 
     def most_requests(self, cache: str, weights: str, card: Card) -> int:
-        """How many requests of the wished context fit beside these weights on a card."""
+        """How many requests of the wished context fit next to these weights on a card."""
         free = card.usable - self.sizes_of_weights()[weights]
         return max(0, free // self.request_bytes(cache))
 
@@ -99,8 +99,8 @@ def measure_capacity(wish: Wish, before_building: Callable[[], None] = _do_nothi
     """Read a model's config, and build the model on `meta` only where the config does not tell.
     `before_building` is called before that, to silence the libraries that it needs.
 
-    Raises `ModelUnavailable` if there is no such model, and `UnsupportedModel` if nobody knows what
-    it caches.
+    Raises `ModelUnavailable` if there is no such model, and `UnsupportedModel` if it is not known
+    what it caches.
     """
     source = find(wish.model, wish.revision)
     config = read_json(source.folder / "config.json")
@@ -126,7 +126,7 @@ def measure_capacity(wish: Wish, before_building: Callable[[], None] = _do_nothi
 
 
 def zoo_entries(capacity: Capacity) -> list[dict[str, Any]]:
-    """What the index that comes with the package lists for this model."""
+    """The entries for this model in the index that comes with the package."""
     entries = read_json(_INDEX).get("entries", [])
     name = capacity.source.label.lower()
     return [entry for entry in entries if entry["model"].lower() == name]

@@ -51,13 +51,13 @@ def judge_wish(capacity: Capacity, card: Card) -> tuple[bool, str]:
         )
     verb = "needs" if capacity.wish.requests == 1 else "need"
     return False, (
-        f"No: {wish} {verb} {need} of cache even in {cache}, beside {four_bit} of weights in 4 "
+        f"No: {wish} {verb} {need} of cache even in {cache}, on top of {four_bit} of weights in 4 "
         f"bits, and {card.name} has {usable} for both"
     )
 
 
 def remarks(capacity: Capacity) -> list[str]:
-    """What the numbers leave out, or what stands in the way of the wish whatever the card."""
+    """Remarks: what the numbers leave out, and what prevents the wish on any card."""
     wish, lines = capacity.wish, []
     if capacity.refusal:
         lines.append(f"{wish.model} cannot have an int2 cache: {capacity.refusal}")
@@ -114,7 +114,8 @@ def capacity_json(capacity: Capacity) -> dict[str, Any]:
 
 
 def card_json(capacity: Capacity, card: Card) -> dict[str, Any]:
-    """What fits one card, for weights as published and in 4 bits and for every cache."""
+    """The largest contexts and batches on one card, for weights as published and in 4 bits, and
+    every cache."""
     weights: dict[str, dict[str, Any]] = {}
     for name, size in capacity.sizes_of_weights().items():
         contexts, requests, rates = {}, {}, {}

@@ -35,7 +35,7 @@ class CachedLayer:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a config tells about a model's cache and weights."""
+    """A model's cache and weights, as far as its config tells."""
 
     layers: tuple[CachedLayer, ...]
     embedding: int
@@ -103,7 +103,7 @@ def shape_of_config(config: dict[str, Any]) -> Shape | None:
     embedding = vocabulary * hidden
     routed, dense = _feed_forward(text, kind, count, hidden)
     parameters = None
-    # A model of several parts has weights beside those of its language model.
+    # A model of several parts has other weights besides its language model's.
     if dense is not None and text is config:
         parameters = embedding * (1 if tied else 2) + attention + dense + routed
     return Shape(

@@ -31,9 +31,9 @@ class Weights:
     four_bit: int
     published_experts: int
     four_bit_experts: int
-    """Of these bytes, those of routed experts."""
+    """The bytes of routed experts among these."""
     origin: str
-    """What told the published size: `files`, `index`, `hub` or `config`."""
+    """The source of the published size: `files`, `index`, `hub` or `config`."""
     unread: int = 0
     """Bytes of the published input embedding, of which a decoding step reads a row a token. 0 where
     it is also the output projection, which is read whole."""
@@ -128,5 +128,5 @@ def _ask_hub(source: Source) -> int | None:
             )
         counts = info.safetensors.parameters if info.safetensors else {}
         return sum(_STORED_BYTES[name] * count for name, count in counts.items()) or None
-    except Exception:  # a size that nobody tells is no failure: the config is left
+    except Exception:  # without a size from the hub, the config is left
         return None

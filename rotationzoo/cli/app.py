@@ -197,7 +197,7 @@ def _common_options(
 def _fail(error: Exception, words: Sequence[str]) -> int:
     """Print an error and its hint, and return the exit code.
 
-    With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are those of the command line.
+    With `ROTATIONZOO_DEBUG=1`, print the traceback first. `words` are the command line's.
     """
     if os.environ.get("ROTATIONZOO_DEBUG") == "1":
         print_traceback(error)

@@ -1,4 +1,4 @@
-"""What `calibrate --dry-run` prints: a few lines for people, or one JSON object."""
+"""The output of `calibrate --dry-run`: a few lines for people, or one JSON object."""
 
 from typing import Any
 

@@ -7,11 +7,11 @@ _words: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
 
 
 def remember_words(words: Sequence[str]) -> None:
-    """Remember what stands after `rotationzoo` on the command line."""
+    """Remember the words after `rotationzoo` on the command line."""
     _words.set(tuple(words))
 
 
 def typed_words(*left_out: str) -> list[str]:
-    """What stands after `rotationzoo` on the command line, without some of its options, such as
+    """The words after `rotationzoo` on the command line, without some of its options, such as
     `--dry-run`."""
     return [word for word in _words.get() if word not in left_out]

@@ -1,4 +1,4 @@
-"""What a shell offers for arguments and options: models, recipes, artifacts, published rotations.
+"""Completion of arguments and options in a shell: models, recipes, artifacts, published rotations.
 
 A shell asks at every press of the tab key. Nothing here imports torch or reads more than names. A
 name that no function here knows is left to the shell, which offers files.
@@ -17,11 +17,11 @@ RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 TASKS = ("needles", "key-value", "quote", "copy", "assignments")
 """The recall tasks, which `recall.prompts` defines; a test compares the two."""
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
-_MOST = 200  # names; nobody reads more of them
+_MOST = 200  # names; a longer list is not read
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """The demo, and the models that somebody has published rotations for."""
+    """The demo, and the models with published rotations."""
     return _matching(["demo", *_published()], incomplete)
 
 
@@ -53,7 +53,7 @@ def complete_artifact(incomplete: str) -> list[str]:
 
 
 def complete_rotations(incomplete: str) -> list[str]:
-    """What `generate --rotations` takes: artifacts, names in the zoo, or none."""
+    """The values of `generate --rotations`: artifacts, names in the zoo, or none."""
     names = [*complete_artifact(incomplete), *_published(), "none"]
     return _matching(names, incomplete)
 

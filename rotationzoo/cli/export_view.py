@@ -1,4 +1,4 @@
-"""What `export` and `pull --to` print: how to start the engine."""
+"""The output of `export` and `pull --to`: how to start the engine."""
 
 import shlex
 from pathlib import Path

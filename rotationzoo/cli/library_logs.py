@@ -51,7 +51,7 @@ def divert_native_output() -> None:
     """Send what native libraries write to stdout to stderr instead. What Python prints still goes
     to stdout.
 
-    NCCL writes its log there (`NCCL_DEBUG=WARN`), beside the one JSON object of `--json`. Its own
+    NCCL writes its log there (`NCCL_DEBUG=WARN`), next to the one JSON object of `--json`. Its own
     `NCCL_DEBUG_FILE=/dev/stderr` would empty a file that stderr goes to, and spares the line with
     NCCL's version.
     """

@@ -237,7 +237,7 @@ SignWith = Annotated[
 AdoptIndex = Annotated[
     bool,
     typer.Option(
-        "--adopt-index", help="Sign the index although others signed what it lists, or nobody."
+        "--adopt-index", help="Sign the index even where its entries have other signers or none."
     ),
 ]
 

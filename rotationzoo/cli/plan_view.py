@@ -1,4 +1,4 @@
-"""What `plan` prints: tables for people, one line, or one JSON object."""
+"""The output of `plan`: tables for people, one line, or one JSON object."""
 
 import shlex
 from typing import Any
@@ -112,7 +112,7 @@ def _show_cards(data: dict[str, Any]) -> None:
 
 
 def _show_published(data: dict[str, Any]) -> None:
-    """What the index that comes with rotationzoo lists for the model; some of it is only listed."""
+    """The entries for the model in the packaged index; `pull` cannot fetch all of them."""
     for entry in data["zoo"]:
         line = f"Published rotations: {entry['recipe']}, at {entry['copies'][0]['repo']}"
         if entry["format"] in _PULLED:
@@ -123,7 +123,7 @@ def _show_published(data: dict[str, Any]) -> None:
 def _different_weights(
     data: dict[str, Any], card: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What fits a card, for each kind of weights; only one if the published ones have 4 bits."""
+    """A table of what fits a card, for each kind of weights; one if the published have 4 bits."""
     fitting = list(card["weights"].items())
     sizes = data["weights_bytes"]
     return fitting[:1] if sizes["4bit"] == sizes["published"] else fitting

@@ -45,7 +45,7 @@ class Pace:
         self._told, self._done, self._total = now, done, total
 
     def words(self) -> str:
-        """What is known of the stage, as `1,024/8,192 tokens, 512 tokens/s, 0:00:14 left`; empty
+        """The state of the stage, as `1,024/8,192 tokens, 512 tokens/s, 0:00:14 left`; empty
         where nothing is counted."""
         parts = (self._steps(), self.speed(), self.time_left())
         return ", ".join(part for part in parts if part)

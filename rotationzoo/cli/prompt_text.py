@@ -19,7 +19,7 @@ def read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]
     is neither.
 
     Of a file and of standard input, the last line end is left out: editors and `echo` write it, and
-    a model would go on in a new line. `note` tells whoever waits without having piped anything.
+    a model would go on in a new line. `note` tells a user who waits without having piped anything.
     Raises `UsageError` for more than one prompt, and for what is no text.
     """
     if text is not None and file is not None:

@@ -67,7 +67,7 @@ def pull_command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fetch rotations that somebody published, with every hash checked.
+    """Fetch published rotations, with every hash checked.
 
     rotationzoo pull Qwen/Qwen3-8B --to sglang
     """

@@ -40,7 +40,7 @@ _IN_CI = (
 
 
 def choose_tool(sign: str | None, trust_config: Path | None) -> "SigningTool | None":
-    """What to sign with, as `--sign` says; None for nothing.
+    """The tool to sign with, as `--sign` says; None for none.
 
     Without the option, a job of GitHub Actions that has an identity signs keyless. Raises
     `UsageError` for a value that is neither a word of the option nor a file.
@@ -64,7 +64,7 @@ def choose_tool(sign: str | None, trust_config: Path | None) -> "SigningTool | N
 def sign_upload(
     out: "Output", upload: "Upload", tool: "SigningTool | None", anew: bool
 ) -> "Upload":
-    """Sign what goes to a hub, and say who signed it, or that nobody did.
+    """Sign what goes to a hub, and say who signed it, or that it is unsigned.
 
     A signature that the artifact came with is kept, unless the user asks to sign it `anew`.
     """
@@ -81,7 +81,7 @@ def sign_upload(
 
 
 def index_signer(tool: "SigningTool | None", adopt: bool) -> "IndexSigner | None":
-    """What signs the index; None for nothing. Raises `UsageError` for `adopt` without a tool."""
+    """The signer of the index, or None. Raises `UsageError` for `adopt` without a tool."""
     from rotationzoo.zoo.signed_index import IndexSigner
 
     if tool is None:

@@ -89,7 +89,7 @@ def regenerate_command(
         raise UsageError("name a model, or list what is due", hint="rotationzoo regenerate --plan")
     recipe_file = find_recipe_file(configs, model)
     zoo = repo or ZOO
-    # Even if both hubs are published to, the published rotations are those of one index.
+    # Even if both hubs are published to, the published rotations come from one index.
     hub = DEFAULT_HUB if to in (None, "both") else str(to)
     zoo_index = load_published_index(index, zoo, hub)
     out.note(f"Read {zoo_index.origin}")
@@ -191,7 +191,7 @@ def show_regenerated(
                 new, old = answers["answered"], answers["other_answered"]
                 asked = counted(answers["questions"], "question")
                 say(f"{new} of {asked} answered, by the published {old}")
-            say(f"{change} beside the published rotations")
+            say(f"{change} compared with the published rotations")
         for name, place in places.items():
             say(f"{name}: {place.url}")
 

@@ -15,7 +15,7 @@ def report_command(
     compare: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Another artifact to show beside it. May be repeated.",
+            help="Another artifact to compare with. May be repeated.",
             autocompletion=complete_artifact,
         ),
     ] = None,

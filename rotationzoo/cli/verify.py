@@ -114,14 +114,14 @@ def verify_command(
 
 
 def _misfit(artifact: "Artifact", model: str) -> RotationZooError:
-    """The error for a sound artifact beside a model that it was not made for."""
+    """The error for a sound artifact and a model that it was not made for."""
     from rotationzoo.artifact.weights import model_words
 
     folder, made_for = str(artifact.folder), artifact.manifest.model.id
     right = shlex.join(["rotationzoo", "verify", folder, "--model", *model_words(artifact)])
     return RotationZooError(
         f"{folder} is sound, but {model} is not the model that it was made for, {made_for}",
-        hint=f"check it beside its own model: {right}",
+        hint=f"check it with its own model: {right}",
     )
 
 

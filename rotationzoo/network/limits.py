@@ -1,7 +1,7 @@
 """Limits on how long a hub may take and how many bytes it may send.
 
 The hubs' own clients wait for minutes or forever, and read whatever comes. The sessions that apply
-these limits are `huggingface_session` here and `modelscope_session` beside that hub.
+these limits are in `huggingface_session` and in `zoo/hubs/modelscope`.
 """
 
 import contextvars

@@ -38,7 +38,7 @@ def is_at_storage(url: str, endpoint: str, prefixes: Iterable[str]) -> bool:
     return "." in domain and (parts.hostname or "").lower() in hosts
 
 
-# These names are here and not beside each hub, because a token must be redacted even if its hub was
+# These names are here and not with each hub, because a token must be redacted even if its hub was
 # never contacted. The token of any other hub is redacted once `check_token` has seen it.
 HUGGINGFACE_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_ID_TOKEN")
 MODELSCOPE_VARIABLE = "MODELSCOPE_API_TOKEN"

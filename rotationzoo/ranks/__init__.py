@@ -111,7 +111,7 @@ def all_reduce(sums: "torch.Tensor") -> "torch.Tensor":
 
 
 def of_first(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """The tensors, by name, that process 0 gives here; those of the others are ignored. All of them
+    """The tensors, by name, that process 0 gives here; the others' are ignored. All of them
     call it in the same order."""
     group = _current.get()
     if group is None:
@@ -123,7 +123,7 @@ def of_first(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]
 
 
 def gather(results: Sequence[Mapping[str, "torch.Tensor"]]) -> list[dict[str, "torch.Tensor"]]:
-    """What all processes computed from their parts of a list: the inverse of `share`.
+    """Join what all processes computed from their parts of a list: the inverse of `share`.
 
     Each gives one result for every item that it got from `share`, as tensors by name, at least one.
     All of them get all results on the CPU, in the order of the list that was shared. They call this

@@ -22,7 +22,7 @@ from rotationzoo.ranks.launcher import read_timeout
 _PAUSE = 0.02  # seconds between two looks at the store
 _RARELY = 20  # looks at a collective, which is quick, between two at the store
 _BROKEN = "onnection closed", "onnection reset", "roken pipe"
-_FULL = "out of memory"  # torch's words, and those of CUDA that NCCL quotes
+_FULL = "out of memory"  # torch's words, and CUDA's that NCCL quotes
 _DONE, _INTERRUPTED = "done", "interrupted"
 _ERRORS = {kind.__name__: kind for kind in (RotationZooError, UsageError, Unsound, ProcessLost)}
 
@@ -136,8 +136,8 @@ class Group:
                 dist.destroy_process_group()
 
     def ending(self) -> BaseException | None:
-        """What ended another process, if one has ended too early: its error, first of all; that it
-        is gone without a word; or `KeyboardInterrupt`."""
+        """The reason why another process ended too early, if one has: its error, first of all; that
+        it is gone without a word; or `KeyboardInterrupt`."""
         others = [number for number in range(self.world) if number != self.rank]
         # Looked up before the words, because a process leaves its word before it is gone.
         gone = [number for number in others if self._is_gone(number)]

@@ -1,4 +1,4 @@
-"""What torchrun or accelerate launch tells a process through its environment."""
+"""The environment variables through which torchrun or accelerate launch informs a process."""
 
 import os
 from contextlib import suppress

@@ -34,7 +34,7 @@ def read_answers(
 
     One forward pass is enough. Every token of the right answer is the most probable one after those
     before it if and only if greedy decoding writes exactly this answer. A later question follows
-    the right answers of earlier ones. Inside a running `Simulation`, the answers are those of a
+    the right answers of earlier ones. Inside a running `Simulation`, the answers come from a
     model that reads its cache in 2 bits.
     """
     correct, log_probability = [], []

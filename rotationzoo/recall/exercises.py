@@ -42,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Exercise:
-    """What one prompt hides, and what it asks.
+    """The statements that one prompt hides, and its questions.
 
     Each group is a list of blocks that keep their order in the text. All lines differ.
     """

@@ -25,14 +25,14 @@ _TRIES = 200  # at finding a passage whose cue occurs only once
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """What the prompts of one task look like."""
+    """The kind of prompts that one task has."""
 
     task: str
     prompts: int
     length: int = 2048
     """Tokens per prompt."""
     questions: int | None = None
-    """Questions per prompt; None takes those of `TASKS`."""
+    """Questions per prompt; None takes the number in `TASKS`."""
     first: int = 64
     """The first position at which a statement may begin; the exact window before it is the sink."""
     recent: int = 256
@@ -90,7 +90,7 @@ class _Piece:
     ids: list[int]
     answer: slice
     source: str | int
-    """What holds the answer: a line of an exercise, or the place of a passage in the filler."""
+    """The place of the answer: a line of an exercise, or the place of a passage in the filler."""
 
 
 @dataclass

@@ -197,7 +197,7 @@ class Recipe(Section):
 
     def published(self) -> dict[str, Any]:
         """The recipe as JSON, with the names of local files and folders instead of their paths. The
-        fingerprints stored beside it identify their content."""
+        fingerprints stored with it identify their content."""
         return without_paths(self.model_dump())
 
     @property

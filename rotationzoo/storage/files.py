@@ -112,14 +112,14 @@ def write_new(path: Path, data: bytes) -> None:
     """Write a file under a name that only this process uses. Whatever has the name is removed
     first, so that no link is followed and no file of another name changes. Raises `OSError`."""
     path.unlink(missing_ok=True)
-    # O_EXCL refuses a file or a link that somebody put there in the meantime.
+    # O_EXCL refuses a file or a link that was put there in the meantime.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         file.write(data)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace `path` atomically: write a file beside it, then rename that. Raises
+    """Replace `path` atomically: write a file next to it, then rename that. Raises
     `RotationZooError` where the disk refuses."""
     partial = path.with_name(path.name + ".partial")
     try:

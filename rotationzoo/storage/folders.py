@@ -1,4 +1,4 @@
-"""Atomic replacement of a folder: the new one is built beside the old one, under a lock, and
+"""Atomic replacement of a folder: the new one is built next to the old one, under a lock, and
 renamed into its place.
 
 A process must hold the lock `.NAME.lock` to replace NAME. It builds the new folder as
@@ -24,7 +24,7 @@ _ATTEMPTS = 100  # at reading a folder that others replace all the time
 
 @contextmanager
 def temporary_sibling(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside `folder`. Both are on one file system, so that a rename is atomic.
+    """Yield a new folder next to `folder`. Both are on one file system, so that a rename is atomic.
     The new folder is removed at the end if it is still there.
 
     The folder's lock is held throughout. What killed processes left is first put back or removed.
@@ -83,7 +83,7 @@ def link(source: str | Path, target: str | Path) -> None:
 def check_name(folder: Path) -> None:
     """Check that `folder` may be replaced whole. Raises `UsageError` for a path without a name of
     its own, such as `.`, and for a folder that contains the current one. Raises `RotationZooError`
-    for a symbolic link, because nobody asked to replace the folder that it leads to."""
+    for a symbolic link, because the folder that it leads to was not to be replaced."""
     if folder.name in ("", ".."):
         raise UsageError(
             f"{folder} is no folder that can be replaced", hint="name a new folder with --output"
@@ -127,7 +127,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
-    """What `read` returns of a folder. Where it fails because the folder was just being replaced,
+    """The result of `read` for a folder. Where it fails because the folder was just being replaced,
     it is called again: between the two renames nothing has the folder's name.
 
     Raises what `read` raises, and as `recover`.
@@ -146,7 +146,7 @@ def read_settled(folder: Path, read: Callable[[], Result]) -> Result:
 
 
 def _state(folder: Path) -> tuple[int, int, int] | None:
-    """What differs between a folder and the one that replaces it; None where there is none. A new
+    """How a folder differs from the one that replaces it; None where there is none. A new
     folder may get the number of one that was removed, but not its times."""
     try:
         status = folder.stat()

@@ -1,4 +1,4 @@
-"""Telling how many bytes of a download have arrived, whoever writes the files."""
+"""Telling how many bytes of a download have arrived, no matter which client writes the files."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ def tell_growth(
 ) -> Iterator[None]:
     """While the block runs, tell `progress` how many of `total` bytes `measure` returns.
 
-    A thread of its own looks, because the hubs' clients tell nobody. When the block ends without an
+    A thread of its own looks, because the hubs' clients do not tell. When the block ends without an
     error, it has told the last bytes.
     """
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""Chats in the form of a tokenizer's template, which whoever made the model wrote, and which may
+"""Chats in the form of a tokenizer's template, which comes with the model and may
 loop and multiply text: it runs in a process of its own, with limits of time and memory."""
 
 import multiprocessing
@@ -16,7 +16,7 @@ from rotationzoo.errors import RotationZooError, first_sentence
 
 _SECONDS = 10.0  # a chat of 16 MiB took 0.1 s
 _MEMORY = 1 << 30  # bytes more than the process has when it starts
-_ADDED = 1 << 20  # characters that a template may add to those of the messages
+_ADDED = 1 << 20  # characters that a template may add to the messages
 # A fork has the tokenizer at once. Elsewhere it is not safe after torch was imported.
 _METHOD = "fork" if sys.platform == "linux" else "spawn"
 
@@ -30,7 +30,7 @@ class ChatTemplate:
         self._connection: Connection | None = None
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The text of a chat. `options` are those of `apply_chat_template`.
+        """The text of a chat. `options` go to `apply_chat_template`.
 
         Raises `ValueError`, with a reason, where the template refuses the chat, and
         `RotationZooError` where it takes more time, memory or text than any template needs.

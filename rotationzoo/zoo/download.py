@@ -35,7 +35,7 @@ class Pulled:
     artifact: Artifact | None = None
     """The opened artifact, with whatever the checks have read of it. None for OSCAR's own files."""
     signature: Finding | None = None
-    """What is known of its signature. None for OSCAR's own files, which have none."""
+    """The finding on its signature. None for OSCAR's own files, which have none."""
 
 
 def cache_folder(copy: Copy, revision: str | None) -> Path:
@@ -101,7 +101,7 @@ def download_files(
     stage = f"downloading from {copy.repo} on {HUBS[copy.hub].title}"
     with tell_growth(lambda: size_of_all(raw.rglob("*")), stage, needed, progress):
         open_hub(copy.hub).fetch(copy.repo, revision, paths, raw)
-    # The hubs' clients leave files of their own beside the downloads, so move ours elsewhere.
+    # The hubs' clients leave files of their own next to the downloads, so move ours elsewhere.
     clean.mkdir()
     for name in sizes:
         regular_file(raw, copy.path_of(name)).rename(child(clean, name))

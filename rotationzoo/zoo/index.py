@@ -108,7 +108,7 @@ class Entry(_Growing):
     """The day of publication, in ISO 8601."""
     signer: Signer | None = None
     """Who signed it. Binding in an index that the user named; in the index of the repository that
-    holds the files, whoever can change the files can change this too."""
+    holds the files, anyone who can change the files can change this too."""
 
     @model_validator(mode="after")
     def _can_be_checked(self) -> "Entry":
@@ -140,7 +140,7 @@ class Entry(_Growing):
 
     @property
     def identity(self) -> str:
-        """What tells two entries of one model apart.
+        """The key that distinguishes two entries of one model.
 
         It is the sha256 of the rotations, or for files without hashes their repository and folder.
         """
@@ -150,7 +150,7 @@ class Entry(_Growing):
 
 
 class Statement(_Frozen):
-    """What the signature of an index is for beside its entries: one repository, and for how long.
+    """What an index's signature covers besides its entries: one repository, and for how long.
     It tells a replay apart (TUF, sections 5.3 to 5.5)."""
 
     hub: HubName
@@ -167,7 +167,7 @@ class Index(_Growing):
     schema_: Annotated[int, Field(alias="schema")] = SCHEMA
     entries: list[Entry] = []
     statement: Statement | None = None
-    """None in an index that nobody has signed."""
+    """None in an unsigned index."""
 
     @model_validator(mode="after")
     def _no_duplicates(self) -> "Index":

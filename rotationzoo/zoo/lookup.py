@@ -169,7 +169,7 @@ def choose_entry(
     chosen, others = _of_scaling(pullable, rope_scaling, model)
     exact = [entry for entry in chosen if revision and entry.model_revision == revision]
     entry = max(exact or chosen, key=_preference)
-    calibrated_for = "a revision that nobody recorded"
+    calibrated_for = "a revision that was not recorded"
     if entry.model_revision:
         calibrated_for = f"revision {entry.model_revision}"
     reason = f"{entry.recipe} for {calibrated_for} of {entry.model}"
@@ -191,7 +191,7 @@ def _of_scaling(
     """The entries for a scaling of RoPE, and the scalings of the others.
 
     Rotations for a scaled model are of no use to one that is not, so they are the last choice
-    where nobody asks for a scaling.
+    where no scaling is asked for.
     """
     scalings = list(dict.fromkeys(entry.rope_scaling for entry in entries if entry.rope_scaling))
     if asked is None:

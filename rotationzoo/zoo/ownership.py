@@ -50,7 +50,7 @@ def listed_name(model: Model) -> str:
 
 
 def _is_demo(model: Model) -> bool:
-    """Whether the hashes in a manifest, where it has them, are those of the bundled demo model."""
+    """Whether the hashes in a manifest, where it has them, match the bundled demo model."""
     demo = Source(DEMO_NAME, DEMO, None)
     return model.config_sha256 in (config_hash(demo), None) and model.weights_fingerprint in (
         weights_fingerprint(demo),

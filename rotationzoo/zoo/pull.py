@@ -2,7 +2,7 @@
 nothing behind.
 
 OSCAR's authors publish pairs of `.pt` files without hashes. The first download records the hashes
-in `zoo.lock.json` beside the files. Later downloads must agree with them.
+in `zoo.lock.json` next to the files. Later downloads must agree with them.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ MAX_BYTES = 4 << 30
 """The most bytes to download for one entry. The index gives no sizes for these files, so the only
 sizes are those that the hub itself claims."""
 _UNHASHED_NOTE = (
-    "no hash was published for these files: revision and hashes are recorded beside them"
+    "no hash was published for these files: revision and hashes are recorded next to them"
 )
 
 

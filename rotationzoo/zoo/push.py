@@ -16,7 +16,7 @@ from rotationzoo.zoo.ownership import check_unclaimed
 from rotationzoo.zoo.signed_index import IndexSigner, check_unsigned_push, read_own_index
 from rotationzoo.zoo.upload import Upload
 
-_ATTEMPTS = 4  # another attempt follows when somebody else has committed in between
+_ATTEMPTS = 4  # another attempt follows another commit in between
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _push_to_hub(
         try:
             return hub.publish(publication)
         except StaleParent:
-            continue  # somebody else committed in between, so extend their index
+            continue  # there was a commit in between, so extend its index
     raise HubError(
         f"{repo} changes faster than it can be extended", hint="run the same command again later"
     )

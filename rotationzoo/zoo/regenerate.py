@@ -246,7 +246,7 @@ def compare_rotations(report: dict[str, Any], model: str, folder: Path) -> dict[
 
 
 def _compare_answers(report: dict[str, Any]) -> dict[str, Any] | None:
-    """How the new rotations answer beside the published ones; None where nothing was asked."""
+    """How the new rotations answer compared with the published ones; None without questions."""
     names = list(report["arms"])[:2]
     answered = {name: report["arms"][name]["tasks"] for name in names}
     prompts = prompt_sizes(report["exact"], answered[names[0]])
@@ -262,7 +262,7 @@ def _fault_of_answers(answers: dict[str, Any]) -> str | None:
         count, other = answers["answered"], answers["other_answered"]
         value = answers["answers_p_value"]
         asked = counted(answers["questions"], "question")
-        return f"{count} of {asked} beside {other}, p {value:.2g}"
+        return f"{count} of {asked} compared with {other}, p {value:.2g}"
     difference = answers["log_probability_difference"]
     if answers["outcome"] == "less likely" and difference < -_LESS_LIKELY:
         value = answers["log_probability_p_value"]

@@ -54,14 +54,14 @@ class IndexSigner:
 
     tool: SigningTool
     adopt: bool = False
-    """Whether to sign entries that somebody else has signed, or nobody."""
+    """Whether to sign entries that have another signer or none."""
 
     def sign(self, before: OwnIndex, content: Index) -> tuple[Index, bytes]:
         """The extended index, `content`, with a new statement, and its signature.
 
         If nothing has changed, and the signature that was there does not end soon, both are what
         was there. Raises `RotationZooError` if the earlier index is not signed by the same signer:
-        a signature vouches for every entry, and whoever controls the repository may have added
+        a signature vouches for every entry, and anyone who controls the repository may have added
         some.
         """
         checks = not self.adopt and bool(before.content.entries)
@@ -71,7 +71,7 @@ class IndexSigner:
             self._check(before)
         if earlier is not None and self.tool.signer is not None:
             return content, earlier
-        # What nobody has checked may have the highest counter that there is.
+        # An unchecked index may have the highest counter that there is.
         last = before.content.statement if checks else None
         signed = content.model_copy(update={"statement": _next_statement(before, last)})
         signature, _ = self.tool.sign({index.NAME: signed.text().encode()}, "index")

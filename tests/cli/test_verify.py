@@ -34,7 +34,7 @@ def test_verify_says_whose_rotations_in_one_verdict_and_checks_only_what_holds(i
     assert error.endswith(
         f"plain is sound, but {other} is not the model that it was made for, demo"
     )
-    assert hint == "Hint: check it beside its own model: rotationzoo verify plain --model demo"
+    assert hint == "Hint: check it with its own model: rotationzoo verify plain --model demo"
     shown = json.loads(inside("verify", "plain", "--model", "demo", "--json").stdout)
     listed = inside("verify", "plain", "--model", "demo").stdout.splitlines()[-1]
     assert listed == f"Checked: {', '.join(shown['checked'])}"

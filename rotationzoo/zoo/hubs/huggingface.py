@@ -1,6 +1,6 @@
 """The Hugging Face hub: files are published in one commit, or in a pull request.
 
-The commit's parent must still be the head, so that nobody else's commit is overwritten. Failures
+The commit's parent must still be the head, so that no other commit is overwritten. Failures
 become errors of one sentence, and this module says which of them are worth a retry.
 """
 
@@ -37,7 +37,7 @@ _UNREADABLE = (
     TypeError,
     AttributeError,
 )
-"""What the client raises when it parses an answer that no real hub would send."""
+"""The client raises these when it parses an answer that no real hub would send."""
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _as_hub_error(
         return HubError(f"{where} cannot be used: {reason}", hint=NETWORK_HINT)
     if isinstance(error, _UNREADABLE):
         return HubError(
-            f"{where} sent an answer that is none of a hub's",
+            f"{where} sent an answer that no hub would send",
             hint="check HF_ENDPOINT, and the network's proxy",
         )
     return HubError(f"{where} cannot be used: {first_sentence(error)}", hint=NETWORK_HINT)

@@ -161,7 +161,7 @@ def modelscope_errors(repo: str) -> Iterator[None]:
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         # The client raises these when it parses an answer that no real hub would send.
         raise HubError(
-            f"{where} sent an answer that is none of a hub's",
+            f"{where} sent an answer that no hub would send",
             hint="check MODELSCOPE_ENDPOINT, and the network's proxy",
         ) from error
     except Exception as error:

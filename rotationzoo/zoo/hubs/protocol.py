@@ -70,7 +70,7 @@ class Published:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """What a hub says about a file: its size in bytes and, if the hub knows it, its sha256."""
+    """A file as a hub lists it: its size in bytes and, if the hub knows it, its sha256."""
 
     size: int
     sha256: str | None

@@ -1,6 +1,6 @@
 """The table of hubs, from which the command line, the index and the tests take their names.
 
-To add a hub, write a module beside this one with a subclass of `protocol.Hub`, and add a row here.
+To add a hub, write a module in this folder with a subclass of `protocol.Hub`, and add a row here.
 """
 
 import importlib
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HubEntry:
-    """What the program knows about a hub without importing its client."""
+    """Everything known about a hub without importing its client."""
 
     title: str
     """Its name in sentences."""

@@ -29,10 +29,10 @@ from rotationzoo.zoo.signing.verifier import (
 
 @dataclass(frozen=True)
 class Demand:
-    """What a user asks of signatures."""
+    """The signatures that a user accepts or requires."""
 
     signers: tuple[Signer, ...] = ()
-    """Whose signature is accepted. Empty if the user named nobody."""
+    """Whose signature is accepted. Empty if the user named no one."""
     required: bool = False
     """Whether even an index that was read from a hub must be signed."""
     trust_config: Path | None = None
@@ -40,7 +40,7 @@ class Demand:
 
 
 class SignatureOptions(TypedDict, total=False):
-    """What to ask of signatures. Without any of these, a signature is checked if there is one."""
+    """Options on signatures. Without any of these, a signature is checked if there is one."""
 
     signers: Sequence[str]
     """Who may have signed: identities, or files of public keys (`.pem`)."""
@@ -60,7 +60,9 @@ def make_demand(**options: Unpack[SignatureOptions]) -> Demand:
         named = [named]
     required = options.get("require_signature", False)
     if issuer is not None and not named:
-        raise UsageError("--issuer says who vouches for nobody", hint="add: --signer IDENTITY")
+        raise UsageError(
+            "--issuer needs a --signer that it vouches for", hint="add: --signer IDENTITY"
+        )
     if named or required:
         check_installed("checking a signature")
     signers = tuple(parse_signer(name, issuer) for name in named)
@@ -72,7 +74,7 @@ class Signed:
     """Something that may be signed: an artifact's folder, or an index."""
 
     what: str
-    """What it is, in words."""
+    """It in words."""
     hashes: Mapping[str, str]
     """Name -> sha256 of each file that the signature has to be for, as it is now."""
     signature: bytes | None
@@ -84,7 +86,7 @@ class Signed:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of a signature that was not refused."""
+    """The findings on a signature that was not refused."""
 
     state: Literal["unsigned", "unchecked", "signed"]
     note: str
@@ -102,7 +104,7 @@ def expected_signers(
 ) -> tuple[Signer, ...]:
     """Who must have signed: whom the user named, or else the index that the user named.
 
-    Empty if nobody has been named. Raises `RotationZooError` if a signature is required anyway: a
+    Empty if no signer is named. Raises `RotationZooError` if a signature is required anyway: a
     signature of just anybody proves nothing.
     """
     if demand.signers:
@@ -111,7 +113,7 @@ def expected_signers(
         return (listed,)
     if demand.required:
         raise RotationZooError(
-            f"nobody has said who should have signed {what}",
+            f"it is not known who should have signed {what}",
             hint="name the signer with --signer: an identity, or the file of a public key",
         )
     return ()
@@ -173,7 +175,7 @@ def _check_files(bundle: Bundle, signed: Signed) -> None:
 
 def _choose_signer(bundle: Bundle, candidates: tuple[Signer, ...], what: str) -> Signer | None:
     """The one of the candidates that the signature claims as its signer, or without candidates the
-    claimed signer itself. None for a key that nobody knows."""
+    claimed signer itself. None for an unknown key."""
     claimed: Signer | None = None
     if bundle.certificate is not None:
         claimed = claimed_signer(bundle.certificate, what)

@@ -70,7 +70,7 @@ def parse_signer(text: str, issuer: str | None) -> Signer:
         issuer = GITHUB_ACTIONS
     if issuer is None:
         raise UsageError(
-            f"who says that somebody is {text}?",
+            f"{text} is an identity without an issuer who vouches for it",
             hint="add the issuer of that identity, such as: --issuer https://accounts.google.com",
         )
     return Signer(identity=text, issuer=issuer)
@@ -94,7 +94,7 @@ def read_key(path: Path) -> Signer:
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise RotationZooError(
             f"{path} is no elliptic-curve key, which signatures here are made with",
-            hint="ask whoever signed for the key that belongs to the signature",
+            hint="ask the signer for the key that belongs to the signature",
         )
     pem = key.public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo

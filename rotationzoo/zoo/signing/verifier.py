@@ -187,7 +187,7 @@ _ISSUER = "1.3.6.1.4.1.57264.1.1"  # of a certificate of Sigstore, as in Fulcio'
 
 
 def claimed_signer(certificate: bytes, what: str) -> Signer:
-    """The identity and the issuer in a certificate (DER), which nobody has verified yet.
+    """The identity and the issuer in a certificate (DER), not verified yet.
 
     Raises `RotationZooError`, naming `what` is signed, if the certificate does not have one of
     each.

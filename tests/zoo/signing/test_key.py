@@ -54,7 +54,7 @@ def test_a_key_that_nobody_named_is_said(zoo, made, keys, tmp_path):
     assert alone == {"state": "unchecked", "signer": None}
     assert "which was not checked: add --signer KEY.pem" in zoo.run("verify", path).stdout
     required = refused(zoo.run("verify", path, "--require-signature"))
-    assert "nobody has said who should have signed" in required
+    assert "it is not known who should have signed" in required
     assert "--signer" in required
 
 
@@ -259,10 +259,10 @@ def test_a_key_that_cannot_sign_is_refused_before_anything_is_read(
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [
-        (["--signer", "somebody@example.org"], "who says that somebody is", 2),
-        (["--issuer", "https://example.org"], "who vouches for nobody", 2),
+        (["--signer", "somebody@example.org"], "is an identity without an issuer", 2),
+        (["--issuer", "https://example.org"], "needs a --signer that it vouches for", 2),
         (["--signer", "missing.pem"], "missing.pem cannot be read", 1),
-        (["--require-signature"], "nobody has said who should have signed", 1),
+        (["--require-signature"], "it is not known who should have signed", 1),
     ],
 )
 def test_a_demand_that_cannot_be_met_is_refused_before_a_download(
