@@ -47,7 +47,7 @@ def test_a_claim_that_cannot_be(measure):
     fits, sentence = judge_wish(capacity, capacity.wish.card)
     assert not fits
     assert sentence == (
-        "No: 256 requests of 100,000 tokens need 541 GB of cache even in int2, beside 2.7 GB of "
+        "No: 256 requests of 100,000 tokens need 541 GB of cache even in int2, on top of 2.7 GB of "
         "weights in 4 bits, and H200 has 136 GB for both"
     )
 
