@@ -11,9 +11,9 @@ Arms, all on by default; those whose packages are missing are reported and left 
 * `kivi-32`, `kivi-64`: keys per channel over so many tokens, values per token over so many
   channels; and both with the first artifact's rotations;
 * transformers' own caches (`transformers_caches`): `hqq-2`, `quanto-4` and others, really read;
-* other engines' caches (`rotationzoo.codec.engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and
-  others, simulated in all layers. They keep no token exact, and nothing of them is calibrated.
-  vLLM itself leaves the first two and the last two layers of a dense model out of TurboQuant.
+* other engines' caches (`engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and others,
+  simulated in all layers. They keep no token exact, and nothing of them is calibrated. vLLM itself
+  leaves the first two and the last two layers of a dense model out of TurboQuant.
 
 The first two kinds keep sink and recent tokens exact, and transformers' caches as many tokens at
 the end. `--folded` names the same model with scales folded into its weights; the arms of other
@@ -42,15 +42,14 @@ from typing import Any
 
 import torch
 from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
+from engine_caches import ENGINE_CACHES, EngineArm
 from loading import DEVICE, Loaded, load
 from transformers_caches import CACHES
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.engine_arm import EngineArm
 from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.cache.windows import Cache
-from rotationzoo.codec.engine_caches import ENGINE_CACHES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.verdict import sign_flip

@@ -19,13 +19,14 @@ from functools import cache, partial
 
 import torch
 
-from rotationzoo.codec.lloyd_max import gaussian_centroids
+from rotationzoo.codec import int2
 from rotationzoo.linalg.hadamard import hadamard
 
 _FP8_LARGEST = 448.0
 _BLOCK = 32  # channels of a llama.cpp block
 _SMALLEST_ROTATION = 64  # llama.cpp rotates head dimensions that are multiples of this
 _SIGN_SEED = 0x9E3779B9  # of vLLM's random signs
+_ITERATIONS = 1000  # enough for Lloyd-Max centroids of 4 bits to converge to 1e-9
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,26 @@ def read_lloyd_max(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return directions * _as_half(norm) @ matrix.mT
 
 
+@cache
+def gaussian_centroids(bits: int) -> torch.Tensor:
+    """The `2^bits` centroids of N(0, 1) with the least mean squared error, ascending, float64:
+    the Lloyd-Max quantizer (Lloyd 1982, Max 1960), which TurboQuant rounds keys with.
+
+    Each centroid is the mean of the distribution between the midpoints to its neighbours. The mean
+    between a and b is `(phi(a) - phi(b)) / (Phi(b) - Phi(a))`.
+    """
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    end = torch.full((1,), torch.inf, dtype=torch.float64)
+    quantiles = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
+    centroids: torch.Tensor = normal.icdf(quantiles)
+    for _ in range(_ITERATIONS):
+        edges = torch.cat([-end, (centroids[1:] + centroids[:-1]) / 2, end])
+        density = normal.log_prob(edges).exp()
+        mass = normal.cdf(edges)
+        centroids = (density[:-1] - density[1:]) / (mass[1:] - mass[:-1])
+    return centroids
+
+
 def read_uniform(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """TurboQuant's values in vLLM: codes of the whole row with a minimum and a scale, both stored
     in float16 after rounding. They are not rotated."""
@@ -163,6 +184,41 @@ ENGINE_CACHES = {
     "turboquant_3bit_nc": _turboquant(_lloyd_max_keys(3), 3),
 }
 """The caches by the names that their engines give them."""
+
+
+@dataclass(frozen=True)
+class EngineArm:
+    """An arm that stores keys and values as one of these caches does, under a name.
+
+    These engines keep no token exact, not even the one that they decode: simulate them with
+    `Cache(sink=0, recent=0)`. Other windows show what exact tokens would give. The 2-bit format of
+    the other arms does not matter.
+    """
+
+    name: str
+    cache: EngineCache
+
+    @property
+    def token_group(self) -> int:
+        """Tokens that are quantized together: each token has scales of its own."""
+        return 1
+
+    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Keys or values as they are."""
+        return rows
+
+    def fake_quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]` as the engine reads them back, in their type."""
+        return self.cache.side(side).read(rows.float()).to(rows.dtype)
+
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> None:
+        """Engines do not say in which coordinates they round."""
+
+    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+        """Bits per element, with its share of the scales."""
+        return self.cache.side(side).bits_per_element(dim)
 
 
 def _round_away(steps: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,14 @@
-"""Other engines' caches, against other implementations of their formulas and worked rows."""
+"""Other engines' caches, against other implementations of their formulas and worked rows, and in
+the simulation, where every token is read as the engine stores it."""
 
 import gguf
 import numpy as np
 import pytest
 import torch
-
-from rotationzoo.codec.engine_caches import (
+from engine_caches import (
     ENGINE_CACHES,
+    EngineArm,
+    gaussian_centroids,
     read_fp8,
     read_int4_per_token_head,
     read_lloyd_max,
@@ -14,11 +16,21 @@ from rotationzoo.codec.engine_caches import (
     read_q8_0,
     read_uniform,
 )
-from rotationzoo.codec.lloyd_max import gaussian_centroids
+from support import architectures
+from support.float64 import CLOSE
+
+from rotationzoo.cache.simulated import Simulation
+from rotationzoo.cache.size import arm_bits
+from rotationzoo.cache.windows import Cache
+from rotationzoo.model.capture import intercept
+from rotationzoo.model.geometry import geometry_of
 
 ROWS = torch.randn(3, 2, 17, 128, generator=torch.Generator().manual_seed(0))
 ROWS[0, 0, 0, :32] = 0  # a block whose scale is zero
 ROWS[..., 5] *= 30
+
+IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
+NO_WINDOWS = Cache(sink=0, recent=0)
 
 
 @pytest.mark.parametrize(
@@ -121,3 +133,29 @@ def test_bits_are_those_of_the_packed_rows():
     # `key_packed_size` and `value_packed_size` of vLLM's TurboQuantConfig, in bytes.
     assert bits["turboquant_3bit_nc"] * 128 / 8 == 128 * 3 / 8 + 2
     assert ENGINE_CACHES["turboquant_3bit_nc"].value.bits_per_element(128) * 16 == 48 + 4
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4_per_token_head", "turboquant_3bit_nc"])
+def test_every_query_reads_all_tokens_quantized_its_own_too(name):
+    model = architectures.build("qwen3", torch.float64)
+    geometry = geometry_of(model)
+    storage = ENGINE_CACHES[name]
+
+    def read(layer, query, key, value, attend):
+        rows = storage.key.read(key.float()), storage.value.read(value.float())
+        return attend(query, *[each.to(query.dtype) for each in rows])
+
+    with torch.no_grad():
+        plain = model(input_ids=IDS, use_cache=False).logits
+        with intercept(model, read):
+            expected = model(input_ids=IDS, use_cache=False).logits
+        simulation = Simulation(EngineArm(name, storage), NO_WINDOWS, geometry, {0, 1, 2, 3})
+        with simulation.running(model):
+            simulated = model(input_ids=IDS, use_cache=False).logits
+    assert (simulated - expected).abs().max() <= CLOSE * plain.abs().max()
+    assert (simulated - plain).abs().max() > 1e-3 * plain.abs().max()
+    dim = geometry[0].key_dim
+    bits = [storage.side(side).bits_per_element(dim) for side in ("key", "value")]
+    assert arm_bits(geometry, EngineArm(name, storage), NO_WINDOWS, 100) == pytest.approx(
+        sum(bits) / 2
+    )
