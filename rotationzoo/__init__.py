@@ -1,6 +1,6 @@
 """Orthogonal rotations for 2-bit key/value caches, calibrated on any causal language model.
 
->>> from rotationzoo import Artifact, DecodingGraph, RotatedCache, Rotations
+>>> from rotationzoo import Artifact, RotatedCache, Rotations
 >>> from rotationzoo import calibrate, evaluate, generate, pull
 
 Importing this package is cheap: torch and transformers load when one of these names is first used.
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = [
     "Artifact",
-    "DecodingGraph",
     "RotatedCache",
     "Rotations",
     "__version__",
@@ -26,14 +25,12 @@ __all__ = [
 if TYPE_CHECKING:
     from rotationzoo.api import calibrate, evaluate, pull
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cache.decoding_graph import DecodingGraph
     from rotationzoo.generation.public import generate
     from rotationzoo.rotated_cache import RotatedCache
     from rotationzoo.rotations import Rotations
 
 _MODULES = {
     "Artifact": "rotationzoo.artifact.store",
-    "DecodingGraph": "rotationzoo.cache.decoding_graph",
     "RotatedCache": "rotationzoo.rotated_cache",
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",

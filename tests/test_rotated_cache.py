@@ -181,16 +181,6 @@ def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
     assert asked == [("someone/model", "config.json", "1" * 40)]
 
 
-def test_a_prefix_is_saved_and_loaded(demo, made, tmp_path):
-    cache = RotatedCache(made, demo, sink=4, recent=16)
-    with torch.no_grad():
-        demo(input_ids=PROMPT[:, :-1], past_key_values=cache)
-    cache.save(tmp_path / "prefix.safetensors")
-    loaded = RotatedCache.load(tmp_path / "prefix.safetensors", made, demo, sink=4, recent=16)
-    assert isinstance(loaded, RotatedCache)
-    assert torch.equal(generate(demo, loaded), generate(demo, cache))
-
-
 def test_equalizers_are_applied_once(tmp_path):
     """By the cache for the published weights, and by the weights into which they are folded."""
     folder = save_tiny(tmp_path / "tiny")

@@ -1,6 +1,6 @@
 """Packed codes with their scales and offsets, in blocks that grow by one and are never copied."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -105,19 +105,6 @@ class Blocks:
         for number, block in self.table.items():
             self.table[number] = block.index_select(0, rows)
         self._addresses, self._addressed = None, 0
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], batch: int, needed: range) -> None:
-        """Take over the blocks of `needed` tokens from `tensors`, by their number.
-
-        Raises `KeyError` for a block that is missing, and `ValueError` for one of another shape.
-        """
-        self.length = needed.stop
-        tokens, shape = self.layout.tokens, (batch, self.layout.bytes)
-        for number in range(needed.start // tokens, -(-needed.stop // tokens)):
-            block = tensors[str(number)]
-            if (block.shape, block.dtype) != (shape, torch.uint8):
-                raise ValueError(f"block {number} has another shape or type")
-            self.table[number] = block
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has blocks of its own, elsewhere."""

@@ -1,7 +1,5 @@
 """A cache for transformers' `generate` that really stores keys and values in 2 bits."""
 
-import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +10,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from rotationzoo.cache import prefix
 from rotationzoo.cache.decoding_step import reads_pages, update_lazily
-from rotationzoo.cache.fingerprint import describe
 from rotationzoo.cache.hybrid_layer import RotatedHybridLayer
 from rotationzoo.cache.model_checks import check_means, check_model
 from rotationzoo.cache.padding import Padding, watch_padding
@@ -22,7 +18,7 @@ from rotationzoo.cache.paged_attention import PageReading, watch_attention
 from rotationzoo.cache.rotated_layer import RotatedLayer
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.sliding_layer import RotatedSlidingLayer
-from rotationzoo.cache.states import layer_devices, layer_states, restore_state
+from rotationzoo.cache.states import layer_states
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.loading import input_device
 
@@ -60,7 +56,6 @@ class RotatedCache(DynamicCache):
         check_model(model)
         super().__init__()
         self.storage = storage
-        self._model = weakref.ref(model)
         self.padding = Padding()
         self._planned = self._build_layers(model)
         # A cache class of a model's own takes the number of layers for that of its states, so its
@@ -91,10 +86,6 @@ class RotatedCache(DynamicCache):
             if isinstance(layer, RotatedLayer) and reads_pages(layer, key_states):
                 return update_lazily(layer, key_states, value_states, self.page_reading.masks)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def is_of(self, model: PreTrainedModel) -> bool:
-        """Whether the cache was made for this very model."""
-        return self._model() is model
 
     @property
     def has_models_class(self) -> bool:
@@ -134,47 +125,6 @@ class RotatedCache(DynamicCache):
             for name, tensor in parts:
                 tensors[f"layers.{index}.{name}"] = tensor
         return tensors
-
-    def save(self, path: str | Path) -> None:
-        """Write what the cache holds to a safetensors file, for `load`. Raises `RotationZooError`
-        where the disk refuses, and while a `DecodingGraph` has the newest tokens."""
-        model = self._model()
-        if model is None or self.has_models_class:
-            raise RotationZooError(
-                "a cache without its model, or of a class of the model's own, is not saved"
-            )
-        layers = {layer.index: layer for layer in self.rotated_layers}
-        for layer in layers.values():
-            layer.check_not_lent()
-        prefix.write(Path(path), self.tensors(), layers, describe(self.storage, model))
-
-    @classmethod
-    def load(cls, path: str | Path, *args: Any, **options: Any) -> "RotatedCache":
-        """A cache that holds what `save` wrote. The further arguments are those of the class.
-
-        Raises `RotationZooError` for a file that is damaged, or that was made with other rotations,
-        another model or other settings.
-        """
-        cache = cls(*args, **options)
-        cache._read(Path(path))
-        return cache
-
-    def _read(self, path: Path) -> None:
-        model = self._model()
-        assert model is not None
-        layers = {layer.index: layer for layer in self.rotated_layers}
-        devices = layer_devices(model)
-
-        def place(index: int) -> tuple[torch.device, torch.dtype]:
-            return devices.get(index, input_device(model)), model.dtype
-
-        made_with = describe(self.storage, model)
-        states = prefix.read(path, layers, made_with, place)
-        for name, state in states.items():
-            _, index, _, kind, number = name.split(".")
-            restore_state(
-                self.layers[int(index)], kind, int(number), state.to(place(int(index))[0])
-            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number. Raises `RotationZooError` where a

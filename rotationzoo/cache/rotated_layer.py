@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 from rotationzoo.cache.padding import Padding, side_by_side
 from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.stream import Stream
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import RotationZooError
 from rotationzoo.words import counted
 
 
@@ -38,9 +38,6 @@ class RotatedLayer(CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.storage, self.index, self.padding = storage, index, padding
         self.record_past = False
-        self.lent = False
-        """Whether a `DecodingGraph` has the tokens. Until it is closed, nothing else may change
-        them."""
         self._clear()
 
     def _clear(self) -> None:
@@ -80,7 +77,6 @@ class RotatedLayer(CacheLayerMixin):
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
         """Add new tokens, and quantize what their queries do not read exact. Returns the first
         column that they read."""
-        self.check_not_lent()
         # Until a token is read that is no padding, it is not known where each row begins.
         if not any(stream.length for stream in self.streams):
             self.lazy_initialization(key_states, value_states)
@@ -136,11 +132,6 @@ class RotatedLayer(CacheLayerMixin):
         """The first token that a call after `length` tokens reads."""
         return 0
 
-    def check_not_lent(self) -> None:
-        """Raise `UsageError` while a `DecodingGraph` has the newest tokens."""
-        if self.lent:
-            raise UsageError("a DecodingGraph has the tokens of this cache", hint="close it first")
-
     def _follow_padding(self) -> None:
         """Move the start of rows of which only padding was read so far."""
         for number, start in enumerate(self.padding.starts[: len(self.starts)]):
@@ -179,7 +170,6 @@ class RotatedLayer(CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `RotationZooError` as `crop` does, before anything changes."""
-        self.check_not_lent()
         if tokens_to_remove > 0:
             raise RotationZooError(
                 f"a cache is not cropped to a length of {tokens_to_remove}",
@@ -204,7 +194,6 @@ class RotatedLayer(CacheLayerMixin):
         """Keep these rows `[B']`, in this order."""
         if not self.is_initialized:
             return
-        self.check_not_lent()
         numbers = beam_idx.tolist()
         # Nothing moves in most steps of a beam search that has settled.
         if numbers == list(range(self.batch)):
@@ -225,7 +214,6 @@ class RotatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.check_not_lent()
         self.record_past = False
         self._clear()
 

@@ -1,7 +1,7 @@
 """The stored keys and values of one layer, for rows of a batch that begin at the same token."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
@@ -143,31 +143,6 @@ class Stream:
                     yield f"{side}.{name}", exact[side]
             for number, block in self.blocks[side].table.items():
                 yield f"{side}.block.{number}", block
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Take over what `tensors` gave, with the counts that belong to it. Raises `KeyError` for a
-        tensor that is missing, and `ValueError` for one that does not fit."""
-        self.tail_start, self.first = counts["tail_start"], counts["first"]
-        sink = self.storage.windows.sink
-        for side in SIDES:
-            rotation = self.storage.arm.rotations[self.layer][side]
-            shape = self.batch, len(rotation.clip), sink, rotation.dim
-            tail = self.tail[side] = tensors[f"{side}.tail"]
-            if tail.shape[:2] + tail.shape[3:] != (*shape[:2], shape[3]):
-                raise ValueError(f"the {side}s have another shape")
-            if not self.tail_start:
-                continue
-            self.head[side] = tensors[f"{side}.head"]
-            if self.head[side].shape != shape:
-                raise ValueError(f"the first {side}s have another shape")
-            prefix = f"{side}.block."
-            stored = {
-                name.removeprefix(prefix): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(prefix)
-            }
-            needed = range(max(0, self.first - sink), self.tail_start - sink)
-            self.blocks[side].restore(stored, self.batch, needed)
 
     def _whole_groups(self, token: int) -> int:
         """The end of the last group of tokens that ends at this token or earlier."""

@@ -1,15 +1,13 @@
 """One continuation of a prompt, by the model with a given cache."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from rotationzoo.cache.replayed_generation import replayed_steps
-from rotationzoo.cache.rotated import RotatedCache
 from rotationzoo.calibration.generate import PLAIN, find_end_tokens
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.generation.prompt import Prompt
@@ -60,7 +58,6 @@ def continue_prompt(
     try:
         with (
             _errors(job),
-            _replayed(model, cache),
             _prompt_progress(model, len(prompt.ids), progress),
             _seeded(job),
         ):
@@ -100,13 +97,6 @@ def _options(
     if has_cache and length > job.prefill_chunk:
         options["prefill_chunk_size"] = job.prefill_chunk
     return options
-
-
-def _replayed(model: PreTrainedModel, cache: DynamicCache | None) -> AbstractContextManager[object]:
-    """Decode with a CUDA graph where that can be done with a 2-bit cache."""
-    if not isinstance(cache, RotatedCache) or input_device(model).type != "cuda":
-        return nullcontext()
-    return replayed_steps(model, cache)
 
 
 @contextmanager

@@ -1,22 +1,16 @@
-"""What `generate` does with a 2-bit cache: greedy text, beams, padding, candidates, saved
-prefixes."""
+"""What `generate` does with a 2-bit cache: greedy text, beams, padding, candidates, copies."""
 
 import copy
-import json
-from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from support import architectures
 from support.float64 import CLOSE, to_float64
 from support.naive_cache import NaiveLayer
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from rotationzoo.cache import prefix
 from rotationzoo.cache.arm import Arm
 from rotationzoo.cache.decoding import cache_of_all_positions
 from rotationzoo.cache.rotated import RotatedCache
@@ -24,7 +18,6 @@ from rotationzoo.cache.settings import Storage
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
-from rotationzoo.codec.formats import VLLM
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
@@ -195,16 +188,15 @@ def prefix_of(model, windows=WINDOWS):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "lfm2"])
-def test_a_saved_prefix_goes_on_as_the_cache_itself(name, tmp_path):
+def test_a_copied_prefix_goes_on_as_the_cache_itself(name):
     model = architectures.build(name, torch.float64)
-    cache, path = prefix_of(model), tmp_path / "folder" / "prefix.safetensors"
-    cache.save(path)
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    text = generate(model, copy.deepcopy(cache))
-    loaded = RotatedCache.load(path, cache.storage, model)
-    assert loaded.bytes_held == cache.bytes_held > 0
-    assert loaded.get_seq_length() == 17
-    assert torch.equal(generate(model, loaded), text)
+    cache = prefix_of(model)
+    copied = copy.deepcopy(cache)
+    assert copied.bytes_held == cache.bytes_held > 0
+    assert copied.get_seq_length() == 17
+    text = generate(model, copied)
+    assert cache.get_seq_length() == 17
+    assert torch.equal(generate(model, cache), text)
 
 
 def falcon_h1():
@@ -222,7 +214,7 @@ def falcon_h1():
 
 
 @torch.no_grad()
-def test_two_kinds_of_attention_in_one_layer(tmp_path):
+def test_two_kinds_of_attention_in_one_layer():
     model = falcon_h1()
     read, logits = PROMPT[:, :1], []
     cache, past = empty(model), cache_of_all_positions(model)
@@ -234,123 +226,25 @@ def test_two_kinds_of_attention_in_one_layer(tmp_path):
             assert (logits[number] - expected).abs().max() <= CLOSE * expected.abs().max()
     exact = model(input_ids=PROMPT, use_cache=False).logits
     assert (logits[-1] - exact[:, -1:]).abs().max() > 1e-3
-    cache.save(tmp_path / "prefix")
-    loaded = RotatedCache.load(tmp_path / "prefix", cache.storage, model)
-    for each in (cache, loaded):
+    copied = copy.deepcopy(cache)
+    for each in (cache, copied):
         each.reorder_cache(torch.tensor([0, 0]))
-    both = [model(input_ids=read.repeat(2, 1), past_key_values=each) for each in (cache, loaded)]
+    both = [model(input_ids=read.repeat(2, 1), past_key_values=each) for each in (cache, copied)]
     assert torch.equal(both[0].logits, both[1].logits)
     cache.reset()
     again = model(input_ids=PROMPT[:, :1], past_key_values=cache).logits
     assert torch.equal(again, logits[0])
 
 
-def test_a_saved_prefix_serves_a_batch(tmp_path):
+def test_a_copied_prefix_serves_a_batch():
     model = architectures.build("llama", torch.float64)
     cache = prefix_of(model)
-    cache.save(tmp_path / "prefix")
-    loaded = RotatedCache.load(tmp_path / "prefix", cache.storage, model)
+    copied = copy.deepcopy(cache)
     with pytest.raises(RotationZooError, match="holds 1 row of a batch, and a call brings 2"):
-        generate(model, loaded, PROMPT.repeat(2, 1))
-    loaded.batch_repeat_interleave(2)
+        generate(model, copied, PROMPT.repeat(2, 1))
+    copied.batch_repeat_interleave(2)
     text = generate(model, cache)
-    assert torch.equal(generate(model, loaded, PROMPT.repeat(2, 1)), text.repeat(2, 1))
-
-
-def test_a_padded_prefix_is_saved(tmp_path):
-    model = architectures.build("llama", torch.float64)
-    batch, mask = PROMPT.repeat(2, 1), (torch.arange(18) >= torch.tensor([[0], [6]])).long()
-    cache = empty(model)
-    with torch.no_grad():
-        model(input_ids=batch[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
-    cache.save(tmp_path / "prefix")
-    loaded = RotatedCache.load(tmp_path / "prefix", cache.storage, model)
-    text = generate(model, cache, batch, attention_mask=mask)
-    assert torch.equal(generate(model, loaded, batch, attention_mask=mask), text)
-
-
-def test_a_prefix_of_something_else_is_refused(tmp_path):
-    model, path = architectures.build("llama", torch.float64), tmp_path / "prefix"
-    cache = prefix_of(model)
-    cache.save(path)
-    arm = cache.storage.arm
-    other = replace(arm, rotations=rotations_of(model, "hadamard"))
-    with pytest.raises(RotationZooError, match="a prefix of other rotations"):
-        RotatedCache.load(path, Storage(other, WINDOWS, block=8), model)
-    with pytest.raises(RotationZooError, match=r"stored with recent = 5, and this cache has 6"):
-        RotatedCache.load(path, Storage(arm, replace(WINDOWS, recent=6), block=8), model)
-    with pytest.raises(RotationZooError, match=r"stored with group_size = None, and .* has 8"):
-        RotatedCache.load(path, Storage(replace(arm, group_size=8), WINDOWS, block=8), model)
-    with pytest.raises(RotationZooError, match="stored in another 2-bit format than that of this"):
-        RotatedCache.load(path, Storage(arm, replace(WINDOWS, format=VLLM), block=8), model)
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1
-    with pytest.raises(RotationZooError, match="a prefix of other weights"):
-        RotatedCache.load(path, cache.storage, model)
-
-
-def test_a_prefix_in_the_layout_of_an_earlier_version_is_refused(tmp_path):
-    model, path = architectures.build("llama", torch.float64), tmp_path / "prefix"
-    cache = prefix_of(model)
-    cache.save(path)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    text = metadata[prefix._KEY]
-    laid_out = {part: each for part, each in json.loads(text).items() if part != "layout"}
-    for earlier in ({**metadata, prefix._KEY: json.dumps(laid_out)}, {prefix._KEY: text}):
-        save_file(load_file(path), path, earlier)
-        with pytest.raises(RotationZooError, match="was written by another version"):
-            RotatedCache.load(path, cache.storage, model)
-
-
-def test_a_place_for_a_prefix_is_an_argument(tmp_path):
-    model = architectures.build("llama", torch.float64)
-    cache = prefix_of(model)
-    with pytest.raises(RotationZooError, match="cannot be written") as raised:
-        cache.save(tmp_path)
-    assert raised.value.hint == "make room, or give another path"
-
-
-def test_a_missing_prefix_is_one_sentence(tmp_path):
-    model = architectures.build("llama", torch.float64)
-    with pytest.raises(RotationZooError, match="there is no file"):
-        RotatedCache.load(tmp_path / "nowhere", empty(model).storage, model)
-
-
-@pytest.mark.hostile("malformed")
-@pytest.mark.parametrize(
-    "damage", ["cut", "missing", "shape", "type", "unknown", "plain", "count", "flat", "bit"]
-)
-def test_a_damaged_prefix_is_refused(damage, tmp_path):
-    model, path = architectures.build("llama", torch.float64), tmp_path / "prefix"
-    cache = prefix_of(model)
-    cache.save(path)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    name = "layers.1.0.key.block.0"
-    if damage == "missing":
-        del tensors[name]
-    elif damage == "shape":
-        tensors[name] = tensors[name][:, 16:].contiguous()
-    elif damage == "type":
-        tensors[name] = tensors[name].float()
-    elif damage == "unknown":
-        tensors["layers.1.other"] = torch.zeros(1)
-    elif damage == "flat":
-        tensors["layers.1.0.key.tail"] = torch.zeros(3)
-    elif damage == "count":
-        description = metadata[prefix._KEY]
-        metadata[prefix._KEY] = description.replace('"columns": 17', '"columns": 16')
-    elif damage == "bit":
-        tensors[name].view(torch.uint8)[0, 0] ^= 1
-    if damage not in ("plain", "bit"):  # whoever wrote this file knew how
-        metadata[prefix._DIGEST] = prefix._digest(metadata[prefix._KEY], tensors)
-    save_file(tensors, path, None if damage == "plain" else metadata)
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RotationZooError, match=r"is damaged|cannot be read|holds no cache"):
-        RotatedCache.load(path, cache.storage, model)
+    assert torch.equal(generate(model, copied, PROMPT.repeat(2, 1)), text.repeat(2, 1))
 
 
 def test_what_takes_the_cache_s_bytes():
