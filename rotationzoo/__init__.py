@@ -23,20 +23,21 @@ __all__ = [
 
 # Type checkers read these imports; at run time `__getattr__` makes them.
 if TYPE_CHECKING:
-    from rotationzoo.api import calibrate, evaluate, pull
+    from rotationzoo.api import calibrate, evaluate
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.generation.public import generate
-    from rotationzoo.rotated_cache import RotatedCache
     from rotationzoo.rotations import Rotations
+    from rotationzoo.runtime.cache import RotatedCache
+    from rotationzoo.runtime.generate import generate
+    from rotationzoo.zoo.by_name import pull
 
 _MODULES = {
     "Artifact": "rotationzoo.artifact.store",
-    "RotatedCache": "rotationzoo.rotated_cache",
+    "RotatedCache": "rotationzoo.runtime.cache",
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",
     "evaluate": "rotationzoo.api",
-    "generate": "rotationzoo.generation.public",
-    "pull": "rotationzoo.api",
+    "generate": "rotationzoo.runtime.generate",
+    "pull": "rotationzoo.zoo.by_name",
 }
 
 

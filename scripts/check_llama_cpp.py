@@ -33,12 +33,12 @@ from engine_caches import ENGINE_CACHES, EngineArm
 from loading import load
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.documents import HELD_OUT
 
 ARCHITECTURES = {"qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
@@ -89,7 +89,7 @@ def compare(name: str, data: Data, options: argparse.Namespace) -> None:
             simulated, answers = "", ""
             if cache in ENGINE_CACHES:
                 arm = EngineArm(cache, ENGINE_CACHES[cache])
-                simulation = Simulation(arm, Cache(sink=0, recent=0), loaded.geometry, layers)
+                simulation = Simulation(arm, CacheLayout(sink=0, recent=0), loaded.geometry, layers)
                 loss, share = score(model, texts, prompts, simulation.running(model))
                 simulated, answers = f"{loss:.4f}", f"{share:.1%}"
             line = f"{label:16s} {cache:16s} {real[0]:8.4f} {simulated:>10s} {real[1]:.1%}"

@@ -125,7 +125,7 @@ def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_pat
         e for e in index.read(index.WHEEL_COPY).entries if e.format == "oscar" and e.pullable
     )
     pulled = Pulled(tmp_path, entry, entry.copies[0], None, {})
-    monkeypatch.setattr(api, "pull_first", lambda *_, **__: pulled)
+    monkeypatch.setattr(by_name, "pull_first", lambda *_, **__: pulled)
     loaded = LoadedIndex(index.Index(), "an index")
     monkeypatch.setattr(api, "find_index", lambda *_: loaded)
     monkeypatch.setattr(api, "choose_entry", lambda *_: (entry, entry.copies, ""))

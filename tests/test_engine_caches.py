@@ -19,18 +19,18 @@ from engine_caches import (
 from support import architectures
 from support.float64 import CLOSE
 
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.size import arm_bits
-from rotationzoo.cache.windows import Cache
 from rotationzoo.model.capture import intercept
 from rotationzoo.model.geometry import geometry_of
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.simulation.size import arm_bits
 
 ROWS = torch.randn(3, 2, 17, 128, generator=torch.Generator().manual_seed(0))
 ROWS[0, 0, 0, :32] = 0  # a block whose scale is zero
 ROWS[..., 5] *= 30
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
-NO_WINDOWS = Cache(sink=0, recent=0)
+NO_WINDOWS = CacheLayout(sink=0, recent=0)
 
 
 @pytest.mark.parametrize(
