@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.errors import RotationZooError
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.layout import CacheLayout
 
@@ -15,7 +16,8 @@ Reading = Literal["auto", "rows", "pages"]
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How the layers of a cache store their tokens."""
+    """How the layers of a cache store their tokens. Raises `RotationZooError` for a format with
+    codes of more than 2 bits, which only a simulation reads."""
 
     arm: Arm
     layout: CacheLayout = field(default_factory=CacheLayout)
@@ -26,6 +28,13 @@ class CacheSettings:
     """Tokens per block, at least."""
     reading: Reading = "auto"
     """What a decoding step of a layer with full attention reads."""
+
+    def __post_init__(self) -> None:
+        if self.layout.format.bits != 2:
+            raise RotationZooError(
+                f"this cache stores codes of 2 bits, and the format has {self.layout.format.bits}",
+                hint="evaluate it in a simulation: rotationzoo evaluate",
+            )
 
     @property
     def block_tokens(self) -> int:

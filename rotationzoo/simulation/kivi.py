@@ -30,8 +30,9 @@ class KiviArm(Arm):
       as soon as it leaves the window, so this is slightly in its favour.
     * The sink stays exact, which KIVI does not do.
 
-    The 2-bit format of the other arms and the clip ratios of the rotations do not matter. Without a
-    rotation (`identity`) this is KIVI; with one, keys are centered and rotated head by head first.
+    Of the other arms' format only the bits matter, and the clip ratios of the rotations do not.
+    Without a rotation (`identity`) this is KIVI; with one, keys are centered and rotated head by
+    head first.
     """
 
     tokens: int = 32
@@ -43,9 +44,10 @@ class KiviArm(Arm):
         return self.tokens
 
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
-        """Bits per quantized element: 2, and its share of a float16 scale and minimum."""
+        """Bits per quantized element: those of a code, and its share of a float16 scale and
+        minimum."""
         group = self.tokens if side == "key" else self._value_group(dim)
-        return int2.bits_per_element(group, format=FORMAT)
+        return int2.bits_per_element(group, format=self.stored_format(format))
 
     def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` as a reader gets them back. The last `T % tokens` rows, an
@@ -65,14 +67,15 @@ class KiviArm(Arm):
     ) -> int2.Quantized:
         """Choose the codes of complete groups. A key channel has a scale per group of tokens: those
         of keys are `[B, H, T / tokens, D]`."""
+        stored = self.stored_format(format)
         if side == "value":
-            return int2.quantize(rows, 1.0, self._value_group(rows.shape[-1]), FORMAT)
+            return int2.quantize(rows, 1.0, self._value_group(rows.shape[-1]), stored)
         # One row per channel, cut into groups of tokens.
-        return _swap(int2.quantize(rows.mT, 1.0, self.tokens, FORMAT))
+        return _swap(int2.quantize(rows.mT, 1.0, self.tokens, stored))
 
     def stored_format(self, format: int2.Format) -> int2.Format:
-        """KIVI's own format, whatever the other arms store."""
-        return FORMAT
+        """KIVI's own format, whatever the other arms store, with as many bits."""
+        return replace(FORMAT, bits=format.bits)
 
     def encoder(self, layer: int, side: str, format: int2.Format, device: torch.device) -> None:
         """There is no kernel: 32 tokens at a time are few operations."""

@@ -177,3 +177,9 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused():
     model = architectures.build("deepseek_v32", torch.float64)
     with pytest.raises(UnsupportedModel, match="keeps a DynamicIndexedLayer, which this cache"):
         cache_for(model, Arm("none", {}), CacheLayout())
+
+
+def test_codes_of_other_bits_are_refused():
+    layout = CacheLayout(replace(FORMATS["sglang"], bits=4))
+    with pytest.raises(RotationZooError, match="stores codes of 2 bits, and the format has 4"):
+        CacheSettings(Arm("", {}), layout)

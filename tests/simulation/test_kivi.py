@@ -1,6 +1,8 @@
 """The arm `kivi`: keys per channel over groups of tokens, against a cache that is filled token by
 token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -142,3 +144,4 @@ def test_bits_count_a_scale_and_a_minimum_for_each_group():
     assert arm.stored_bits("key", 128, int2.SGLANG) == 2 + 32 / 64
     assert arm.stored_bits("value", 128, int2.SGLANG) == 2 + 32 / 32
     assert arm.stored_bits("value", 80, int2.SGLANG) == 2 + 32 / 16, "32 does not divide 80"
+    assert arm.stored_bits("key", 128, replace(int2.SGLANG, bits=4)) == 4 + 32 / 64
