@@ -1,6 +1,6 @@
 """Orthogonal rotations for 2-bit key/value caches, calibrated on any causal language model.
 
->>> from rotationzoo import Artifact, DecodingGraph, RotatedCache, Rotations
+>>> from rotationzoo import Artifact, RotatedCache, Rotations
 >>> from rotationzoo import calibrate, evaluate, generate, pull
 
 Importing this package is cheap: torch and transformers load when one of these names is first used.
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = [
     "Artifact",
-    "DecodingGraph",
     "RotatedCache",
     "Rotations",
     "__version__",
@@ -24,22 +23,21 @@ __all__ = [
 
 # Type checkers read these imports; at run time `__getattr__` makes them.
 if TYPE_CHECKING:
-    from rotationzoo.api import calibrate, evaluate, pull
+    from rotationzoo.api import calibrate, evaluate
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.cache.decoding_graph import DecodingGraph
-    from rotationzoo.generation.public import generate
-    from rotationzoo.rotated_cache import RotatedCache
     from rotationzoo.rotations import Rotations
+    from rotationzoo.runtime.cache import RotatedCache
+    from rotationzoo.runtime.generate import generate
+    from rotationzoo.zoo.by_name import pull
 
 _MODULES = {
     "Artifact": "rotationzoo.artifact.store",
-    "DecodingGraph": "rotationzoo.cache.decoding_graph",
-    "RotatedCache": "rotationzoo.rotated_cache",
+    "RotatedCache": "rotationzoo.runtime.cache",
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",
     "evaluate": "rotationzoo.api",
-    "generate": "rotationzoo.generation.public",
-    "pull": "rotationzoo.api",
+    "generate": "rotationzoo.runtime.generate",
+    "pull": "rotationzoo.zoo.by_name",
 }
 
 

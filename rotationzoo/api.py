@@ -1,9 +1,8 @@
-"""The public functions: `from rotationzoo import calibrate, evaluate, pull`.
+"""The public functions `calibrate` and `evaluate`.
 
 They take plain values and return the artifact or the report that the command line shows.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -13,7 +12,6 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.plan import Job
-from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.settings import TaskSettings
@@ -27,11 +25,7 @@ from rotationzoo.recipe import (
     with_feedback,
     with_rope_scaling,
 )
-from rotationzoo.zoo.hubs.registry import HUB_NAMES
-from rotationzoo.zoo.lookup import choose_entry, find_index
-from rotationzoo.zoo.pull import pull_first
-from rotationzoo.zoo.signed_index import check_index
-from rotationzoo.zoo.signing.check import SignatureOptions, make_demand
+from rotationzoo.runtime.through_cache import ThroughCache
 
 _TEXT = Text.__optional_keys__
 _ON_DISK = str | Path | Artifact
@@ -108,49 +102,8 @@ def evaluate(
     save_to = folders if save else []
     settings["fit_length"] = "length" not in options
     settings["tasks"] = _task_settings(settings)
-    return run_evaluation(Evaluation(model, folders, data, save_to=save_to, **settings), progress)
-
-
-def pull(
-    model: str,
-    *,
-    recipe: str | None = None,
-    revision: str | None = None,
-    repo: str | None = None,
-    hub: str = "any",
-    folder: str | Path | None = None,
-    **signatures: Unpack[SignatureOptions],
-) -> Artifact:
-    """Fetch published rotations, check every hash, and log what is known of the signature.
-
-    * `model`: the model whose rotations to fetch, such as `Qwen/Qwen3-8B`;
-    * `recipe`: only rotations of this recipe; those for scaled RoPE are the last choice without it;
-    * `revision`: the model revision that the rotations must be made for; by default the newest;
-    * `repo`: the repository of a zoo, as `owner/name`; by default that of this project;
-    * `hub`: the hub to fetch from, such as `huggingface`; by default any of them;
-    * `folder`: where to put the files; by default the cache of huggingface_hub;
-    * `signatures`: who must have signed them; see `SignatureOptions`.
-
-    Raises `RotationZooError` where no rotations match, for files that differ from what the index
-    lists, and for a signature that is wrong or not as asked.
-    """
-    demand = make_demand(**signatures)
-    hubs: list[str] = list(HUB_NAMES) if hub == "any" else [hub]
-    index = find_index(None, repo, hubs[0])
-    check_index(index, demand)
-    entry, copies, _ = choose_entry(index, model, revision, recipe, hubs)
-    target = None if folder is None else Path(folder)
-    pulled = pull_first(index, entry, copies, target, demand=demand)
-    if pulled.signature is not None:
-        level = logging.INFO if pulled.signature.state == "signed" else logging.WARNING
-        logging.getLogger("rotationzoo").log(level, "%s", pulled.signature.note)
-    # Files that OSCAR's makers published have no manifest, so they are not an artifact yet.
-    if pulled.artifact is None:
-        raise RotationZooError(
-            f"the rotations of {entry.model} in {pulled.copy.repo} are no artifact: {pulled.path}",
-            hint=f"make one of them: rotationzoo import {pulled.path} --model {entry.model}",
-        )
-    return pulled.artifact
+    job = Evaluation(model, folders, data, save_to=save_to, **settings)
+    return run_evaluation(job, progress, ThroughCache)
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:

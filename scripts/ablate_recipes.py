@@ -36,9 +36,6 @@ from typing import Any
 import torch
 from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
 
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.feedback_factors import METRIC_KINDS, error_metric
@@ -46,7 +43,6 @@ from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
 from rotationzoo.evaluation.tasks.settings import TaskSettings
-from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
@@ -55,6 +51,10 @@ from rotationzoo.model.geometry import Geometry, geometry_on_meta
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.rotations import Rotation, Rotations
+from rotationzoo.runtime.through_cache import ThroughCache
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.kivi import KiviArm
+from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
 
 SETTINGS: dict[str, tuple[int, int | None, int]] = {
@@ -92,7 +92,7 @@ DEFAULT = "oscar centered"
 class Questions:
     """What every arm is asked in one setting."""
 
-    cache: Cache
+    cache: CacheLayout
     length: int
     series: list[Any]
     batch: int
@@ -146,7 +146,7 @@ class Study:
         length, chunk, questions = SETTINGS[setting]
         if self.small:
             length, questions = 1024 if length == 2048 else 2048, 4
-        cache = Cache(prefill_chunk=chunk)
+        cache = CacheLayout(prefill_chunk=chunk)
         farthest = replace(cache, recent=cache.recent + 64)  # `kivi` keeps more of the end exact
         data = Data(source=str(self.text / "evaluation.jsonl"), tokens=32 * length, length=length)
         text = read_corpus(data, self.tokenizer)

@@ -14,13 +14,12 @@ from collections.abc import Callable
 import torch
 from loading import DEVICE, compare, load
 
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.observers import Observers
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.forward import attention_modules, token_losses
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Observers, Simulation
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     loaded = load(args.model, dtype, Data(source=args.data, tokens=args.tokens, length=args.length))
-    batches, cache, start = loaded.batches(1), Cache(), Cache().first_quantized
+    batches, cache, start = loaded.batches(1), CacheLayout(), CacheLayout().first_quantized
     arm = Arm("hadamard", fit(None, PRESETS["hadamard"], loaded.geometry))
     layers = {layer.index for layer in loaded.geometry}
     modules = attention_modules(loaded.model, batches[0][:, :32])

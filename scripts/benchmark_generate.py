@@ -7,12 +7,11 @@ The model is transformers' own Qwen3ForCausalLM with random weights in bfloat16,
 Qwen3-8B, with sdpa. Every layer of a cache is given random keys and values, as if it had read so
 many tokens. Then the model decodes greedily: each step takes the token of the one before. Arms:
 
-* `DecodingGraph`: a `RotatedCache` with steps as a CUDA graph; flushes of the tail are included;
-* `RotatedCache, pages`: the same cache, with steps launched by Python;
+* `RotatedCache, pages`: steps that read the codes, launched by Python;
 * `RotatedCache, rows`: the same, with keys and values restored (3 steps);
 * `DynamicCache` and `StaticCache`: transformers' own caches in bfloat16, launched by Python.
 
-Peak memory is that of an arm with its capture or its filling, weights included. Rotations are
+Peak memory is that of an arm with its filling, weights included. Rotations are
 `hadamard`, because times depend on shapes alone.
 """
 
@@ -30,7 +29,7 @@ from benchmark_memory import QWEN3_8B, Record, build_model, fill, free_memory, s
 from loading import DEVICE
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from rotationzoo import DecodingGraph, RotatedCache
+from rotationzoo import RotatedCache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
@@ -81,24 +80,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_rotated(model: PreTrainedModel, options: argparse.Namespace, arms: Record) -> None:
-    """The three ways to decode with a 2-bit cache; one cache serves all."""
+    """The two ways to decode with a 2-bit cache; one cache serves both."""
     geometry = geometry_of(model)
     rotations = fit(None, PRESETS["hadamard"], geometry)
     cache = RotatedCache(rotations, model, format=options.format, sink=64, recent=256)
     fill(cache, geometry, options.context)
 
-    def decode_with_graph() -> Record:
-        started = synchronized_time()
-        with DecodingGraph(model, cache) as step:
-            seconds = synchronized_time() - started
-            record = measure_steps(step, options.steps, cache.bytes_held)
-            captured = step.captures
-        return record | {"start_seconds": round(seconds, 2), "graph": captured}
-
     def decode(count: int) -> Record:
         return measure_steps(launched(model, cache), count, cache.bytes_held)
 
-    attempt(arms, "DecodingGraph", decode_with_graph)
     attempt(arms, "RotatedCache, pages", lambda: decode(options.steps))
     cache.page_reading.wanted = False
     attempt(arms, "RotatedCache, rows", lambda: decode(ROW_STEPS))

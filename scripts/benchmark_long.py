@@ -27,9 +27,6 @@ from scale_models import (
 )
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
@@ -43,6 +40,9 @@ from rotationzoo.model.rope import apply_scaling, scaling_of
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt, Question
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 
 # As the model's card on huggingface.co recommends for 131,072 tokens.
 SCALING = "yarn:4:32768"
@@ -96,20 +96,20 @@ class Bench:
         yield "prompt, one arm", lambda: self.answer(self.caches["decoding"]), answering
 
     @property
-    def caches(self) -> dict[str, Cache]:
+    def caches(self) -> dict[str, CacheLayout]:
         """Both layouts."""
-        return {"decoding": Cache(), f"chunks of {CHUNK}": Cache(prefill_chunk=CHUNK)}
+        return {"decoding": CacheLayout(), f"chunks of {CHUNK}": CacheLayout(prefill_chunk=CHUNK)}
 
     def forward(self) -> None:
         """The decoder alone, with nothing captured."""
         decoder(self.model)(input_ids=self.ids, use_cache=False)
 
-    def simulation(self, cache: Cache, queries: torch.Tensor | None = None) -> Simulation:
+    def simulation(self, cache: CacheLayout, queries: torch.Tensor | None = None) -> Simulation:
         """The model that reads its cache in 2 bits."""
         layers = {layer.index for layer in self.geometry}
         return Simulation(self.arm, cache, self.geometry, layers, queries=queries)
 
-    def measure(self, cache: Cache) -> None:
+    def measure(self, cache: CacheLayout) -> None:
         """What `evaluate` does with one text and one arm."""
         start = max(each.first_quantized for each in self.caches.values())
         metrics = Metrics(Buckets.between(start, self.length), sorted(self.arm.rotations))
@@ -120,7 +120,7 @@ class Bench:
         with simulation.running(self.model, modules, metrics.observers):
             metrics.add_losses(token_losses(self.model, self.ids, start))
 
-    def answer(self, cache: Cache | None = None) -> None:
+    def answer(self, cache: CacheLayout | None = None) -> None:
         """The answers to 8 questions at the end of a prompt, exact or through the arm."""
         ends = range(self.length - 8 * 16, self.length, 16)
         questions = [Question("needles", slice(end + 8, end + 14), 64) for end in ends]

@@ -33,16 +33,16 @@ from loading import DEVICE
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config
 
 from rotationzoo import RotatedCache
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.settings import Storage
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.geometry import Geometry, Layer, geometry_of
 from rotationzoo.recipe import PRESETS
-from rotationzoo.rotated_cache import CacheOptions
 from rotationzoo.rotations import Rotation, Rotations
+from rotationzoo.runtime.options import CacheOptions
+from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
@@ -236,7 +236,7 @@ def measure_encoders() -> Record:
         arm = Arm("", rotations, rounding=rounding)
         for encoder, choose in (("kernel", kernels), ("definition", lambda *_: None)):
             with patch.object(Arm, "encoder", choose):
-                speeds = time_encoder(Storage(arm, Cache(SIMULATED["sglang"])))
+                speeds = time_encoder(CacheSettings(arm, CacheLayout(SIMULATED["sglang"])))
             report[f"{rounding}, {encoder}"] = speeds
             print(
                 f"keys of one layer, {rounding} codes, {encoder}: "
@@ -255,18 +255,18 @@ def with_factor(layer: int, side: str, rotation: Rotation) -> Rotation:
     return replace(rotation, feedback=factorize(basis @ falling @ basis.mT))
 
 
-def time_encoder(storage: Storage) -> Record:
+def time_encoder(settings: CacheSettings) -> Record:
     """Tokens a second in pieces of 2,048 tokens, and milliseconds of a single one."""
-    rotation = storage.arm.rotations[0].key
+    rotation, format = settings.arm.rotations[0].key, settings.layout.format
     shape = 1, len(rotation.clip), 2048, rotation.dim
     rows = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
-    storage = storage.for_layer(0, rows, rows)
+    settings = settings.for_layer(0, rows, rows)
     seconds = {}
     for count in (2048, 1):
-        storage.quantize(rows[:, :, :count], 0, "key")
+        settings.arm.pack(rows[:, :, :count], 0, "key", format)
         started = synchronized_time()
         for _ in range(4):
-            storage.quantize(rows[:, :, :count], 0, "key")
+            settings.arm.pack(rows[:, :, :count], 0, "key", format)
         seconds[count] = (synchronized_time() - started) / 4
     return {
         "tokens_per_second": round(2048 / seconds[2048]),

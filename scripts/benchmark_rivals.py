@@ -11,9 +11,9 @@ Arms, all on by default; those whose packages are missing are reported and left 
 * `kivi-32`, `kivi-64`: keys per channel over so many tokens, values per token over so many
   channels; and both with the first artifact's rotations;
 * transformers' own caches (`transformers_caches`): `hqq-2`, `quanto-4` and others, really read;
-* other engines' caches (`rotationzoo.codec.engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and
-  others, simulated in all layers. They keep no token exact, and nothing of them is calibrated.
-  vLLM itself leaves the first two and the last two layers of a dense model out of TurboQuant.
+* other engines' caches (`engine_caches`): `q4_0`, `fp8`, `turboquant_3bit_nc` and others,
+  simulated in all layers. They keep no token exact, and nothing of them is calibrated. vLLM itself
+  leaves the first two and the last two layers of a dense model out of TurboQuant.
 
 The first two kinds keep sink and recent tokens exact, and transformers' caches as many tokens at
 the end. `--folded` names the same model with scales folded into its weights; the arms of other
@@ -42,15 +42,11 @@ from typing import Any
 
 import torch
 from cache_readers import Reader, answers_of, exact, list_kivi, losses_of, simulated, through
+from engine_caches import ENGINE_CACHES, EngineArm
 from loading import DEVICE, Loaded, load
 from transformers_caches import CACHES
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.engine_arm import EngineArm
-from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.windows import Cache
-from rotationzoo.codec.engine_caches import ENGINE_CACHES
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.verdict import sign_flip
@@ -58,6 +54,9 @@ from rotationzoo.model import loading
 from rotationzoo.model.source import find
 from rotationzoo.recall.prompts import TASKS, Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.kivi import KiviArm
+from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.documents import HELD_OUT
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,7 +77,7 @@ class Questions:
 
 def main() -> int:
     options = parse_arguments()
-    cache = Cache(SIMULATED[options.format], *map(int, options.windows.split("/")))
+    cache = CacheLayout(SIMULATED[options.format], *map(int, options.windows.split("/")))
     source = options.data or str(HELD_OUT)
     rows = options.texts + 2 * options.prompts
     data = Data(source=source, tokens=rows * options.length, length=options.length)
@@ -129,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ask(loaded: Loaded, cache: Cache, options: argparse.Namespace) -> Questions:
+def ask(loaded: Loaded, cache: CacheLayout, options: argparse.Namespace) -> Questions:
     """Prompts of every task, and plain texts, from different rows of the data."""
     rows = loaded.text.rows
     tokenizer = loading.load_tokenizer(find(options.model))
@@ -151,7 +150,7 @@ def ask(loaded: Loaded, cache: Cache, options: argparse.Namespace) -> Questions:
 
 
 def list_readers(
-    loaded: Loaded, arms: list[Arm], cache: Cache, length: int
+    loaded: Loaded, arms: list[Arm], cache: CacheLayout, length: int
 ) -> dict[str, Callable[[], Reader]]:
     """Name -> what makes the arm's reader, for the arms of `evaluate` and for all others."""
     rotated = [arm for arm in arms if not isinstance(arm, KiviArm)]
@@ -160,7 +159,7 @@ def list_readers(
     for arm in rotated:
         readers[arm.name] = partial(simulated, loaded, arm, cache, length)
     readers |= {name: partial(through, loaded, name, cache, length) for name in CACHES}
-    none = Cache(sink=0, recent=0)
+    none = CacheLayout(sink=0, recent=0)
     for name, engine_cache in ENGINE_CACHES.items():
         arm = EngineArm(name, engine_cache)
         readers[name] = partial(simulated, loaded, arm, none, length)

@@ -11,15 +11,14 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers_caches import CACHES, ThroughCache
 
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.protocol import CacheArm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.size import arm_bits
-from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.recall.answers import Answers, read_answers
 from rotationzoo.recall.prompts import Prompt
+from rotationzoo.simulation.arm import Arm, CacheArm
+from rotationzoo.simulation.kivi import KiviArm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
+from rotationzoo.simulation.size import arm_bits
 
 KIVI_GROUPS = (32, 64)
 
@@ -58,7 +57,7 @@ def exact(loaded: Loaded) -> Reader:
     return Reader(loaded.model, nullcontext, 16)
 
 
-def simulated(loaded: Loaded, arm: CacheArm, cache: Cache, length: int) -> Reader:
+def simulated(loaded: Loaded, arm: CacheArm, cache: CacheLayout, length: int) -> Reader:
     """The model, reading what an arm stores; `length` tokens are those of which bits are told."""
     layers = {layer.index for layer in loaded.geometry}
     simulation = Simulation(arm, cache, loaded.geometry, layers)
@@ -66,7 +65,7 @@ def simulated(loaded: Loaded, arm: CacheArm, cache: Cache, length: int) -> Reade
     return Reader(loaded.model, lambda: simulation.running(loaded.model), bits)
 
 
-def through(loaded: Loaded, name: str, cache: Cache, length: int) -> Reader:
+def through(loaded: Loaded, name: str, cache: CacheLayout, length: int) -> Reader:
     """The model, reading one of transformers' own `CACHES`. It keeps as many tokens exact as
     `cache`, all of them at the end."""
     quantized = replace(CACHES[name], residual=cache.sink + cache.recent)

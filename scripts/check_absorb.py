@@ -26,15 +26,15 @@ from loading import DEVICE, Loaded, load
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import folded_rotations
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.engines.absorb import absorb, fold
 from rotationzoo.evaluation.forward import token_losses
 from rotationzoo.model import loading
 from rotationzoo.model.source import config_hash, fetch, find, weights_fingerprint
 from rotationzoo.recipe import Data
 from rotationzoo.rotations import Rotation
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.documents import HELD_OUT
 
 RELATIVE, ABSOLUTE, PERPLEXITY = 2e-6, 1e-4, 1e-3  # allowed: of logits, and of perplexity
@@ -74,7 +74,7 @@ def rms(difference: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def perplexity(loaded: Loaded, cache: Cache, arm: Arm | None) -> float:
+def perplexity(loaded: Loaded, cache: CacheLayout, arm: Arm | None) -> float:
     """Past the tokens that every query reads exactly; without an arm, of the exact model."""
     batches = loaded.batches(1)
     layers = {layer.index for layer in loaded.geometry}
@@ -104,7 +104,7 @@ def remaining(artifact: Artifact, arm: Arm) -> Arm:
 
 def check(model: str, artifact: Artifact, data: Data) -> dict[str, dict[str, float]]:
     recipe = artifact.recipe
-    cache = Cache(sink=recipe.sink, recent=recipe.recent)
+    cache = CacheLayout(sink=recipe.sink, recent=recipe.recent)
     arm = Arm("artifact", artifact.rotations, recipe.group_size)
     with tempfile.TemporaryDirectory() as work:
         plain, absorbed = variant(model, artifact, torch.float32, Path(work) / "float32")

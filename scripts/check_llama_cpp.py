@@ -7,8 +7,8 @@
 Each MODEL (a folder of a Qwen2 or Qwen3) is converted to a GGUF file with float32 weights and no
 vocabulary, because token ids are passed in. Give the published and the folded weights to see what
 folding alone gives. For each cache this prints the loss of plain text in nats per token and the
-answers to recall tasks, and the same of the simulation in `rotationzoo.codec.engine_caches`, on the
-same ids. `f16` must agree with torch.
+answers to recall tasks, and the same of the simulation in `engine_caches`, on the same ids. `f16`
+must agree with torch.
 
 llama.cpp multiplies queries, keys and values with Hadamard matrices before it quantizes them.
 `q4_0-unrotated` sets LLAMA_ATTN_ROT_DISABLE, which switches that off.
@@ -29,17 +29,16 @@ import llama_cpp
 import numpy as np
 import torch
 from cache_readers import answers_of, losses_of
+from engine_caches import ENGINE_CACHES, EngineArm
 from loading import load
 from transformers import PreTrainedModel
 
-from rotationzoo.cache.engine_arm import EngineArm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
-from rotationzoo.codec.engine_caches import ENGINE_CACHES
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
 from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.documents import HELD_OUT
 
 ARCHITECTURES = {"qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
@@ -90,7 +89,7 @@ def compare(name: str, data: Data, options: argparse.Namespace) -> None:
             simulated, answers = "", ""
             if cache in ENGINE_CACHES:
                 arm = EngineArm(cache, ENGINE_CACHES[cache])
-                simulation = Simulation(arm, Cache(sink=0, recent=0), loaded.geometry, layers)
+                simulation = Simulation(arm, CacheLayout(sink=0, recent=0), loaded.geometry, layers)
                 loss, share = score(model, texts, prompts, simulation.running(model))
                 simulated, answers = f"{loss:.4f}", f"{share:.1%}"
             line = f"{label:16s} {cache:16s} {real[0]:8.4f} {simulated:>10s} {real[1]:.1%}"

@@ -299,6 +299,7 @@ class Parts:
         """The demo model, which answers: its statistics, and evaluations."""
         from rotationzoo.evaluation.job import Evaluation, evaluate
         from rotationzoo.recipe import Data
+        from rotationzoo.runtime.through_cache import ThroughCache
 
         split = self._split(6_000_000 if self.on_cpu else 2_500_000)
         with _noted_places() as places:
@@ -307,7 +308,10 @@ class Parts:
         data = Data(tokens=4096, length=1024)
         job = Evaluation("demo", [folders[0]], data, prefill_chunk=256, **self.where)
         for name, each in (("simulated", job), ("real", replace(job, real_cache=True))):
-            change = largest_change(evaluate(each), evaluate(replace(each, **split)))
+            on_one, on_many = (
+                evaluate(run, through=ThroughCache) for run in (each, replace(each, **split))
+            )
+            change = largest_change(on_one, on_many)
             told = f"evaluate with tasks, {name} cache, split: report {change:.1e} from one GPU's"
             self.checks.tell(change <= 1e-6, f"{told} (allowed 1e-6)")
 

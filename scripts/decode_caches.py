@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rotationzoo.cache.kivi import FORMAT as KIVI
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.simulation.kivi import FORMAT as KIVI
 
 LAYOUTS = FORMATS | {"kivi": KIVI}
 KIVI_TOKENS, KIVI_CHANNELS = 32, 32

@@ -15,10 +15,6 @@ import torch
 from scale_models import measure_peak, random_text, seconds_of
 from scale_statistics import Bench, Text
 
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.protocol import CacheArm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.forward import Trial, run_models
@@ -31,6 +27,9 @@ from rotationzoo.progress import silent
 from rotationzoo.recall.answers import read_answers
 from rotationzoo.recall.prompts import Prompt
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.simulation.arm import Arm, CacheArm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.text.rows import read_corpus
 
 _WARMING = 2048  # tokens of a first, untimed text
@@ -73,7 +72,7 @@ def measure_evaluate(bench: Bench, length: int) -> dict[str, Any]:
 
 def _run_text(bench: Bench, length: int, arms: Sequence[CacheArm]) -> None:
     """One text through the exact model and these arms, with the metrics that `evaluate` takes."""
-    cache = Cache()
+    cache = CacheLayout()
     layers = [layer.index for layer in bench.geometry]
     trial = Trial(
         bench.geometry, arms, [cache], layers, ("key", "value"), 32, cache.first_quantized
@@ -87,7 +86,7 @@ def _write_prompts(length: int) -> TaskPlan:
     data = judged_text(Data(tokens=2 * length, length=length))
     settings = TaskSettings(lengths=(length,))
     text = read_corpus(data, tokenizer)
-    return plan_tasks(settings, data, text, tokenizer, [Cache()])
+    return plan_tasks(settings, data, text, tokenizer, [CacheLayout()])
 
 
 def _shorten(prompts: list[Prompt]) -> list[Prompt]:
@@ -110,7 +109,7 @@ def _ask(bench: Bench, prompts: list[Prompt], arm: CacheArm | None = None) -> No
     for prompt in prompts:
         running: AbstractContextManager[None] = nullcontext()
         if arm is not None:
-            running = Simulation(arm, Cache(), bench.geometry, layers).running(bench.model)
+            running = Simulation(arm, CacheLayout(), bench.geometry, layers).running(bench.model)
         with running:
             read_answers(bench.model, [prompt])
 

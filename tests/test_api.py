@@ -1,4 +1,4 @@
-"""The public API: eight names, of which none is imported before it is asked for."""
+"""The public API: seven names, of which none is imported before it is asked for."""
 
 import subprocess
 import sys
@@ -6,11 +6,11 @@ import sys
 import pytest
 
 import rotationzoo
-from rotationzoo import Artifact, Rotations, api, calibrate, evaluate, pull
+from rotationzoo import Artifact, Rotations, calibrate, evaluate, pull
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.zoo import index
+from rotationzoo.zoo import by_name, index
 from rotationzoo.zoo.download import Pulled
 from rotationzoo.zoo.lookup import LoadedIndex
 
@@ -125,10 +125,10 @@ def test_files_that_are_no_artifact_are_not_returned_as_one(monkeypatch, tmp_pat
         e for e in index.read(index.WHEEL_COPY).entries if e.format == "oscar" and e.pullable
     )
     pulled = Pulled(tmp_path, entry, entry.copies[0], None, {})
-    monkeypatch.setattr(api, "pull_first", lambda *_, **__: pulled)
+    monkeypatch.setattr(by_name, "pull_first", lambda *_, **__: pulled)
     loaded = LoadedIndex(index.Index(), "an index")
-    monkeypatch.setattr(api, "find_index", lambda *_: loaded)
-    monkeypatch.setattr(api, "choose_entry", lambda *_: (entry, entry.copies, ""))
+    monkeypatch.setattr(by_name, "find_index", lambda *_: loaded)
+    monkeypatch.setattr(by_name, "choose_entry", lambda *_: (entry, entry.copies, ""))
     with pytest.raises(RotationZooError, match="are no artifact") as refusal:
         pull(entry.model)
     assert refusal.value.hint.startswith("make one of them: rotationzoo import ")

@@ -1,5 +1,4 @@
-"""What the benchmarks and checks of decoding rest on: their reference, their caches and the step
-of a whole model."""
+"""The benchmarks and checks of decoding rest on these: their reference and their caches."""
 
 from dataclasses import replace
 
@@ -13,13 +12,7 @@ from decode_case_list import PURPOSES, quick
 from decode_cases import Drawing
 from decode_reference import error_of, reference
 from decode_timing import Timing
-from step_caches import FLUSHED, ExactLayer, PackedLayers
-from step_model import Geometry, Model
-from step_products import OneRequest
-from support.devices import on_gpu
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rotationzoo.codec import cuda, int2
 from rotationzoo.codec.attention import attend
 
 SHAPE = Shape(batch=2, context=200, heads=4, kv_heads=2, dim=32)
@@ -121,96 +114,3 @@ def test_the_table_compares_with_the_fastest_exact_kernel():
         "| 1 x 2 | b | 2.0 | 0.40 | 0.20 | 1.00 | 0e+00 |  |",
         "| 1 x 2 | c | 1.0 | 0.80 | 0.40 | 2.00 | 0e+00 |  |",
     ]
-
-
-def quantize(rows, clip, format):
-    stored = int2.quantize(rows, clip, None, format)
-    metadata = torch.stack([stored.scale, stored.offset], -1)
-    return cuda.Packed(int2.pack(stored.codes, format.packing), metadata, format)
-
-
-def test_a_flush_moves_tokens_from_the_tail_to_the_pages():
-    caches = PackedLayers(SHAPE, 2, attend, STORAGE, "cpu")
-    length, before = caches.length // FLUSHED * FLUSHED, caches.tails.clone()
-    counts = caches.packed.clone(), caches.filled.clone()
-    caches.flush(quantize)
-    assert torch.equal(caches.tails[..., : STORAGE.recent, :], before[..., FLUSHED:, :])
-    for layer, tail in zip(caches.layers, before, strict=True):
-        packed = layer.cache.packed
-        for side, rows in zip((packed.key, packed.value), tail, strict=True):
-            restored = side.restore()[:, :, length : length + FLUSHED]
-            error = (restored - rows[:, :, :FLUSHED].float()).norm() / rows[:, :, :FLUSHED].norm()
-            assert error < 0.45  # of normal rows in 2 bits
-    caches.undo()
-    assert (torch.equal(caches.packed, counts[0]), torch.equal(caches.filled, counts[1])) == (1, 1)
-
-
-@torch.no_grad()
-def test_a_step_is_a_step_of_the_model():
-    """Token by token against transformers' Qwen3 with the same weights."""
-    geometry = Geometry(2, 64, 96, 4, 2, 32, 61)
-    config = Qwen3Config(
-        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    ours, theirs = Model(geometry, "cpu", fuse=False), Qwen3ForCausalLM(config).bfloat16().eval()
-    for weight in theirs.parameters():
-        weight.data *= 10 if weight.ndim > 1 else 1  # so that every part of a layer matters
-    copy_weights(ours, theirs)
-    shape = Shape(1, 1, 4, 2, 32)
-    ids, arm = torch.randint(61, (1, 12)), next(iter(list_exact_arms(shape, None, ())))
-    memory = torch.zeros(2, 2, 1, 2, 12, 32, dtype=torch.bfloat16)  # layers, sides
-    expected = theirs(ids).logits[0].float()
-    for place in range(12):
-        position = torch.tensor([place])
-        layers = [ExactLayer(part[..., : place + 1, :], position, arm) for part in memory]
-        token = ours.logits(ids[:, place], position, layers).argmax(-1)
-        # bfloat16 may change the order of the two most probable tokens.
-        assert expected[place].max() - expected[place, token] < 0.05
-
-
-def copy_weights(ours, theirs):
-    ours.embedding, ours.head = theirs.model.embed_tokens.weight, theirs.lm_head.weight
-    for layer, source in zip(ours.layers, theirs.model.layers, strict=True):
-        attention, mlp = source.self_attn, source.mlp
-        layer.qkv = torch.cat([getattr(attention, f"{name}_proj").weight for name in "qkv"])
-        layer.out, layer.down = attention.o_proj.weight, mlp.down_proj.weight
-        layer.gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-
-
-@on_gpu
-@torch.inference_mode()
-def test_the_kernels_for_one_request_compute_the_step(device):
-    """Against float32, in which plain torch in bfloat16 is off by more."""
-    geometry = Geometry(2, 512, 1536, 8, 2, 128, 1024)
-    torch.manual_seed(0)
-    model = Model(geometry, device, fuse=False)
-    exact = Model(geometry, device, fuse=False)
-    for wide, layer in zip(exact.layers, model.layers, strict=True):
-        vars(wide).update({name: weight.float() for name, weight in vars(layer).items()})
-    for name in ("embedding", "norm", "head"):
-        setattr(exact, name, getattr(model, name).float())
-    tokens, position = torch.tensor([5], device=device), torch.tensor([7], device=device)
-    caches = [OwnValues(geometry, device) for _ in model.layers]
-    logits = OneRequest(model).logits(tokens, position, caches)
-    expected = exact.logits(tokens, position, [OwnValues(geometry, device) for _ in model.layers])
-    assert (logits - expected).norm() < 0.01 * expected.norm()
-    written = caches[0].both[:, :, :, 3]
-    assert written.count_nonzero() == written.numel()
-    assert caches[0].both.count_nonzero() == written.numel()
-
-
-class OwnValues:
-    """A cache whose attention returns the query, so that rounding of queries shows."""
-
-    def __init__(self, geometry, device):
-        size = 2, 1, geometry.kv_heads, 8, geometry.dim
-        self.both = torch.zeros(size, dtype=torch.bfloat16, device=device)
-        self.position = torch.tensor([3], device=device)
-
-    def write(self, rows):
-        self.both.index_copy_(3, self.position, rows.to(self.both))
-
-    def attend(self, query):
-        return query

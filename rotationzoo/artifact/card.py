@@ -10,10 +10,11 @@ from rotationzoo.artifact.card_results import answers_section, evaluation_sectio
 from rotationzoo.artifact.card_source import provenance_section, reproduction_section
 from rotationzoo.artifact.manifest import File, Manifest
 from rotationzoo.artifact.reproduce import name_in_commands
-from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import Recipe
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import CONTEXT, bits_per_element
 
 _ANSWERS = "answers.png", "Questions answered from a 2-bit cache"
 _SPECTRA = "spectra.png", "Spectra of the statistics, layer by layer"
@@ -28,7 +29,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     cached = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
     title = f"2-bit KV cache rotations for {_title(manifest)}"
     bits = [
-        bits_per_element(cached, recipe.group_size, format, recipe.sink, recipe.recent)
+        bits_per_element(cached, CacheLayout.of_recipe(recipe, format))
         for format in int2.FORMATS.values()
     ]
     evaluation = manifest.metrics.evaluation

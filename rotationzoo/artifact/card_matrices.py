@@ -4,10 +4,11 @@ cache gets."""
 from rotationzoo.artifact.manifest import Manifest
 from rotationzoo.artifact.reproduce import export_commands, name_in_commands
 from rotationzoo.artifact.snippet import rotating_code
-from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.recipe import Recipe
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import CONTEXT, bits_per_element
 from rotationzoo.words import counted
 
 
@@ -115,7 +116,7 @@ def _groups(recipe: Recipe) -> str:
 def _sizes(recipe: Recipe, geometry: Geometry) -> str:
     rows = []
     for name, format in int2.FORMATS.items():
-        bits = bits_per_element(geometry, recipe.group_size, format, recipe.sink, recipe.recent)
+        bits = bits_per_element(geometry, CacheLayout.of_recipe(recipe, format))
         metadata = str(format.metadata).removeprefix("torch.")
         rows.append(f"| {name} | {metadata} | {bits:.2f} | {16 / bits:.1f} times |")
     return "\n".join(rows)

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from rotationzoo.cache.size import CONTEXT, bits_per_element
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.output import Output, say
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json
 from rotationzoo.recipe import Recipe
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import CONTEXT, bits_per_element
 from rotationzoo.words import counted
 
 
@@ -65,7 +66,7 @@ def _bits(recipe: Recipe, cached: Geometry, name: str) -> float | None:
     if not cached:
         return None
     codec = FORMATS[name]
-    return bits_per_element(cached, recipe.group_size, codec, recipe.sink, recipe.recent)
+    return bits_per_element(cached, CacheLayout.of_recipe(recipe, codec))
 
 
 def _say_plan(known: Plan, data: dict[str, Any]) -> None:

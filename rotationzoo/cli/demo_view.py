@@ -3,8 +3,8 @@
 from typing import Any
 
 from rotationzoo.artifact.store import REPORT, Artifact
-from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.simulation.size import CONTEXT
 from rotationzoo.words import counted
 
 _BASELINES = {"a Hadamard matrix": "hadamard", "no rotation": "identity"}

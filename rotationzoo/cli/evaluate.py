@@ -142,6 +142,7 @@ def evaluate_command(
     from rotationzoo.evaluation.sharing import check_shareable
     from rotationzoo.model.loading import torch_device
     from rotationzoo.recipe import load, override
+    from rotationzoo.runtime.through_cache import ThroughCache
 
     hush_libraries()
     # Only the text settings of this recipe are used; the artifacts bring their own recipes.
@@ -186,7 +187,7 @@ def evaluate_command(
         # torchrun sends it to all other processes after one was killed, and they say why they end.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with show_progress(out) as progress, ranks.joined(lambda: torch_device(device)):
-        report = evaluate(job, progress)
+        report = evaluate(job, progress, ThroughCache)
     show_evaluation(out, report)
     words = [model, "--revision", revision] if revision else [model]
     suggest_next(out, words, folders, save)

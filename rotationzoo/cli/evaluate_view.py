@@ -9,10 +9,10 @@ from rotationzoo.artifact.card_results import (
     ABOUT_POOLED,
     describe_prefill,
 )
-from rotationzoo.cache.size import CONTEXT
 from rotationzoo.cli.answers_view import explain_answers, show_answers
 from rotationzoo.cli.harness_view import explain_harness, show_harness
 from rotationzoo.cli.output import Output, say, table
+from rotationzoo.simulation.size import CONTEXT
 from rotationzoo.words import counted
 
 

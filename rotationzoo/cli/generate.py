@@ -107,8 +107,8 @@ def generate_command(
         )
     text = read_prompt(prompt, file, out.note)
     from rotationzoo.cli.generate_view import show_generation, suggest_next
-    from rotationzoo.generation.job import generate
-    from rotationzoo.generation.settings import Generation, Sampling
+    from rotationzoo.runtime.generation import Generation, Sampling
+    from rotationzoo.runtime.job import generate
 
     hush_libraries()
     _check_order(model, rotations)
@@ -151,8 +151,8 @@ def _choose_rotations(
         return None
     if rotations is not None:
         return rotations
-    from rotationzoo.generation.local_artifacts import newest_artifact
     from rotationzoo.model.source import find
+    from rotationzoo.runtime.artifacts import newest_artifact
 
     artifact, count = newest_artifact(Path("rotations"), find(model, revision))
     if out.mode is not Mode.QUIET:

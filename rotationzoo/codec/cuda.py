@@ -57,6 +57,8 @@ class Variant:
         shapes and types that the kernels do not support."""
         dim, group, format = self.dim, self.group, self.format
         check_shape(dim, group)
+        if format.bits != 2:
+            raise RotationZooError(f"the CUDA kernel has codes of 2 bits, and not of {format.bits}")
         if dim % 16 or dim > _LARGEST_DIM or group % 4 or self.dtype not in TYPES:
             dtype = str(self.dtype).removeprefix("torch.")
             raise RotationZooError(

@@ -43,7 +43,7 @@ def quantize(
     does.
     """
     group = group_size or rows.shape[-1]
-    int2.check_shape(rows.shape[-1], group)
+    int2.check_shape(rows.shape[-1], group, format.bits)
     rows = rows.float()
     int2.check_values(rows)
     groups = torch.unflatten(rows, -1, (-1, group))
@@ -82,7 +82,7 @@ def _encode(
     """
     ranges = int2.metadata(low, high, replace(format, rounded_with="stored"))
     scales, offsets = ranges
-    group = rows.shape[-1] // scales.shape[-1]
+    group, largest = rows.shape[-1] // scales.shape[-1], format.largest_code
     moved = rows.clone()
     codes = torch.empty_like(rows, dtype=torch.uint8)
     total = torch.zeros_like(rows[..., 0])
@@ -90,10 +90,10 @@ def _encode(
         scale, offset = scales[..., channel // group], offsets[..., channel // group]
         target = moved[..., channel]
         if format.offset == "zero":
-            code = (target / scale + offset + 0.5).trunc().clamp(0, 3)
+            code = (target / scale + offset + 0.5).trunc().clamp(0, largest)
             restored = (code - offset) * scale
         else:
-            code = ((target - offset) / scale + 0.5).trunc().clamp(0, 3)
+            code = ((target - offset) / scale + 0.5).trunc().clamp(0, largest)
             restored = code * scale + offset
         codes[..., channel] = code.to(torch.uint8)
         residual = restored - target

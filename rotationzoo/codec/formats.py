@@ -1,6 +1,6 @@
-"""The engines' 2-bit formats, one row of a table each.
+"""The engines' formats of few bits, one row of a table each.
 
-This is the only list of their names. It imports nothing but the standard library, so that the
+This is the only list of their names. It imports no torch, so that the
 command line can offer the names without waiting for torch. docs/codec.md has the formulas side by
 side. A format that rounds, packs or stores in a way of its own gets a field in `Format`, which
 `int2` and `int2.cu` then read; `cuda.Variant` hands it to the kernel.
@@ -9,14 +9,21 @@ side. A format that rounds, packs or stores in a way of its own gets a field in 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rotationzoo.errors import RotationZooError
+
 Packing = Literal["strided", "consecutive"]
-"""Which codes share a byte, lowest bits first. In `strided`, byte i holds channels i, i + D/4, i +
-D/2 and i + 3D/4; in `consecutive`, it holds channels 4i to 4i + 3."""
+"""Which n codes share a word, lowest bits first. A byte holds four codes of 2 bits, two of 4 bits
+or one of 8 bits. Three bytes hold eight codes of 3 bits, the lowest bits in the first byte. In
+`strided`, word i holds channels i, i + D/n, i + 2D/n and so on; in `consecutive`, channels n i to
+n i + n - 1."""
+BITS = (2, 3, 4, 8)
+"""Bits that a code may have. Engines, kernels and the cache that stores codes have 2."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one engine's 2-bit rows differ from another's."""
+    """How one engine's rows differ from another's. Raises `RotationZooError` for bits that are not
+    in `BITS`."""
 
     clip_scope: Literal["row", "group"]
     """Whether the clip threshold is taken over all D channels of a row, or within each quantization
@@ -37,6 +44,17 @@ class Format:
     bisected: bool = False
     """Whether the threshold is found by bisection, as in SGLang's kernels. See
     `clip.bisected_threshold`."""
+    bits: int = 2
+    """Bits of a code."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise RotationZooError(f"a code has 2, 3, 4 or 8 bits, and not {self.bits}")
+
+    @property
+    def largest_code(self) -> int:
+        """The largest code: the smallest is 0."""
+        return (1 << self.bits) - 1
 
     @property
     def metadata_bits(self) -> int:

@@ -1,5 +1,5 @@
-"""The 2-bit codec: clip, scale, round, pack, and back. It is plain torch, and defines what every
-faster implementation computes.
+"""The codec: clip, scale, round, pack, and back. It is plain torch, and defines what every faster
+implementation computes. Codes have 2 bits, or 3, 4 or 8 where a `Format` says so.
 
 A row is one token's keys or values of one KV head, `[..., D]`, already rotated. Everything is
 computed in float32. Each operation is rounded on its own, without fused multiply-add, so that
@@ -8,6 +8,7 @@ which `formats` lists; `clip` decides at which magnitude a row is clamped. The n
 imported from here. docs/codec.md has the formulas side by side and a worked row.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +58,8 @@ _HALF_INTEGERS = 32768.0  # the largest zero that float16 formats allow, see `me
 
 @dataclass(frozen=True)
 class Quantized:
-    """`codes` uint8 `[..., D]` are 0 to 3; `scale` and `offset` `[..., D / group]` have the
-    format's type."""
+    """`codes` uint8 `[..., D]` are 0 to 3, or to the `largest_code` of another format; `scale` and
+    `offset` `[..., D / group]` have the format's type."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -76,11 +77,11 @@ def quantize(
     `clip` is the clip ratio: a number, or a tensor that broadcasts to `[...]`, such as `[H, 1]`. A
     ratio of 1 turns clipping off. `group_size` channels share a scale; None means the whole row.
     Raises `RotationZooError` for rows that are not finite or above 1e18, for a ratio outside (0,
-    1], and for a D that is not a multiple of 4 and of the group size.
+    1], and for a D that is not a multiple of the group size and of the codes that share a word (4).
     """
     dim = rows.shape[-1]
     group = group_size or dim
-    check_shape(dim, group)
+    check_shape(dim, group, format.bits)
     rows = rows.float()
     check_values(rows)
     groups = torch.unflatten(rows, -1, (-1, group))
@@ -96,7 +97,7 @@ def encode(groups: torch.Tensor, format: Format = SGLANG) -> Quantized:
         steps = groups / group_scale + group_offset
     else:
         steps = (groups - group_offset) / group_scale
-    codes = (steps + 0.5).trunc().clamp(0, 3).to(torch.uint8)
+    codes = (steps + 0.5).trunc().clamp(0, format.largest_code).to(torch.uint8)
     return Quantized(
         codes.flatten(-2), store_metadata(scale, format), store_metadata(offset, format)
     )
@@ -124,21 +125,35 @@ def round_trip(
     return dequantize(quantize(rows, clip, group_size, format), format)
 
 
-def pack(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Pack codes `[..., D]` into bytes `[..., D / 4]`."""
-    check_shape(codes.shape[-1], codes.shape[-1])
+def pack(codes: torch.Tensor, packing: Packing, bits: int = 2) -> torch.Tensor:
+    """Pack codes `[..., D]` into bytes `[..., D bits / 8]`."""
+    check_shape(codes.shape[-1], codes.shape[-1], bits)
+    count, size = _word(bits)
+    # A word of several bytes is put together as a number, and cut into bytes again.
+    codes = codes if size == 1 else codes.int()
     if packing == "strided":
-        quarters = torch.unflatten(codes, -1, (4, -1)).unbind(-2)
+        parts = torch.unflatten(codes, -1, (count, -1)).unbind(-2)
     else:
-        quarters = torch.unflatten(codes, -1, (-1, 4)).unbind(-1)
-    lowest, low, high, highest = quarters
-    return lowest | low << 2 | high << 4 | highest << 6
+        parts = torch.unflatten(codes, -1, (-1, count)).unbind(-1)
+    words = parts[0]
+    for place, part in enumerate(parts[1:], start=1):
+        words = words | part << bits * place
+    if size == 1:
+        return words
+    data = [words >> 8 * place & 255 for place in range(size)]
+    return torch.stack(data, -1).flatten(-2).to(torch.uint8)
 
 
-def unpack(data: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Unpack bytes `[..., D / 4]` into codes `[..., D]`; the inverse of `pack`."""
-    quarters = [data >> shift & 3 for shift in (0, 2, 4, 6)]
-    return torch.stack(quarters, -2 if packing == "strided" else -1).flatten(-2)
+def unpack(data: torch.Tensor, packing: Packing, bits: int = 2) -> torch.Tensor:
+    """Unpack bytes `[..., D bits / 8]` into codes `[..., D]`; the inverse of `pack`."""
+    count, size = _word(bits)
+    words, mask = data, (1 << bits) - 1
+    if size > 1:
+        words, *higher = torch.unflatten(data.int(), -1, (-1, size)).unbind(-1)
+        for place, part in enumerate(higher, start=1):
+            words = words | part << 8 * place
+    codes = [words >> bits * place & mask for place in range(count)]
+    return torch.stack(codes, -2 if packing == "strided" else -1).flatten(-2).to(torch.uint8)
 
 
 def bits_per_element(
@@ -150,26 +165,33 @@ def bits_per_element(
     sink: int = 0,
     recent: int = 0,
 ) -> float:
-    """Average bits per cached element: 2 bits and its share of the group's scale and offset,
-    averaged with the tokens that stay in bfloat16.
+    """Average bits per cached element: the bits of a code and its share of the group's scale and
+    offset, averaged with the tokens that stay in bfloat16.
 
     Of `context` cached tokens, the first `sink` and the last `recent` are exact. A `context` of 0
     counts no exact tokens.
     """
-    quantized = 2 + 2 * format.metadata_bits / (group_size or dim)
+    quantized = format.bits + 2 * format.metadata_bits / (group_size or dim)
     if not context:
         return quantized
     exact = min(context, sink + recent) / context
     return 16 * exact + quantized * (1 - exact)
 
 
-def check_shape(dim: int, group: int) -> None:
-    """Raise `RotationZooError` unless rows of `dim` channels pack into whole bytes and split into
+def check_shape(dim: int, group: int, bits: int = 2) -> None:
+    """Raise `RotationZooError` unless rows of `dim` channels pack into whole words and split into
     whole groups."""
-    if dim % 4 or dim % group:
+    count, _ = _word(bits)
+    if dim % count or dim % group:
         raise RotationZooError(
-            f"rows of {dim} channels do not divide by 4 and into groups of {group}"
+            f"rows of {dim} channels do not divide by {count} and into groups of {group}"
         )
+
+
+def _word(bits: int) -> tuple[int, int]:
+    """How many codes share a word, and how many bytes it has."""
+    together = math.lcm(bits, 8)
+    return together // bits, together // 8
 
 
 def check_values(rows: torch.Tensor) -> None:
@@ -189,8 +211,8 @@ def metadata(
     Divisors are tensors. On a GPU, torch turns division by a Python number into multiplication by
     its rounded reciprocal.
     """
-    three = low.new_full((), 3.0)
-    scale = (high - low).clamp(min=SMALLEST_RANGE) / three
+    steps = low.new_full((), float(format.largest_code))
+    scale = (high - low).clamp(min=SMALLEST_RANGE) / steps
     if format.metadata == "float16":
         if format.offset == "zero":
             # A zero beyond the integers that float16 holds would lose the codes.

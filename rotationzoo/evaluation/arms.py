@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import rotations_for
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.kivi import KiviArm
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.pooled import pooled_name, pooled_rotations
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.kivi import KiviArm
 
 DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""

@@ -2,18 +2,16 @@
 combination of arm and cache."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from rotationzoo import ranks
-from rotationzoo.cache.protocol import CacheArm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.evaluation.metrics import Metrics
@@ -23,8 +21,24 @@ from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.progress import Progress, in_tokens
+from rotationzoo.simulation.arm import CacheArm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 
 _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per forward pass
+
+
+class CacheReader(Protocol):
+    """A model that reads its tokens through a real cache. Called with ids `[B, T]`, it returns an
+    output with the last `logits_to_keep` logits; `read` also returns the cache."""
+
+    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **ignored: Any) -> Any: ...
+
+    def read(self, ids: torch.Tensor, kept: int = 0) -> tuple[Any, torch.Tensor]: ...
+
+
+Through = Callable[[PreTrainedModel, CacheArm, CacheLayout], CacheReader]
+"""`runtime.through_cache.ThroughCache`, which stands above this package: callers hand it in."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class Trial:
 
     geometry: Geometry
     arms: Sequence[CacheArm]
-    caches: list[Cache]
+    caches: list[CacheLayout]
     layers: list[int]
     """The layers that read a 2-bit cache."""
     sides: tuple[str, ...]
@@ -42,8 +56,8 @@ class Trial:
     """How many queries per row have their attention compared; 0 for none."""
     start: int
     """The first measured position."""
-    real_cache: bool = False
-    """Whether tasks are read through a real cache, and not in a simulation."""
+    through: Through | None = None
+    """Makes the reader of a real cache, which answers tasks in place of a simulation."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,7 @@ class Measurements:
     """The metrics of the exact model and of every arm, over all texts."""
 
     exact: Metrics
-    arms: dict[tuple[Cache, str], Metrics]
+    arms: dict[tuple[CacheLayout, str], Metrics]
     """Keyed by cache and name of the arm."""
 
 

@@ -9,7 +9,6 @@ import torch
 
 from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.windows import Cache
 from rotationzoo.codec import int2
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, shared_recipe
@@ -21,7 +20,7 @@ from rotationzoo.evaluation.compatibility import (
     rope_notes,
     settle_rope_scaling,
 )
-from rotationzoo.evaluation.forward import Trial, run_models
+from rotationzoo.evaluation.forward import Through, Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
@@ -42,6 +41,7 @@ from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
+from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import Corpus, read_corpus
 
 
@@ -94,8 +94,12 @@ class Evaluation:
     user's choice."""
 
 
-def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
+def evaluate(
+    job: Evaluation, progress: Progress = silent, through: Through | None = None
+) -> dict[str, Any]:
     """Evaluate artifacts and baselines, and return the report that `evaluate --json` prints.
+
+    `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`.
 
     Processes that `ranks` joins share texts and prompts, and process 0 alone saves the report.
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
@@ -103,6 +107,7 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
     before any weights are fetched.
     """
     _check_settings(job)
+    assert through is not None or not job.real_cache, "a real cache needs its reader"
     ranks.listen("begin")
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
@@ -156,7 +161,8 @@ def evaluate(job: Evaluation, progress: Progress = silent) -> dict[str, Any]:
             _check_model(job, artifacts, geometry)
         arms = build_arms(artifacts, geometry, source, job.baselines, job.pooled)
         layers = _layers_in_2_bits(job, geometry)
-        trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, job.real_cache)
+        reader = through if job.real_cache else None
+        trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
         with loading.forward_errors(job.model, job.batch, job.data.length):
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
@@ -203,13 +209,15 @@ def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry)
     check_artifacts(job.model, artifacts, geometry)
 
 
-def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[Cache]:
+def _build_caches(job: Evaluation, artifacts: list[Artifact]) -> list[CacheLayout]:
     """One cache per pair of windows."""
     recipe = shared_recipe(artifacts)
     windows = job.windows or [(recipe.sink, recipe.recent)]
     format = int2.SIMULATED[job.format]
     layout = job.prefill_layout or "server"
-    return [Cache(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows]
+    return [
+        CacheLayout(format, sink, recent, job.prefill_chunk, layout) for sink, recent in windows
+    ]
 
 
 def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:

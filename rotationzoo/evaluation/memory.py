@@ -10,9 +10,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.cache.masks import KEPT_BYTES
-from rotationzoo.cache.quantized_rows import TOKENS
-from rotationzoo.cache.simulated import SCORES
 from rotationzoo.calibration.machine import total_memory
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.heads import COMPARED_TOKENS
@@ -20,6 +17,9 @@ from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.long_masks import BLOCK_QUERIES
 from rotationzoo.model.prediction import BLOCK_LOGITS
 from rotationzoo.model.quantized import quantization_of
+from rotationzoo.simulation.masks import KEPT_BYTES
+from rotationzoo.simulation.quantized_rows import TOKENS
+from rotationzoo.simulation.simulated import SCORES
 from rotationzoo.text.rows import Corpus
 
 _CODEC = 10  # simultaneous float32 tensors as large as the rows that are quantized

@@ -9,7 +9,6 @@ import math
 
 import torch
 
-from rotationzoo.cache.observers import Observers
 from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.evaluation.heads import COMPARED_TOKENS, HeadSums
 from rotationzoo.evaluation.measures import (
@@ -22,6 +21,7 @@ from rotationzoo.evaluation.measures import (
 )
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.out_of_memory import Undo
+from rotationzoo.simulation.simulated import Observers
 
 
 class Metrics:

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from rotationzoo.cache.size import CONTEXT, arm_bits
-from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.arms import feedback_arms
 from rotationzoo.evaluation.feedback import FeedbackComparison, compare_feedback, describe_feedback
 from rotationzoo.evaluation.forward import Measurements, Trial
@@ -15,6 +13,8 @@ from rotationzoo.evaluation.tasks.answering import TaskAnswers
 from rotationzoo.evaluation.tasks.report import ArmTasks, ExactTasks, report_arm, report_exact
 from rotationzoo.evaluation.tasks.verdict import AnswerVerdict, judge_answers
 from rotationzoo.evaluation.verdict import Verdict, judge
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import CONTEXT, arm_bits
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def prompt_sizes(exact: ExactTasks, tasks: Iterable[str]) -> list[int]:
     return [size for task in tasks for size in exact["tasks"][task]["prompts"]]
 
 
-def _report_arms(results: Results, cache: Cache) -> dict[str, ArmReport]:
+def _report_arms(results: Results, cache: CacheLayout) -> dict[str, ArmReport]:
     trial, measured = results.trial, results.measured
     reports: dict[str, ArmReport] = {}
     for arm in trial.arms:

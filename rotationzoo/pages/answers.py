@@ -4,13 +4,13 @@ from collections import defaultdict
 from math import log2
 
 from rotationzoo.artifact.evaluation_file import Summary
-from rotationzoo.cache.size import EXACT_BITS
 from rotationzoo.charts.bars import Bar, draw_bars
 from rotationzoo.charts.heat_maps import Cell, Colours, draw_map
 from rotationzoo.pages.arms import EXACT, Arms
 from rotationzoo.pages.conditions import describe_conditions
 from rotationzoo.pages.cost import draw_perplexity
 from rotationzoo.pages.figures import Figure, Section, Table, number, percent
+from rotationzoo.simulation.size import EXACT_BITS
 
 DECISION = "What it keeps, and what it costs"
 _ABOUT = (

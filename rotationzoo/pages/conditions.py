@@ -7,8 +7,8 @@ from rotationzoo.artifact.card_results import (
     describe_prefill,
 )
 from rotationzoo.artifact.evaluation_file import Evaluation
-from rotationzoo.cache.size import CONTEXT
 from rotationzoo.rotations import SIDES
+from rotationzoo.simulation.size import CONTEXT
 from rotationzoo.words import counted
 
 

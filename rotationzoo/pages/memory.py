@@ -2,11 +2,12 @@
 
 from rotationzoo.artifact.evaluation_file import Evaluation
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.size import EXACT_BITS, bits_per_element
 from rotationzoo.charts.bars import Bar, draw_bars
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.pages.figures import Figure, Section, Table
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import EXACT_BITS, bits_per_element
 
 CONTEXTS = {8192: "8K", 32768: "32K", 131072: "128K"}
 _DEFAULT = "sglang"  # where nothing was evaluated
@@ -14,21 +15,15 @@ _DEFAULT = "sglang"  # where nothing was evaluated
 
 def describe_memory(artifact: Artifact, evaluation: Evaluation | None) -> Section:
     """What a cache of some lengths takes, as figures that follow from shapes alone."""
-    recipe, name = artifact.recipe, evaluation.format if evaluation else _DEFAULT
+    name = evaluation.format if evaluation else _DEFAULT
     if name not in int2.FORMATS:
         name = _DEFAULT
     elements = count_elements(artifact.geometry)
     exact = elements * EXACT_BITS / 8
     bars, rows = [], []
+    layout = CacheLayout.of_recipe(artifact.recipe, int2.FORMATS[name])
     for context, label in CONTEXTS.items():
-        bits = bits_per_element(
-            artifact.geometry,
-            recipe.group_size,
-            int2.FORMATS[name],
-            recipe.sink,
-            recipe.recent,
-            context,
-        )
+        bits = bits_per_element(artifact.geometry, layout, context)
         here = elements * bits / 8
         for what, bytes_per_token in (("bf16", exact), ("2 bits", here)):
             total = bytes_per_token * context
@@ -51,8 +46,8 @@ def describe_memory(artifact: Artifact, evaluation: Evaluation | None) -> Sectio
             ]
         )
     about = (
-        f"Of one request in the format {name}, with the first {recipe.sink} and the last "
-        f"{recipe.recent} tokens in bfloat16, from the shapes of the model's keys and values. "
+        f"Of one request in the format {name}, with the first {layout.sink} and the last "
+        f"{layout.recent} tokens in bfloat16, from the shapes of the model's keys and values. "
         "Layers with a sliding window keep fewer tokens than this: rotationzoo plan counts them."
     )
     columns = [

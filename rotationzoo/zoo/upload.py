@@ -10,10 +10,11 @@ from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
 from rotationzoo.artifact.results import EvaluationSummary
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
-from rotationzoo.cache.size import bits_per_element
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.size import bits_per_element
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
@@ -164,8 +165,8 @@ def _make_entry(
 
 def _summarize(artifact: Artifact) -> Summary:
     """The figures that a list of published rotations shows."""
-    recipe, windows = artifact.recipe, (artifact.recipe.sink, artifact.recipe.recent)
-    bits = bits_per_element(artifact.geometry, recipe.group_size, FORMATS[BITS_FORMAT], *windows)
+    layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[BITS_FORMAT])
+    bits = bits_per_element(artifact.geometry, layout)
     figures = _measured(artifact.manifest.metrics.evaluation)
     return Summary(bits_per_element=round(bits, 4), **figures)
 

@@ -18,11 +18,11 @@ from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.reproduce import reproduce_command
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.size import CONTEXT
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec import int2
 from rotationzoo.recipe import load, override
+from rotationzoo.simulation.size import CONTEXT
 
 
 @pytest.fixture(scope="module")

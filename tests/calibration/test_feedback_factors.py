@@ -12,7 +12,6 @@ from rotationzoo.artifact.layout import expected_layout, rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.spectra import summarize
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.feedback_factors import add_factors
 from rotationzoo.calibration.fit import fit
@@ -29,6 +28,7 @@ from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import SIDES
+from rotationzoo.simulation.arm import Arm
 from rotationzoo.text.rows import read_corpus
 
 WINDOWS = {"sink": 4, "recent": 6}

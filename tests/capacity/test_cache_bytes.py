@@ -3,10 +3,10 @@
 import pytest
 from support.popular import CONFIGS, PARAMETERS
 
-from rotationzoo.cache.windows import Cache
 from rotationzoo.capacity.cache_bytes import Storage, elements, longest_context, request_bytes
 from rotationzoo.capacity.shape import CachedLayer, Shape, shape_of_config
 from rotationzoo.codec.formats import FORMATS, SGLANG, VLLM
+from rotationzoo.simulation.layout import CacheLayout
 
 SHAPES = {name: shape_of_config(config) for name, config in CONFIGS.items()}
 CONTEXT = 131072
@@ -89,7 +89,7 @@ def test_a_window_forgets_the_sink():
     yet; and the last ones only where the first are."""
     shape, storage = Shape((CachedLayer(1, 8, 8, window=100),), 1, True), Storage(SGLANG, 4, 10)
     for context in (3, 14, 50, 100):
-        exact = Cache(SGLANG, 4, 10).exact(context)[-1].sum().item()
+        exact = CacheLayout(SGLANG, 4, 10).exact(context)[-1].sum().item()
         expected = exact * 32 + (context - exact) * 20
         assert request_bytes(shape, "int2", context, storage) == expected
     for context, exact in ((102, 12), (104, 10), (100_000, 10)):

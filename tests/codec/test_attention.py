@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rotationzoo.cache.kivi import FORMAT as KIVI
 from rotationzoo.codec import int2
 from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores, attend
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.codec.pages import PageLayout
+from rotationzoo.simulation.kivi import FORMAT as KIVI
 
 HEADS, TOKENS, HEAD, TAIL, NEW = 2, 32, 5, 9, 3
 KEY_DIM, VALUE_DIM = 16, 12

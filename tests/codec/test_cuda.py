@@ -3,6 +3,7 @@ definition where a GPU is."""
 
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,10 @@ def test_shapes_that_the_kernel_does_not_take_are_refused():
     ):
         with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of"):
             cuda.Variant(dim, group, dtype, clips=True).macros()
+    four = replace(FORMATS["sglang"], bits=4)
+    assert not cuda_encoder.supports(cuda.Variant(64, 64, torch.float32, four))
+    with pytest.raises(RotationZooError, match="codes of 2 bits, and not of 4"):
+        cuda.Variant(64, 64, torch.float32, four).macros()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without cuda.core")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from support.devices import gpu
 
-from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize
 from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
+from rotationzoo.simulation.arm import Arm
 
 HEADS, DIM = 3, 32
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]

@@ -1,9 +1,12 @@
 """Codes chosen by error feedback: the formula, what it gains, and that the format is the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rotationzoo.codec import feedback, int2
+from rotationzoo.codec.formats import BITS
 from rotationzoo.linalg.error_feedback import factorize, remaining_share
 
 
@@ -101,3 +104,13 @@ def test_rows_that_the_codec_refuses_are_refused(rows):
 def test_constant_rows_come_back():
     rows = torch.full((1, 1, 3, 8), 2.5)
     assert torch.allclose(feedback.round_trip(rows, torch.eye(8)[None]), rows)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_of_any_bits_gain_by_feedback(bits):
+    format, metric = replace(int2.SGLANG, bits=bits), concentrated_metric(2, 64)
+    rows = rows_of(1, 2, 64, 64)
+    restored = feedback.round_trip(rows, factorize(metric), None, format)
+    nearest = int2.round_trip(rows, 1.0, None, format)
+    # Measured .32, .49, .57 and .58.
+    assert weighted_error(rows, restored, metric) < 0.7 * weighted_error(rows, nearest, metric)

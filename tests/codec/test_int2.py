@@ -1,6 +1,7 @@
 """The codec's definition: what it promises of every row, and what it refuses."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from support.codec_rows import RATIOS, largest, many, rows, shapes
 
 from rotationzoo.codec import int2
+from rotationzoo.codec.formats import BITS
 from rotationzoo.errors import RotationZooError
 
 FORMATS = pytest.mark.parametrize("format", int2.FORMATS.values(), ids=int2.FORMATS)
@@ -39,30 +41,74 @@ def clipped(x: torch.Tensor, clip: float, group: int, format: int2.Format) -> to
 
 
 @PACKINGS
-def test_every_byte_survives_unpacking_and_packing(packing):
-    data = torch.arange(256, dtype=torch.uint8).view(4, 64)
-    assert torch.equal(int2.pack(int2.unpack(data, packing), packing), data)
+@pytest.mark.parametrize("bits", BITS)
+def test_every_byte_survives_unpacking_and_packing(packing, bits):
+    data = torch.arange(256, dtype=torch.uint8).repeat(3).view(4, 192)
+    assert torch.equal(int2.pack(int2.unpack(data, packing, bits), packing, bits), data)
 
 
 @PACKINGS
 @given(
-    shape=st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 33).map(lambda n: 4 * n)),
+    bits=st.sampled_from(BITS),
+    shape=st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 33)),
     seed=st.integers(0, 99),
 )
 @many
-def test_every_shape_survives_packing_and_unpacking(packing, shape, seed):
-    codes = torch.randint(
-        4, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
-    packed = int2.pack(codes, packing)
-    assert packed.shape == (*shape[:-1], shape[-1] // 4)
-    assert torch.equal(int2.unpack(packed, packing), codes)
+def test_every_shape_survives_packing_and_unpacking(packing, bits, shape, seed):
+    *before, words = shape
+    dim = words * {2: 4, 3: 8, 4: 2, 8: 1}[bits]
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(2**bits, (*before, dim), dtype=torch.uint8, generator=generator)
+    packed = int2.pack(codes, packing, bits)
+    assert packed.shape == (*before, dim * bits // 8)
+    assert torch.equal(int2.unpack(packed, packing, bits), codes)
 
 
 def test_bytes_hold_the_codes_where_the_engines_look_for_them():
     codes = torch.tensor([0, 1, 2, 3, 3, 2, 1, 0], dtype=torch.uint8)
     assert int2.pack(codes, "strided").tolist() == [0b01_11_10_00, 0b00_10_11_01]
     assert int2.pack(codes, "consecutive").tolist() == [0b11_10_01_00, 0b00_01_10_11]
+
+
+def test_bytes_hold_codes_of_other_bits():
+    codes = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8)
+    # 111 110 101 100 011 010 001 000, from the highest bits of the third byte to the lowest.
+    assert int2.pack(codes, "consecutive", 3).tolist() == [
+        0b10_001_000,
+        0b1_100_011_0,
+        0b111_110_10,
+    ]
+    assert int2.pack(codes, "strided", 3).tolist() == int2.pack(codes, "consecutive", 3).tolist()
+    assert int2.pack(codes, "strided", 4).tolist() == [0x40, 0x51, 0x62, 0x73]
+    assert int2.pack(codes, "consecutive", 4).tolist() == [0x10, 0x32, 0x54, 0x76]
+    assert int2.pack(codes, "strided", 8).tolist() == codes.tolist()
+
+
+@FORMATS
+@pytest.mark.parametrize("bits", BITS)
+def test_errors_are_at_most_half_a_step(format, bits):
+    """And the rounding of a scale and an offset in float16, over the steps that they multiply."""
+    format = replace(format, bits=bits)
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    stored = int2.quantize(x, 1.0, 32, format)
+    assert stored.codes.min() == 0
+    assert stored.codes.max() == 2**bits - 1
+    restored = int2.dequantize(stored, format)
+    groups = x.unflatten(-1, (-1, 32))
+    step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    eps = torch.finfo(int2.METADATA_TYPES[format.metadata]).eps
+    # A code or a zero is at most the range in steps, and a minimum is at most the largest number.
+    allowed = step * (0.5 + 2 * eps * 2**bits) + 2 * eps * groups.abs().amax(-1)
+    error = (restored - x).abs().unflatten(-1, (-1, 32)).amax(-1)
+    assert (error <= allowed).all()
+    assert error.max() > 0.4 * step.max()
+
+
+def test_other_bits_are_refused():
+    with pytest.raises(RotationZooError, match="a code has 2, 3, 4 or 8 bits, and not 5"):
+        replace(int2.SGLANG, bits=5)
+    with pytest.raises(RotationZooError, match="rows of 12 channels do not divide by 8"):
+        int2.quantize(torch.zeros(1, 12), format=replace(int2.SGLANG, bits=3))
 
 
 @FORMATS

@@ -22,7 +22,6 @@ from support.places import ROOT
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import RECORD, folded_rotations, rotations_for
-from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
@@ -42,6 +41,7 @@ from rotationzoo.model.geometry import geometry_on_meta
 from rotationzoo.model.source import find, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.rotations import SIDES
+from rotationzoo.simulation.arm import Arm
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
 # Family -> why it cannot carry equalizers: a table in docs/engines.md. All others can.

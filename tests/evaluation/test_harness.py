@@ -19,8 +19,6 @@ from lm_eval.evaluator import evaluate as evaluate_with_harness
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._index import TaskIndex
 
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.cli.evaluate_view import show_evaluation
 from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import build_baselines
@@ -35,6 +33,9 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import Recipe
+from rotationzoo.runtime.through_cache import ThroughCache
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 
 TASKS = "local_generate", "local_choice", "local_last"
 QUESTIONS = 6
@@ -103,7 +104,7 @@ def asked(tiny):
     return model, loading.load_tokenizer(source)
 
 
-def run(asked, folder, windows, names=TASKS, real_cache=False, **settings):
+def run(asked, folder, windows, names=TASKS, through=None, **settings):
     """The measures of the exact model and, as a dictionary, of the baselines."""
     model, tokenizer = asked
     settings = HarnessSettings(names, folder=folder, **settings)
@@ -111,10 +112,10 @@ def run(asked, folder, windows, names=TASKS, real_cache=False, **settings):
     random.seed(1)
     drawn = random.Random(1).random()
     geometry = geometry_of(model)
-    cache = Cache(sink=windows[0], recent=windows[1])
+    cache = CacheLayout(sink=windows[0], recent=windows[1])
     layers = [layer.index for layer in geometry]
     arms = build_baselines(Recipe(), geometry)[:2]
-    trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, real_cache)
+    trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, through)
     stages = []
     measured = run_harness(
         model, tokenizer, tasks, settings, trial, lambda *stage: stages.append(stage)
@@ -167,7 +168,7 @@ def test_answers_read_the_2_bit_cache(asked):
     geometry = geometry_of(model)
     arm = build_baselines(Recipe(), geometry)[0]
     layers = {layer.index for layer in geometry}
-    simulation = Simulation(arm, Cache(sink=1, recent=2), geometry, layers)
+    simulation = Simulation(arm, CacheLayout(sink=1, recent=2), geometry, layers)
     prompts = ["def f(self):\n    return self.", "import os\n\n\nclass Reader:\n    "]
     options = {"until": ["never"], "max_gen_toks": 8}
     requests = [
@@ -189,8 +190,8 @@ def test_answers_read_the_2_bit_cache(asked):
 def test_a_real_cache_answers_as_the_simulation_does(asked, folder):
     names = ("local_generate", "local_last")
     reports = []
-    for real_cache in (False, True):
-        exact, arms, _ = run(asked, folder, (4, 60), names, real_cache, limit=1)
+    for through in (None, ThroughCache):
+        exact, arms, _ = run(asked, folder, (4, 60), names, through, limit=1)
         reports.append(arms)
         assert arms["identity"]["local_last"]["perplexity"] != exact["local_last"]["perplexity"]
     simulated, real = reports

@@ -9,9 +9,6 @@ from support import architectures
 from support.architectures import WINDOW
 
 from rotationzoo import ranks
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.kivi import KiviArm
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation import heads
 from rotationzoo.evaluation.forward import Trial, run_models
@@ -20,9 +17,12 @@ from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.kivi import KiviArm
+from rotationzoo.simulation.layout import CacheLayout
 
 LAYER = 1
-CACHE = Cache(sink=2, recent=4)
+CACHE = CacheLayout(sink=2, recent=4)
 # Two texts of different lengths, of which the first weighs more.
 TEXTS = [
     torch.randint(3, 59, (1, length), generator=torch.Generator().manual_seed(length))

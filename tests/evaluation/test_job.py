@@ -26,6 +26,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
 from rotationzoo.recipe import Data
+from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 
@@ -211,6 +212,7 @@ def test_weights_on_disk_give_the_same_report(tiny, real_cache, monkeypatch):
         queries=4,
         dtype="float32",
     )
-    spread = evaluate(replace(job, device_map="auto", max_memory="cpu=1KB"))
+    on_disk = replace(job, device_map="auto", max_memory="cpu=1KB")
+    spread = evaluate(on_disk, through=ThroughCache)
     assert spread["arms"]["kivi"]["all_tasks"]["questions"]
-    assert spread == evaluate(job)
+    assert spread == evaluate(job, through=ThroughCache)

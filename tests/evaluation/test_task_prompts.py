@@ -5,7 +5,6 @@ import torch
 from support.models import save_family
 from support.places import ROOT
 
-from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.prompts import plan_tasks
@@ -14,15 +13,16 @@ from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.recall.prompts import QUOTE, TASKS
 from rotationzoo.recipe import Data
+from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus
 
 HIDING = tuple(task for task in TASKS if task != QUOTE)
 CACHES = [
-    Cache(sink=16, recent=64),
-    Cache(sink=4, recent=100),
-    Cache(sink=8, recent=32, prefill_chunk=128),
-    Cache(sink=8, recent=96, prefill_chunk=80, prefill_layout="window"),
+    CacheLayout(sink=16, recent=64),
+    CacheLayout(sink=4, recent=100),
+    CacheLayout(sink=8, recent=32, prefill_chunk=128),
+    CacheLayout(sink=8, recent=96, prefill_chunk=80, prefill_layout="window"),
 ]
 
 
@@ -87,7 +87,7 @@ def test_prompts_longer_than_the_text_read_more_of_it(text):
 
 
 def test_tasks_without_room_are_left_out_with_a_note(text):
-    planned = plan(text, [Cache()], lengths=(512,), questions=4)
+    planned = plan(text, [CacheLayout()], lengths=(512,), questions=4)
     assert [series.task for series in planned.series] == ["quote"]
     assert planned.notes == [
         "prompts of 512 tokens are too short to ask for needles, key-value, copy, assignments "
@@ -97,10 +97,10 @@ def test_tasks_without_room_are_left_out_with_a_note(text):
 
 def test_lengths_that_leave_nothing_to_ask_are_refused(text):
     with pytest.raises(RotationZooError, match="no passages are quoted in 200,000 tokens") as error:
-        plan(text, [Cache()], names=("quote",), lengths=(200_000,), questions=4)
+        plan(text, [CacheLayout()], names=("quote",), lengths=(200_000,), questions=4)
     assert "--tasks none" in str(error.value.hint)
     with pytest.raises(RotationZooError, match="prompts of 300 tokens are too short"):
-        plan(text, [Cache()], names=("needles",), lengths=(300,), questions=4)
+        plan(text, [CacheLayout()], names=("needles",), lengths=(300,), questions=4)
 
 
 def test_the_documentation_describes_every_task():

@@ -6,11 +6,6 @@ import torch
 from support import architectures
 from support.float64 import CLOSE, all_in_float64, to_float64
 
-from rotationzoo.cache import simulated
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.observers import Observers
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.model import long_masks
@@ -19,6 +14,10 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.long_masks import LongMask, NeedsWholeMask
 from rotationzoo.model.prediction import run_decoder
 from rotationzoo.recipe import PRESETS
+from rotationzoo.simulation import simulated
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Observers, Simulation
 
 MASKED = ["phi3", "gemma2", "gemma3", "gemma4", "gpt_oss", "mimo_v2_flash", "llama4", "gemma3-vlm"]
 """Families with sliding windows, chunks or eager attention, whose masks are made whole."""
@@ -69,7 +68,7 @@ def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkey
     arm = Arm("hadamard", to_float64(fit(None, PRESETS["hadamard"], geometry)))
     layers = {layer.index for layer in geometry}
     queries = torch.tensor([9, 15, 23])
-    simulation = Simulation(arm, Cache(sink=2, recent=4), geometry, layers, queries=queries)
+    simulation = Simulation(arm, CacheLayout(sink=2, recent=4), geometry, layers, queries=queries)
 
     def run():
         divergences = []

@@ -10,7 +10,6 @@ from support import architectures
 from support.full_memory import room_for
 
 from rotationzoo import ranks
-from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration import running_sums
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
@@ -24,6 +23,7 @@ from rotationzoo.model.out_of_memory import RowLimit, is_out_of_memory
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.simulation.layout import CacheLayout
 
 RECIPE = Recipe(sink=4)
 IDS = torch.randint(3, 59, (7, 32), generator=torch.Generator().manual_seed(2))
@@ -139,7 +139,7 @@ def test_a_full_main_memory_is_recognised():
 def test_an_evaluation_measures_each_text_once(model):
     geometry = geometry_of(model)
     arms = build_arms([], geometry, find("demo"))
-    caches = [Cache(int2.SIMULATED["sglang"], 4, 8)]
+    caches = [CacheLayout(int2.SIMULATED["sglang"], 4, 8)]
     trial = Trial(geometry, arms, caches, [0, 1, 2], ("key", "value"), 4, 12)
     expected = run_models(model, [IDS[:2], IDS[2:4]], trial, silent)
     with room_for(model, 2):

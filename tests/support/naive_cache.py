@@ -4,14 +4,14 @@ query reads. `RotatedCache` is held against it."""
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from rotationzoo.cache.arm import Arm
-from rotationzoo.cache.windows import Cache
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
 
 
 class NaiveLayer(DynamicLayer):
     """One layer with full attention, for rows without padding."""
 
-    def __init__(self, arm: Arm, windows: Cache, index: int = 0):
+    def __init__(self, arm: Arm, windows: CacheLayout, index: int = 0):
         super().__init__()
         self.arm, self.windows, self.index = arm, windows, index
         self.record_past = False

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.verdict import sign_flip
+from rotationzoo.simulation.layout import CacheLayout
 
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import Row
@@ -40,7 +40,7 @@ class Pairing(TypedDict):
 
 
 def measure_tasks(
-    results: dict[str, Any], rows: Iterable["Row"], cache: Cache | None
+    results: dict[str, Any], rows: Iterable["Row"], cache: CacheLayout | None
 ) -> dict[str, TaskMeasures]:
     """The measures of every task and group in what `lm_eval.evaluator.evaluate` returned.
 
@@ -62,7 +62,7 @@ def measure_tasks(
     return measured
 
 
-def _lengths(rows: list["Row"], cache: Cache | None) -> TaskMeasures:
+def _lengths(rows: list["Row"], cache: CacheLayout | None) -> TaskMeasures:
     measures: TaskMeasures = {"row_tokens": sum(row.tokens for row in rows) / len(rows)}
     if cache is not None:
         past = sum(row.tokens > cache.first_quantized for row in rows)

@@ -10,10 +10,10 @@ import torch
 from lm_eval.models.huggingface import HFLM, stop_sequences_criteria
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.cache.decoding import cache_of_all_positions
-from rotationzoo.evaluation.through_cache import ThroughCache
+from rotationzoo.evaluation.forward import CacheReader
 from rotationzoo.model.loading import input_device
 from rotationzoo.progress import Progress
+from rotationzoo.simulation.simulated import cache_of_all_positions
 from rotationzoo.text.chats import ChatTemplate
 
 
@@ -56,7 +56,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         # Where progress is shown while the model works; the harness' own output goes nowhere.
         self._stderr = sys.stderr
         self.reads_simulation = False
-        self.through: ThroughCache | None = None
+        self.through: CacheReader | None = None
         """The real cache that is read in place of a simulation, if any."""
         self.reader = ""
         """The arm that answers, by whose name progress is told."""

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import as_unavailable
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.harness.answers import keep_answers
 from rotationzoo.evaluation.harness.isolation import SEED, isolated
 from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
 from rotationzoo.evaluation.harness.tasks import HarnessSettings
-from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.progress import Progress
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class HarnessMeasures:
     """The version of lm-evaluation-harness."""
     settings: HarnessSettings
     exact: dict[str, TaskMeasures]
-    arms: dict[tuple[Cache, str], dict[str, TaskMeasures]]
+    arms: dict[tuple[CacheLayout, str], dict[str, TaskMeasures]]
     """Keyed by cache and name of the arm."""
 
     def add_to(self, report: dict[str, Any], trial: Trial) -> None:
@@ -66,7 +65,7 @@ def _notes_of_exact_model(tasks: dict[str, TaskMeasures]) -> list[str]:
     return notes
 
 
-def _notes(cache: Cache, tasks: dict[str, TaskMeasures]) -> list[str]:
+def _notes(cache: CacheLayout, tasks: dict[str, TaskMeasures]) -> list[str]:
     """Notes on tasks whose questions are mostly too short to read anything in 2 bits."""
     notes = []
     for name, measures in tasks.items():
@@ -85,7 +84,7 @@ class HarnessRun:
     def __init__(self, model: "HarnessModel", tasks: dict[str, Any], settings: HarnessSettings):
         self.model, self.tasks, self.settings = model, tasks, settings
 
-    def answer(self, cache: Cache | None) -> tuple[dict[str, Any], dict[str, TaskMeasures]]:
+    def answer(self, cache: CacheLayout | None) -> tuple[dict[str, Any], dict[str, TaskMeasures]]:
         """What the harness returns, and the measures made of it. `cache` is the one that is
         simulated; None for the exact model."""
         from lm_eval.evaluator import evaluate
@@ -135,13 +134,13 @@ def run_harness(
     asked.reader = "exact"
     exact_results, exact = run.answer(None)
     asked.reads_simulation = True
-    arms: dict[tuple[Cache, str], dict[str, TaskMeasures]] = {}
+    arms: dict[tuple[CacheLayout, str], dict[str, TaskMeasures]] = {}
     for cache, arm in product(trial.caches, trial.arms):
         asked.reader = arm.name
-        if trial.real_cache:
-            asked.through = ThroughCache(model, real_arm(arm), cache)
+        if trial.through:
+            asked.through = trial.through(model, arm, cache)
         simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
-        running = nullcontext() if trial.real_cache else simulation.running(model)
+        running = nullcontext() if trial.through else simulation.running(model)
         with running:
             results, measures = run.answer(cache)
         pair_with_exact(measures, results, exact_results)

@@ -10,16 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo import ranks
-from rotationzoo.cache.protocol import CacheArm
-from rotationzoo.cache.simulated import Simulation
-from rotationzoo.cache.windows import Cache
-from rotationzoo.evaluation.forward import Trial
+from rotationzoo.evaluation.forward import CacheReader, Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
-from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.progress import Progress, in_tokens
 from rotationzoo.recall.answers import Answers, join_answers, read_answers
 from rotationzoo.recall.prompts import Prompt
+from rotationzoo.simulation.arm import CacheArm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
 
 # A model can do a task if the statements add at least this share to the questions that it answers,
 # or take at least half from the nats that the right answers lack.
@@ -49,7 +48,7 @@ class TaskAnswers:
 
     plan: TaskPlan
     exact: list[ExactAnswers]
-    arms: dict[tuple[Cache, str], list[Answers]]
+    arms: dict[tuple[CacheLayout, str], list[Answers]]
     """Keyed by cache and name of the arm: the answers to each series that the exact model can
     do."""
 
@@ -80,7 +79,7 @@ class Request:
 
     prompts: list[Prompt]
     simulation: Simulation | None = None
-    reader: ThroughCache | None = None
+    reader: CacheReader | None = None
 
 
 class Asking:
@@ -149,18 +148,20 @@ def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
     # A stage of its own, because a 2-bit cache is slower than the exact one.
     replies = asking.ask("answering", requests)
     pairs = product(trial.caches, trial.arms)
-    arms: dict[tuple[Cache, str], list[Answers]] = {(cache, arm.name): [] for cache, arm in pairs}
+    arms: dict[tuple[CacheLayout, str], list[Answers]] = {
+        (cache, arm.name): [] for cache, arm in pairs
+    }
     for (cache, arm, _), answers in zip(asked, replies, strict=True):
         arms[cache, arm.name].append(answers)
     return TaskAnswers(plan, exact, arms)
 
 
 def _request(
-    model: PreTrainedModel, trial: Trial, cache: Cache, arm: CacheArm, prompts: list[Prompt]
+    model: PreTrainedModel, trial: Trial, cache: CacheLayout, arm: CacheArm, prompts: list[Prompt]
 ) -> Request:
     """The prompts of a series, read from an arm's cache."""
-    if trial.real_cache:
-        return Request(prompts, reader=ThroughCache(model, real_arm(arm), cache))
+    if trial.through:
+        return Request(prompts, reader=trial.through(model, arm, cache))
     layers = set(trial.layers)
     return Request(prompts, Simulation(arm, cache, trial.geometry, layers, trial.sides))
 

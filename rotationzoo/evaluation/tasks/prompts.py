@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.recall.prompts import (
@@ -19,6 +18,7 @@ from rotationzoo.recall.prompts import (
     write_prompts,
 )
 from rotationzoo.recipe import Data
+from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
 
 _LEAST_RECENT = 64  # tokens between statements and questions where the exact windows are smaller
@@ -67,7 +67,7 @@ def plan_tasks(
     data: Data,
     text: Corpus,
     tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[Cache],
+    caches: Sequence[CacheLayout],
 ) -> TaskPlan:
     """Write the prompts, hidden in the evaluation's own text.
 

@@ -2,9 +2,9 @@
 
 from typing import TypedDict
 
-from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.tasks.answering import ExactAnswers, TaskAnswers
 from rotationzoo.evaluation.tasks.scores import Records, Reply, Score, Scorer, Summary
+from rotationzoo.simulation.layout import CacheLayout
 
 
 # These types are the JSON of `evaluate`. Other programs rely on their keys.
@@ -57,7 +57,7 @@ class ExactTasks(TypedDict):
     """All tasks that it can do together; None if there is none."""
 
 
-def report_arm(answers: TaskAnswers, cache: Cache, arm: str) -> ArmTasks:
+def report_arm(answers: TaskAnswers, cache: CacheLayout, arm: str) -> ArmTasks:
     """What an arm answered with one cache."""
     asked = [exact.series for exact in answers.asked]
     replies = list(zip(asked, answers.arms[cache, arm], strict=True))

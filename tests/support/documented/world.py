@@ -25,7 +25,7 @@ from support.places import ROOT
 PROGRAMS = ("rotationzoo", "python", "torchrun", "accelerate")
 IMPORTED = (
     *process_server.WITH_HUBS, "lm_eval", "modelscope", "rotationzoo.cli.app",
-    "rotationzoo.engines.export", "rotationzoo.generation.job", "rotationzoo.zoo.regenerate",
+    "rotationzoo.engines.export", "rotationzoo.runtime.job", "rotationzoo.zoo.regenerate",
 )  # fmt: skip
 NAMED = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]  # beside the models of configs/
 SIZES = dict(

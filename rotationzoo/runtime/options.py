@@ -1,0 +1,134 @@
+"""The options of a cache, as Python callers and `generate` give them, and the settings that they
+make."""
+
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
+
+from transformers import PreTrainedModel
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.fit import fit
+from rotationzoo.codec.formats import SGLANG, SIMULATED
+from rotationzoo.errors import UsageError
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.model.groups import check_group_size
+from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.rotations import Rotations
+from rotationzoo.runtime.artifacts import fitting_rotations
+from rotationzoo.runtime.settings import CacheSettings, Reading
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.kivi import KiviArm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.words import nearest
+
+KIVI = "kivi"
+"""The format with scales of key channels over groups of tokens; see `simulation.kivi`."""
+Rounding = Literal["nearest", "feedback"]
+Layout = Literal["server", "window"]
+Given = str | Path | Artifact | Rotations | None
+
+
+class CacheOptions(TypedDict, total=False):
+    """Further options of `RotatedCache`."""
+
+    format: str
+    """`sglang` (the default), `vllm`, `mlx` or `kivi`."""
+    sink: int
+    recent: int
+    """How many first and last tokens stay exact. They default to the recipe's."""
+    group_size: int
+    """Channels that share a scale; by default the recipe's, or the whole head. Not for `kivi`."""
+    rounding: Rounding
+    """How rows get their codes: by error `feedback` where the artifact was calibrated for it, which
+    loses fewer answers, and else the `nearest`, as engines write them. Not for `kivi`."""
+    prefill_layout: Layout
+    """What a chunk of a prompt reads exact of earlier tokens: with `server`, the default, the sink
+    alone; with `window` the `recent` tokens before it as well."""
+    reading: Reading
+    """What a decoding step reads: `rows` that are restored and rotated back, layer by layer, or the
+    `pages` of codes themselves. `auto`, the default, reads pages where there is a kernel for it:
+    on an NVIDIA GPU. Whatever cannot read pages reads rows."""
+    slack: int
+    """How many candidate tokens assisted decoding may take back, 64 by default."""
+
+
+def build_settings(
+    rotations: Given | CacheSettings, model: PreTrainedModel, options: CacheOptions
+) -> CacheSettings:
+    """How a cache of this model stores its tokens. Arguments and errors are those of
+    `RotatedCache`."""
+    if isinstance(rotations, CacheSettings):
+        if options:
+            raise UsageError("settings of a cache take no options", hint="leave out the options")
+        return rotations
+    check_options({**options})
+    recipe = Recipe()
+    name = "this cache"
+    if isinstance(rotations, Artifact):
+        recipe, name = rotations.recipe, str(rotations.folder)
+        rotations = fitting_rotations(rotations, model)
+    elif rotations is None:
+        rotations = fit(None, PRESETS["identity"], geometry_of(model))
+    elif not isinstance(rotations, Rotations):
+        raise UsageError(
+            f"an object of type {type(rotations).__name__} holds no rotations",
+            hint="give an artifact or its folder, a name in the zoo, or None",
+        )
+    layout = CacheLayout(
+        SIMULATED.get(options.get("format", "sglang"), SGLANG),
+        options.get("sink", recipe.sink),
+        options.get("recent", recipe.recent),
+        prefill_layout=options.get("prefill_layout", "server"),
+        group_size=options.get("group_size", recipe.group_size),
+    )
+    check_group_size(layout.group_size, {rotation.dim for _, _, rotation in rotations.each()})
+    default: Rounding = "feedback" if rotations.has_feedback else "nearest"
+    arm = Arm(name, rotations, layout.group_size, options.get("rounding", default))
+    if options.get("format") == KIVI:
+        arm = KiviArm(name, rotations)
+    slack = options.get("slack", CacheSettings.slack)
+    reading = options.get("reading", CacheSettings.reading)
+    return CacheSettings(arm, layout, slack, reading=reading)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise `UsageError` for options that no cache can have."""
+    known = CacheOptions.__annotations__
+    if unknown := options.keys() - known:
+        name = min(unknown)
+        raise UsageError(
+            f"a cache has no option {name!r}{nearest(name, known)}",
+            hint=f"give some of {', '.join(known)}",
+        )
+    choices = {"format": (*SIMULATED, KIVI), "rounding": get_args(Rounding)}
+    choices |= {"prefill_layout": get_args(Layout), "reading": get_args(Reading)}
+    for name, words in choices.items():
+        if name in options and options[name] not in words:
+            raise UsageError(
+                f"there is no {name} {options[name]!r}{nearest(str(options[name]), words)}",
+                hint=f"give one of {', '.join(words)}",
+            )
+    smallest = {"sink": 0, "recent": 0, "slack": 0}
+    if options.get("group_size") is not None:
+        smallest["group_size"] = 1
+    for name, least in smallest.items():
+        number = options.get(name, least)
+        if not isinstance(number, int) or number < least:
+            raise UsageError(
+                f"{name} must be a whole number of at least {least}, not {number!r}",
+                hint=f"{name}=64",
+            )
+    if options.get("format") == KIVI:
+        _check_kivi(options)
+
+
+def _check_kivi(options: dict[str, Any]) -> None:
+    """Raise `UsageError` for what the format `kivi` would have to ignore."""
+    ignored = "group_size" if options.get("group_size") is not None else None
+    if options.get("rounding") == "feedback":
+        ignored = "rounding"
+    if ignored:
+        raise UsageError(
+            f"the format {KIVI} takes no {ignored} = {options[ignored]!r}",
+            hint="leave it out, or give another format",
+        )

@@ -1,0 +1,340 @@
+"""The stored keys and values of one layer, for rows of a batch that begin at the same token: exact
+windows, and packed codes in blocks between them."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rotationzoo.codec import attention, cuda_attention, int2
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.pages import PageLayout
+from rotationzoo.rotations import SIDES
+from rotationzoo.runtime.settings import CacheSettings
+
+READ_TOGETHER = {"key": 16, "value": 2}
+"""Blocks that are restored in one operation. That takes twice their float32 rows, 2 MiB a block
+with 8 heads of 128. More blocks are faster, but values are restored while all keys are there, so
+what restoring values takes is added to the most that a layer needs."""
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The first tokens that something needs: tokens before them may be quantized or forgotten."""
+
+    exact: int
+    """The first token past the sink that must stay exact."""
+    needed: int
+    """The first token that is read at all. Only sliding windows forget tokens."""
+
+
+class Stream:
+    """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
+    computed them, and those between quantized.
+
+    Tokens are counted from the first one of the rows, without padding. Until a token is quantized
+    for the first time, all of them are in the tail, and `head` is empty.
+    """
+
+    def __init__(self, settings: CacheSettings, layer: int, key: torch.Tensor, value: torch.Tensor):
+        """An empty stream for keys and values like these, which may hold any number of tokens."""
+        self.settings, self.layer = settings, layer
+        self.arm, self.layout = settings.arm, settings.layout
+        self.blocks = {side: Blocks(settings.page_layout(layer, side)) for side in SIDES}
+        self.tail = {"key": key[:, :, :0], "value": value[:, :, :0]}
+        self.head: dict[str, torch.Tensor] = {}
+        self.tail_start = 0
+        """The first token of the tail; all after it are exact."""
+        self.first = 0
+        """The first token that can still be read. Layers with a sliding window forget earlier
+        ones."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens the rows have, including those that were forgotten."""
+        return self.tail_start + self.exact_tokens
+
+    @property
+    def batch(self) -> int:
+        """How many rows there are."""
+        return self.tail["key"].shape[0]
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many tokens at the end are exact."""
+        return self.tail["key"].shape[2]
+
+    def update(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        now: Reach,
+        later: Reach,
+        read_from: int | None,
+    ) -> Rows | None:
+        """Add the keys and values of new tokens, and return what their queries read from token
+        `read_from` on, or None for whoever reads pages.
+
+        `now` is what these queries need, and `later` what the next ones do: a token is quantized
+        once, as soon as it leaves the tokens that must stay exact.
+        """
+        for side, rows in zip(SIDES, (key, value), strict=True):
+            tail = self.tail[side]
+            # The first tokens are not copied: a prompt may be long.
+            self.tail[side] = torch.cat([tail, rows], dim=2) if tail.shape[2] else rows
+        self._leave(now)
+        read = None if read_from is None else self.read(read_from)
+        self._leave(later)
+        return read
+
+    def _leave(self, reach: Reach) -> None:
+        """Free what is stored of tokens that nobody will read, and quantize those that need not be
+        exact."""
+        self.first = max(self.first, reach.needed)
+        for blocks in self.blocks.values():
+            blocks.free_before(self.first - self.layout.sink)
+        self._quantize_before(reach.exact)
+
+    @torch.no_grad()
+    def _quantize_before(self, token: int) -> None:
+        """Quantize the exact tokens between the sink and this one, in complete groups. Those that
+        nobody will read are forgotten instead. Where memory runs out, all tokens stay exact."""
+        sink, step, format = self.layout.sink, self.settings.block_tokens, self.layout.format
+        start = max(self.tail_start, sink)
+        end = self._whole_groups(token)
+        if end <= start:
+            return
+        head, tail = self.head, {}
+        if not head:
+            # As a kernel reads them: models hand over transposed rows.
+            heads = {side: rows[:, :, :sink] for side, rows in self.tail.items()}
+            memory = torch.contiguous_format
+            head = {side: rows.clone(memory_format=memory) for side, rows in heads.items()}
+        forgotten = min(max(self._whole_groups(self.first), start), end)
+        for side in SIDES:
+            leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
+            blocks = self.blocks[side]
+            # A call that ran out of memory may have written some of them. Tokens that nobody will
+            # read are left out.
+            blocks.length = forgotten - sink
+            # A block at a time, because the codec takes float32 copies of what it quantizes.
+            for begin in range(forgotten - start, end - start, step):
+                rows = leaving[:, :, begin : begin + step]
+                blocks.append(self.arm.pack(rows, self.layer, side, format))
+            if end - start > self.arm.token_group or blocks.length % step == 0:
+                # Not after each token of decoding, because it waits for the GPU.
+                self.arm.check_packed(self.layer, side, format, leaving.device)
+            # A copy, so that a long prompt is freed when nobody reads it any more.
+            tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
+        self.head, self.tail, self.tail_start = head, tail, end
+
+    def _whole_groups(self, token: int) -> int:
+        """The end of the last group of tokens that ends at this token or earlier."""
+        sink, group = self.layout.sink, self.arm.token_group
+        return sink + max(0, token - sink) // group * group
+
+    def read(self, start: int = 0) -> Rows:
+        """The keys and values `[B, H, length - start, D]` that a query reads, in the model's frame
+        and type. Keys are without their mean where they are centered."""
+        return self._read_side("key", start), self._read_side("value", start)
+
+    def _read_side(self, side: str, start: int) -> torch.Tensor:
+        arm, sink, blocks = self.arm, self.layout.sink, self.blocks[side]
+        exact = arm.keep_exact(self.tail[side], self.layer, side)
+        if not self.head:
+            return exact[:, :, start:]
+        batch, heads, _, dim = exact.shape
+        read = exact.new_empty(batch, heads, self.length - start, dim)
+
+        def write(first: int, rows: torch.Tensor) -> None:
+            skipped = max(0, start - first)
+            kept, begin = rows[:, :, skipped:], first + skipped - start
+            read[:, :, begin : begin + kept.shape[2]] = kept
+
+        write(0, arm.keep_exact(self.head[side], self.layer, side))
+        for first, stored in blocks.read(start - sink, READ_TOGETHER[side]):
+            # No name is kept for what is restored: it would outlive the next ones.
+            write(sink + first, self._restore(stored, side))
+        write(self.tail_start, exact)
+        return read
+
+    def _restore(self, stored: int2.Quantized, side: str) -> torch.Tensor:
+        """Rows with packed codes in the model's frame, float32 `[B, H, T, D]`."""
+        rotated = self.blocks[side].layout.dequantize(stored)
+        return self.arm.restore(rotated, self.layer, side)
+
+    def has_kernel(self, query: torch.Tensor) -> bool:
+        """Whether a kernel reads the pages and windows, with queries `[B, H_q, T, D]` of this
+        device and type."""
+        exact = self.tail["key"].dtype, self.tail["value"].dtype
+        if exact != (query.dtype, query.dtype) or not kernels_run_on(query.device):
+            return False
+        key, value = self.blocks["key"].layout, self.blocks["value"].layout
+        exact_tokens = self.layout.sink + self.exact_tokens
+        return cuda_attention.supports(key, value, query.dtype, exact_tokens)
+
+    def attend(self, query: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """The attention output `[B, H_q, T, D_v]` of the last T tokens' queries `[B, H_q, T, D]`,
+        from the codes themselves. This copies nothing and waits for nothing on a GPU. Only for
+        layers that forget no tokens."""
+        attend = cuda_attention.attend if self.has_kernel(query) else attention.attend
+        return attend(query, self.packed(), *self.windows(), scores)
+
+    def packed(self) -> PackedTokens:
+        """The quantized tokens, where they lie."""
+        key, value = (self._packed_side(side) for side in SIDES)
+        # Not the length of the blocks: where memory ran out, the tail has some of their tokens too.
+        count = max(0, self.tail_start - self.layout.sink)
+        device = self.tail["key"].device
+        lengths = torch.full((self.batch,), count, dtype=torch.int32, device=device)
+        return PackedTokens(key, value, lengths)
+
+    def windows(self) -> tuple[ExactWindow, ExactWindow]:
+        """The exact tokens before and after the quantized ones."""
+        head = self.head or {side: tail[:, :, :0] for side, tail in self.tail.items()}
+        return ExactWindow(**head), ExactWindow(**self.tail)
+
+    def _packed_side(self, side: str) -> PackedSide:
+        blocks = self.blocks[side]
+        if not blocks.table:
+            blocks.allocate(0, self.batch, self.tail[side].device)
+        return PackedSide(
+            list(blocks.table.values()),
+            blocks.layout,
+            self.arm.inverse(self.layer, side),
+            self.arm.rotations[self.layer][side].mean,
+            blocks.addresses(),
+        )
+
+    def crop(self, count: int) -> None:
+        """Take back the last tokens, at most `exact_tokens`."""
+        for side, rows in self.tail.items():
+            self.tail[side] = rows[:, :, : rows.shape[2] - count]
+
+    def copy(self) -> "Stream":
+        """A stream with the same content that grows by itself."""
+        return copy.deepcopy(self)  # blocks are written in place
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows `[B']` of the batch, in this order."""
+        for exact in (self.head, self.tail):
+            for side, tensor in exact.items():
+                exact[side] = tensor.index_select(0, rows)
+        for blocks in self.blocks.values():
+            blocks.select(rows)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every stored tensor."""
+        yield from self.head.values()
+        yield from self.tail.values()
+        for blocks in self.blocks.values():
+            yield from blocks.table.values()
+
+
+class Blocks:
+    """The quantized tokens of one side of one layer, in blocks of `layout.tokens` tokens each.
+
+    A block is uint8 `[B, layout.bytes]`: a page for each row of the batch. A new block is allocated
+    when the last one is full. The others stay where they are, so that a long context is never
+    copied to append one token, and a page can be read by its address alone.
+    """
+
+    def __init__(self, layout: PageLayout):
+        self.layout = layout
+        self.length = 0
+        """Tokens that were appended or left out so far; the next one gets this number."""
+        self.table: dict[int, torch.Tensor] = {}
+        """The block of each number: block b holds the tokens from `b * layout.tokens` on."""
+        self._last: tuple[int, tuple[torch.Tensor, ...]] | None = None
+        """The number and the sections of the block that is being filled."""
+        self._addresses: torch.Tensor | None = None
+        self._addressed = 0
+
+    def append(self, rows: int2.Quantized) -> None:
+        """Write rows with packed codes `[B, H, T, D / 4]` after those that are stored."""
+        done, count = 0, rows.codes.shape[2]
+        while done < count:
+            number, start = divmod(self.length, self.layout.tokens)
+            step = min(self.layout.tokens - start, count - done)
+            if number not in self.table:
+                self.allocate(number, len(rows.codes), rows.codes.device)
+            if self._last is None or self._last[0] != number:
+                self._last = number, _sections(self.layout.view(self.table[number]))
+            for target, source in zip(self._last[1], _sections(rows), strict=True):
+                # Tokens for each entry: some share a scale.
+                share = count // source.shape[2]
+                target[:, :, start // share : (start + step) // share] = source[
+                    :, :, done // share : (done + step) // share
+                ]
+            self.length += step
+            done += step
+
+    def allocate(self, number: int, batch: int, device: torch.device) -> None:
+        """Make an empty block."""
+        self.table[number], self._last = self.layout.empty(batch, device), None
+
+    def free_before(self, token: int) -> None:
+        """Free every block whose tokens all come before this one."""
+        tokens = self.layout.tokens
+        for number in [n for n in self.table if (n + 1) * tokens <= token]:
+            del self.table[number]
+
+    def read(self, start: int, together: int) -> Iterator[tuple[int, int2.Quantized]]:
+        """Yield `(first token, rows with packed codes [B, H, T, D / 4])` for the blocks with a
+        token from `start` on, in order and `together` blocks at a time, without the part of the
+        last one that is not filled.
+
+        Rows of several blocks are a copy, which is far smaller than what they stand for.
+        """
+        tokens = self.layout.tokens
+        numbers = [number for number in sorted(self.table) if (number + 1) * tokens > start]
+        for begin in range(0, len(numbers), together):
+            read = numbers[begin : begin + together]
+            first = read[0] * tokens
+            filled = min(len(read) * tokens, self.length - first)
+            blocks = torch.stack([self.table[number] for number in read], dim=1)
+            parts = []
+            # As one block of many rows: the operations are as many as for a single block.
+            for section in _sections(self.layout.view(blocks.flatten(0, 1))):
+                share = tokens // section.shape[2]
+                by_row = section.unflatten(0, (-1, len(read))).transpose(1, 2).flatten(2, 3)
+                parts.append(by_row[:, :, : filled // share])
+            yield first, int2.Quantized(*parts)
+
+    def addresses(self) -> torch.Tensor:
+        """The address of every page, int64 `[B, blocks or more]` on their device. No block may have
+        been freed.
+
+        The table is kept, and written where blocks were added: nothing waits for the GPU.
+        """
+        count = len(self.table)
+        if self._addresses is None or count > self._addresses.shape[1]:
+            device = self.table[0].device
+            grown = torch.zeros(len(self.table[0]), 2 * count, dtype=torch.int64, device=device)
+            if self._addresses is not None:
+                grown[:, : self._addressed] = self._addresses[:, : self._addressed]
+            self._addresses = grown
+        for number in range(self._addressed, count):
+            rows = torch.arange(len(self._addresses), device=self._addresses.device)
+            start = self.table[number].data_ptr()
+            self._addresses[:, number] = rows * self.layout.bytes + start
+        self._addressed = count
+        return self._addresses
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows `[B']` of the batch, in this order. This copies every block."""
+        for number, block in self.table.items():
+            self.table[number] = block.index_select(0, rows)
+        self._last, self._addresses, self._addressed = None, None, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has blocks of its own, elsewhere."""
+        return self.__dict__ | {"_last": None, "_addresses": None, "_addressed": 0}
+
+
+def _sections(stored: int2.Quantized) -> tuple[torch.Tensor, ...]:
+    return stored.codes, stored.scale, stored.offset

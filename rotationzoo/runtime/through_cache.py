@@ -1,0 +1,68 @@
+"""A model that reads its tokens through a real 2-bit cache, as a server would, in place of a
+simulation."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.runtime.cache import RotatedCache
+from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.simulation.arm import Arm, CacheArm
+from rotationzoo.simulation.layout import CacheLayout
+
+
+class ThroughCache:
+    """Called like the model itself, with token ids alone.
+
+    What a query reads is what it reads in a `Simulation` of the same layout. With a
+    `prefill_chunk`, ids are read chunk by chunk. Without one, they are read one by one as soon as
+    anything is quantized, which takes as many calls as there are tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, arm: CacheArm, layout: CacheLayout):
+        """Raises `RotationZooError` for an arm that no real cache can store."""
+        if not isinstance(arm, Arm):
+            raise RotationZooError(f"{arm.name} is only simulated", hint="leave out --real-cache")
+        self.model, self.layout = model, layout
+        self.settings = CacheSettings(arm, layout)
+        self.device = model.device
+
+    def __call__(
+        self, input_ids: torch.Tensor, logits_to_keep: int = 0, **ignored: Any
+    ) -> SimpleNamespace:
+        """The last `logits_to_keep` logits of ids `[B, T]`, or all of them (0)."""
+        _, logits = self.read(input_ids, logits_to_keep or input_ids.shape[1])
+        return SimpleNamespace(logits=logits)
+
+    @torch.no_grad()
+    def read(self, ids: torch.Tensor, kept: int = 0) -> tuple[RotatedCache, torch.Tensor]:
+        """A new cache that holds ids `[B, T]`, and the last `kept` logits, or none."""
+        cache, logits = RotatedCache(self.settings, self.model), []
+        left = ids.shape[1]
+        for piece in ids.split(self._pieces(left), dim=1):
+            length = piece.shape[1]
+            if self.layout.prefill_chunk and length == 1 and kept:
+                # A chunk of one token would count as a decoding step. Nobody reads the second one.
+                piece = piece.repeat(1, 2)
+            left -= length
+            wanted = piece.shape[1] if left < kept else 1
+            output = self.model(
+                input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=wanted
+            )
+            if left < kept:
+                logits.append(output.logits[:, :length][:, -(kept - left) :])
+        if not logits:
+            return cache, ids.new_zeros(ids.shape[0], 0, 0)
+        return cache, torch.cat(logits, dim=1)
+
+    def _pieces(self, length: int) -> list[int]:
+        """How many tokens each call reads."""
+        size = self.layout.prefill_chunk
+        if size is None:
+            # Before this position, every query reads everything exact.
+            exact = min(self.layout.first_quantized, length)
+            return [part for part in (exact, *[1] * (length - exact)) if part]
+        return [min(size, length - start) for start in range(0, length, size)]

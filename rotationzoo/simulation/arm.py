@@ -1,0 +1,290 @@
+"""One arm of a comparison: rotations under test, and what a cache that uses them returns.
+
+`CacheArm` is what a simulation asks of an arm. `Arm` is the one that stores rows as an artifact's
+rotations and an engine's format have it.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, Self
+
+import torch
+
+from rotationzoo.codec import cuda_encoder, feedback, int2
+from rotationzoo.codec.cuda import Variant
+from rotationzoo.codec.cuda_encoder import Encoder
+from rotationzoo.codec.pages import PageLayout
+from rotationzoo.errors import RotationZooError
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
+
+_HINT = "give the rotations of this model"
+
+
+class CacheArm(Protocol):
+    """One way to store keys and values, under a name that is unique in a comparison."""
+
+    @property
+    def name(self) -> str:
+        """The arm's name in tables and reports."""
+        ...
+
+    @property
+    def token_group(self) -> int:
+        """How many tokens are quantized together, as in `CacheLayout`."""
+        ...
+
+    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]` of a layer as the exact windows store them."""
+        ...
+
+    def fake_quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]` of a layer as a reader gets them back once they are
+        quantized, in their type.
+
+        The first row is the first token after the sink. Rows of an incomplete group come back as
+        they are.
+        """
+        ...
+
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """`(max - min) / rms` `[B, H, T]` of keys or values `[B, H, T, D]` of a layer, in the
+        coordinates in which they are rounded; None where rows are not rounded one by one."""
+        ...
+
+    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+        """Bits per quantized element of a side with `dim` channels, including its share of scales
+        and offsets."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Rotations under test, with a name and a group size (None: the whole head).
+
+    A simulation reads whole rows through `fake_quantize`. A cache that holds codes takes the same
+    steps one by one: `pack` when a token leaves the exact window, `dequantize` and `restore` when
+    it is read. Raises `RotationZooError` for `feedback` with rotations that lack its factors.
+    """
+
+    name: str
+    rotations: Rotations
+    group_size: int | None = None
+    rounding: Literal["nearest", "feedback"] = "nearest"
+    """How rows get their codes: each channel the nearest one, as engines write today, or together
+    by error feedback (`codec.feedback`). Both are stored in the same bytes."""
+    _encoders: dict[tuple[int, str, int2.Format, torch.device], Encoder | None] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    _inverses: dict[tuple[int, str], torch.Tensor] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.rounding == "feedback" and not self.rotations.has_feedback:
+            raise RotationZooError(
+                f"{self.name} has no factors to choose codes by error feedback with",
+                hint="calibrate with --feedback",
+            )
+
+    @property
+    def token_group(self) -> int:
+        """Tokens that are quantized together: each token has scales of its own."""
+        return 1
+
+    def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
+        """Bits per quantized element of a side, with its share of the scales."""
+        return int2.bits_per_element(dim, self.group_size, format)
+
+    def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]` of a layer as the exact windows store them.
+
+        Centered keys lose their mean here too. No server adds it back, because a softmax over keys
+        ignores it.
+        """
+        mean = self._mean(rows, layer, side)
+        # Values come back with their mean, so exact values stay as they are.
+        if mean is None or side == "value":
+            return rows
+        return (rows.float() - mean).to(rows.dtype)
+
+    def fake_quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> torch.Tensor:
+        """Rows `[B, H, T, D]` as the 2-bit cache returns them, in their original frame and dtype.
+
+        Centered keys come back without their mean. Centered values come back with it, because a
+        server adds it to the attention output.
+        """
+        stored = self.store(self.rotate(rows, layer, side), layer, side, format)
+        return self.restore(stored, layer, side).to(rows.dtype)
+
+    def store(self, rows: torch.Tensor, layer: int, side: str, format: int2.Format) -> torch.Tensor:
+        """Rotated rows `[B, H, T, D]` as a reader gets them back, still rotated."""
+        return self.dequantize(self.quantize(rows, layer, side, format), side, format)
+
+    def rotate(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
+        in the rotation's type."""
+        mean = self._mean(rows, layer, side)
+        transform = self.rotations[layer][side].transform.to(rows.device)
+        rows = rows.to(transform.dtype)
+        return (rows if mean is None else rows - mean) @ transform
+
+    def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]` of the model, rotated and not yet
+        clipped. A rotation leaves the rms as it is, and four codes cover less of a wide range."""
+        rotated = self.rotate(rows, layer, side)
+        least, greatest = rotated.aminmax(dim=-1)
+        rms: torch.Tensor = torch.linalg.vector_norm(rotated, dim=-1) / rotated.shape[-1] ** 0.5
+        # A row of zeros has no range, and must not become 0 / 0.
+        return (greatest - least) / rms.clamp(min=torch.finfo(rms.dtype).tiny)
+
+    def quantize(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> int2.Quantized:
+        """Choose the codes of rotated float32 rows `[B, H, T, D]`, where T is a multiple of
+        `token_group`.
+
+        Codes are `[B, H, T, D]`; scales and offsets are `[B, H, T', G]`, where each of the T' is
+        for `T / T'` successive tokens. Codes are chosen nowhere else, neither in a simulation nor
+        in a cache: an arm that chooses them in another way overrides this method.
+        """
+        rotation = self.rotations[layer][side]
+        if self.rounding == "nearest" or rotation.feedback is None:
+            return int2.quantize(rows, rotation.clip[..., None], self.group_size, format)
+        # By its definition, error feedback takes thousands of operations on a GPU.
+        if encode := self.encoder(layer, side, format, rows.device):
+            stored = encode(rows)
+            encode.check()
+            return replace(stored, codes=int2.unpack(stored.codes, format.packing))
+        factor = rotation.feedback.to(rows.device)
+        return feedback.quantize(rows, factor, self.group_size, format)
+
+    def pack(
+        self, rows: torch.Tensor, layer: int, side: str, format: int2.Format
+    ) -> int2.Quantized:
+        """The packed codes `[B, H, T, D / 4]` of rows `[B, H, T, D]` of the model, with their
+        scales and offsets. On a GPU with a kernel, nothing waits for the result, and rows that
+        cannot be quantized are reported by `check_packed`."""
+        rotated = self.rotate(rows, layer, side)
+        if encoder := self.encoder(layer, side, format, rows.device):
+            return encoder(rotated)
+        quantized = self.quantize(rotated, layer, side, format)
+        packing = self.stored_format(format).packing
+        return replace(quantized, codes=int2.pack(quantized.codes, packing))
+
+    def stored_format(self, format: int2.Format) -> int2.Format:
+        """The format that rows are stored in, where a cache asks for this one."""
+        return format
+
+    def check_packed(
+        self, layer: int, side: str, format: int2.Format, device: torch.device
+    ) -> None:
+        """Raise `RotationZooError` where a row since the last call could not be quantized."""
+        if encoder := self.encoder(layer, side, format, device):
+            encoder.check()
+
+    def encoder(
+        self, layer: int, side: str, format: int2.Format, device: torch.device
+    ) -> Encoder | None:
+        """A kernel that does what `quantize` does; None where there is none for this device."""
+        place = layer, side, format, device
+        if place not in self._encoders:
+            self._encoders[place] = self._make_encoder(*place)
+        return self._encoders[place]
+
+    def _make_encoder(
+        self, layer: int, side: str, format: int2.Format, device: torch.device
+    ) -> Encoder | None:
+        rotation = self.rotations[layer][side]
+        group = self.group_size or rotation.dim
+        variant = Variant(rotation.dim, group, torch.float32, format)
+        if not cuda_encoder.supports(variant) or not cuda_encoder.kernels_run_on(device):
+            return None
+        if self.rounding == "feedback" and rotation.feedback is not None:
+            return cuda_encoder.feedback_encoder(rotation.feedback, variant, device)
+        return cuda_encoder.clip_encoder(rotation.clip, variant, device)
+
+    def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
+        """How a page of so many tokens holds what `quantize` returns."""
+        rotation = self.rotations[layer][side]
+        groups = rotation.dim // (self.group_size or rotation.dim)
+        stored = self.stored_format(format)
+        return PageLayout(len(rotation.clip), rotation.dim, groups, tokens, stored)
+
+    def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
+        """The inverse of `quantize`: rotated rows `[B, H, T, D]`, float32."""
+        return int2.dequantize(quantized, format)
+
+    def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
+        """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
+        their mean, values with it."""
+        inverse = self.rotations[layer][side].inverse.to(rows.device)
+        restored = rows.to(inverse.dtype) @ inverse
+        mean = self._mean(rows, layer, side)
+        return restored if mean is None or side == "key" else restored.add_(mean)
+
+    def inverse(self, layer: int, side: str) -> torch.Tensor:
+        """The matrices `[H, D, D]` that take dequantized rows to the model's frame: float32, and
+        contiguous as a kernel reads them. They are made once."""
+        if (layer, side) not in self._inverses:
+            rotation = self.rotations[layer][side]
+            inverse = rotation.inverse.expand(len(rotation.clip), -1, -1)
+            self._inverses[layer, side] = inverse.contiguous()
+        return self._inverses[layer, side]
+
+    def for_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Self:
+        """The same arm with the rotations of one layer alone, on the device of its keys and values
+        `[B, H, T, D]`. Raises `RotationZooError` where they are for other heads or dimensions."""
+        if layer not in self.rotations:
+            raise RotationZooError(f"there is no rotation for layer {layer}", hint=_HINT)
+        sides = self.rotations[layer]
+        for rotation, rows in ((sides.key, key), (sides.value, value)):
+            heads, dim = rows.shape[1], rows.shape[3]
+            if (len(rotation.clip), rotation.dim) != (heads, dim):
+                raise RotationZooError(
+                    f"layer {layer} has {heads} KV heads of {dim} channels, and its rotations are "
+                    f"for {len(rotation.clip)} of {rotation.dim}",
+                    hint=_HINT,
+                )
+        moved = LayerRotations(_on(sides.key, key.device), _on(sides.value, key.device))
+        return replace(self, rotations=Rotations({layer: moved}))
+
+    def _mean(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
+        """The mean `[H, 1, D]` on the device of the rows, or None where this side is not
+        centered."""
+        mean = self.rotations[layer][side].mean
+        return None if mean is None else mean.to(rows.device)[:, None]
+
+
+def _on(rotation: Rotation, device: torch.device) -> Rotation:
+    """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
+    up their positions on the CPU."""
+    names = ("matrix", "mean", "equalizer", "feedback")
+    tensors = [(name, getattr(rotation, name)) for name in names]
+    return replace(
+        rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}
+    )
+
+
+def fake_quantize(
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    clip: torch.Tensor,
+    group_size: int | None,
+    format: int2.Format,
+    inverse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate rows, store them in 2 bits, restore them and rotate them back.
+
+    * `rows`: `[B, H, T, D]`, with their mean already subtracted if they are centered;
+    * `matrix`: `[H, D, D]` or `[B, H, D, D]`, on any device;
+    * `clip`: clip ratios, `[H]` or `[B, H]`;
+    * `group_size`: channels that share a scale; None means the whole head;
+    * `format`: how an engine stores codes and scales;
+    * `inverse`: the inverse of `matrix`; None means its transpose.
+    """
+    matrix = matrix.to(rows.device)
+    inverse = matrix.mT if inverse is None else inverse.to(rows.device)
+    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ inverse

@@ -1,0 +1,90 @@
+"""The layout of a cache: which tokens stay exact, and how the others are stored."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rotationzoo.codec import int2
+from rotationzoo.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How a server stores a cache: which tokens stay exact, and the format of the rest."""
+
+    format: int2.Format = int2.SGLANG
+    sink: int = 64
+    """How many tokens at the start of a request stay exact."""
+    recent: int = 256
+    """How many tokens at the end of a request stay exact."""
+    prefill_chunk: int | None = None
+    """Tokens per chunk when the prompt is prefilled in chunks. A query reads its whole chunk exact;
+    `prefill_layout` says what it reads exact of earlier chunks. None simulates decoding, where each
+    query's `recent` tokens end with the query's own."""
+    prefill_layout: Literal["server", "window"] = "server"
+    """What stays exact of earlier chunks. With `server` it is only the sink, which is how OSCAR's
+    fork of SGLang writes chunks (`_mixed_extend_layout_counts`); there, `recent` applies to
+    decoding only. With `window` the `recent` tokens before a chunk stay exact too."""
+    token_group: int = 1
+    """How many tokens are quantized together, counted from the end of the sink. The tokens of a
+    group stay exact until all of them have left the recent window."""
+    group_size: int | None = None
+    """Channels that share a scale; None is the whole head. An arm of an evaluation has its own."""
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, format: int2.Format = int2.SGLANG) -> "CacheLayout":
+        """The windows and groups that a recipe was made for, in a format."""
+        return cls(format, recipe.sink, recipe.recent, group_size=recipe.group_size)
+
+    def exact(
+        self, length: int, device: torch.device | str = "cpu", queries: int | None = None
+    ) -> torch.Tensor:
+        """Boolean `[Q, T]`: whether query t reads the exact copy of position j, for the last Q =
+        `queries` of T = `length` positions, or for all of them (None)."""
+        query = torch.arange(length - (queries or length), length, device=device)
+        return self.exact_for(query, length)
+
+    def exact_for(self, query: torch.Tensor, length: int) -> torch.Tensor:
+        """The same `[Q, T]` for the queries at some positions `[Q]`."""
+        position = torch.arange(length, device=query.device)
+        chunk = self.prefill_chunk
+        end = query + 1 if chunk is None else query // chunk * chunk
+        # Positions after the query count as exact here; the model's own mask hides them.
+        return (position < self.sink) | (self._group_end(position) > end[:, None] - self._recent)
+
+    def quantized_tokens(self, length: int) -> int:
+        """How many of the `length` tokens of a request are quantized once it is complete."""
+        past = max(0, length - self.sink - self.recent)
+        return past // self.token_group * self.token_group
+
+    def _group_end(self, position: torch.Tensor) -> torch.Tensor:
+        """The position after the last token of the group that each position belongs to."""
+        groups = (position - self.sink).div(self.token_group, rounding_mode="floor") + 1
+        return self.sink + groups * self.token_group
+
+    @property
+    def first_quantized(self) -> int:
+        """The position of the first query that reads a quantized position."""
+        exact = self.sink + self._recent
+        if self.prefill_chunk is None:
+            return exact
+        # All queries of a chunk read the same earlier positions, so this is the start of the first
+        # chunk that has more than `exact` tokens before it.
+        chunks = -(-(exact + 1) // self.prefill_chunk)
+        return chunks * self.prefill_chunk
+
+    @property
+    def reach(self) -> int:
+        """How many tokens up to and including a query it may read exact; earlier ones past the sink
+        it reads quantized."""
+        # A query at the end of a chunk reads the whole chunk exact, and what stays exact before it.
+        return self._recent + (self.prefill_chunk or 0)
+
+    @property
+    def _recent(self) -> int:
+        """How many tokens stay exact up to and including a query (decoding), or before the start of
+        its chunk (prefill)."""
+        if self.prefill_chunk is not None and self.prefill_layout == "server":
+            return 0
+        return self.recent

@@ -1,0 +1,299 @@
+"""A model that reads its keys and values from a quantized cache, simulated in one forward pass.
+
+A server keeps the first `sink` and the last `recent` tokens of a request exact. Queries soon after
+a position therefore read it exact, and later queries read it quantized. To simulate this in one
+pass over whole rows, the model's own attention function is called on keys and values
+`[exact; quantized]` of twice the length. A mask shows each query one of the two copies of each
+position (see `masks`). The model's own sliding windows, soft cap and attention sinks still apply.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rotationzoo.model.capture import Attention, intercept
+from rotationzoo.model.geometry import Geometry
+from rotationzoo.simulation.arm import CacheArm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.masks import TwoCopyMask, TwoCopyMasks, as_additive
+from rotationzoo.simulation.quantized_rows import QuantizedRows
+
+_ROUNDING = 1e-5  # a softmax in float32 sums to 1 within this
+SCORES = 2**26
+"""Attention scores that are compared at a time: 256 MB, and several times that in float64."""
+
+Pair = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""`(layer, simulated, exact)`: both are computed from the same input."""
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Receivers of what a simulation compares, layer by layer. One that is left out ignores it."""
+
+    output: Pair = _ignore
+    """The attention block's outputs `[B, T, hidden]`, after the output projection."""
+    heads: Pair = _ignore
+    """The attention outputs `[B, T, H, G * D]` before it: of the G query heads that read each of H
+    KV heads."""
+    kl: Pair = _ignore
+    """`(layer, divergence, positions)`: KL divergence `[B, H, Q]` of the attention of the queries
+    at these positions `[Q]`, averaged over the query heads that read each of H KV heads."""
+    row_range: Callable[[int, str, torch.Tensor], None] = _ignore
+    """`(layer, side, ranges)`: the ranges `[B, H, T]` of the rows past the sink that the layer
+    reads, as `CacheArm.row_range` has them. Only for sides that have them."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A model that reads its keys and values as one arm stores them, through one cache."""
+
+    arm: CacheArm
+    cache: CacheLayout
+    geometry: Geometry
+    layers: set[int]
+    """Layers that read their cache in 2 bits; the others read it exact."""
+    sides: tuple[str, ...] = ("key", "value")
+    """The sides of those layers that are stored in 2 bits."""
+    queries: torch.Tensor | None = None
+    """Positions `[Q]` of the queries whose attention is compared; None skips the comparison."""
+
+    @contextmanager
+    def running(
+        self,
+        model: PreTrainedModel,
+        modules: Mapping[int, torch.nn.Module] | None = None,
+        observers: Observers | None = None,
+    ) -> Iterator[None]:
+        """Make the model read its cache through the codec while the context is open.
+
+        1. Every attention call of a simulated layer goes to `_SimulatedAttention`. It builds both
+           copies of keys and values, reports the ranges of their rows and the KL divergence of the
+           attention, and returns the output from the 2-bit cache.
+        2. After each observed attention module, a `_BlockComparison` runs the module again on the
+           same input with the simulation switched off, and reports both outputs: those of the
+           attention function, head by head, and those of the module.
+
+        Parameters:
+
+        * `modules`: layer index -> attention module, for the modules whose outputs are compared;
+        * `observers`: receive what is compared; None compares nothing.
+        """
+        attention = _SimulatedAttention(self, observers)
+        hooks = []
+        for layer, module in (modules or {}).items():
+            if layer in self.layers and observers is not None:
+                comparison = _BlockComparison(layer, attention, observers)
+                hooks.append(module.register_forward_hook(comparison, with_kwargs=True))
+        try:
+            with intercept(model, attention):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _SimulatedAttention:
+    """Stands in for the model's attention function while a simulation runs."""
+
+    def __init__(self, simulation: Simulation, observers: Observers | None):
+        self.simulation = simulation
+        self.observers = observers
+        self.owners = {layer.index: layer.owner for layer in simulation.geometry}
+        token_group = simulation.arm.token_group
+        self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
+        self.quantized = QuantizedRows(simulation.arm, simulation.cache.format)
+        self.switched_off = False
+        self._latest: torch.Tensor | None = None
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Call the model's own attention unchanged while the context is open, and compare its
+        output with the latest simulated one."""
+        self.switched_off = True
+        try:
+            yield
+        finally:
+            self.switched_off, self._latest = False, None
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attend: Attention,
+    ) -> torch.Tensor:
+        """The attention output `[B, T, H_q, D_v]`. The arguments are those that `intercept`
+        passes."""
+        if self.switched_off:
+            return self._compare_heads(layer, attend(query, key, value), key.shape[1])
+        if layer not in self.simulation.layers:
+            return attend(query, key, value)
+        decoding = query.shape[2] < key.shape[2]
+        keys = self._both_copies(key, self.owners[layer], "key", decoding)
+        values = self._both_copies(value, self.owners[layer], "value", decoding)
+        self._observe_ranges(layer, {"key": key, "value": value})
+        mask = self.masks.mask_for(attend, query, key.shape[2])
+        queries = self.simulation.queries
+        if queries is not None and self.observers is not None:
+            kl = _attention_kl(attend, query, key, keys, mask, queries)
+            self.observers.kl(layer, kl, queries)
+        outputs = []
+        # Each block of queries reads only the positions that it sees.
+        for block in mask.blocks():
+            read = replace(attend, mask=block.mask)
+            seen_keys, seen_values = keys[:, :, block.seen], values[:, :, block.seen]
+            outputs.append(read(query[:, :, block.queries], seen_keys, seen_values))
+        output = torch.cat(outputs, dim=1)
+        if self.observers is not None:
+            self._latest = output
+        return output
+
+    def _both_copies(
+        self, rows: torch.Tensor, owner: int, side: str, decoding: bool
+    ) -> torch.Tensor:
+        """Keys or values `[exact; quantized]` of twice the length, rotated as the layer that owns
+        the cache stores them."""
+        if side not in self.simulation.sides:
+            # Both copies are exact, but the mask still expects two.
+            return torch.cat([rows, rows], dim=2)
+        arm, cache = self.simulation.arm, self.simulation.cache
+        exact = arm.keep_exact(rows, owner, side)
+        # No query reads a quantized sink token, and groups of tokens begin after the sink.
+        sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
+        quantized = self.quantized.quantize(past, owner, side, decoding)
+        return torch.cat([exact, sink, quantized], dim=2)
+
+    def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
+        """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
+        if self.observers is None:
+            return
+        for side in self.simulation.sides:
+            past = sides[side][:, :, self.simulation.cache.sink :]
+            ranges = self.quantized.ranges(past, self.owners[layer], side)
+            if ranges is not None:
+                self.observers.row_range(layer, side, ranges)
+
+    def _compare_heads(self, layer: int, exact: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Report the simulated and the exact output `[B, T, H_q, D_v]`, and return the exact one.
+
+        Successive query heads read the same KV head.
+        """
+        if self.observers is not None and self._latest is not None:
+            shape = (*exact.shape[:2], kv_heads, -1)
+            self.observers.heads(layer, self._latest.reshape(shape), exact.reshape(shape))
+        return exact
+
+
+class _BlockComparison:
+    """A forward hook that runs an attention module again on the same input with an exact cache."""
+
+    def __init__(self, layer: int, attention: _SimulatedAttention, observers: Observers):
+        self.layer, self.attention, self.observers = layer, attention, observers
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # Call `forward`, because calling the module itself would run this hook again.
+        with self.attention.off():
+            exact = module.forward(*args, **kwargs)
+        self.observers.output(self.layer, _hidden_states(output), _hidden_states(exact))
+
+
+def _hidden_states(output: Any) -> torch.Tensor:
+    """The hidden states of a module that returns them alone, or in a tuple before the attention
+    weights."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def _attention_kl(
+    attend: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    keys: torch.Tensor,
+    mask: TwoCopyMask,
+    queries: torch.Tensor,
+) -> torch.Tensor:
+    """`KL(exact || simulated)` `[B, H, Q]` of selected queries' attention, averaged over the query
+    heads that read each of H KV heads.
+
+    * `query`, `key`: those of the exact model, before any mean is subtracted;
+    * `keys`: `[exact; quantized]`, as the simulated cache holds them;
+    * `mask`: the two-copy mask of the call;
+    * `queries`: the positions `[Q]` of the queries to compare.
+    """
+    batch, heads, _, _ = query.shape
+    size = max(1, SCORES // (batch * heads * keys.shape[2]))
+    at, parts = queries.to(query.device), []
+    for positions in at.split(size):
+        rows = as_additive(mask.rows(positions), torch.float32)
+        parts.append(_divergence_of(attend, query[:, :, positions], key, keys, rows))
+    return torch.cat(parts, dim=2)
+
+
+def _divergence_of(
+    attend: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    keys: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """The divergence `[B, H, Q]` of queries `[B, H_q, Q, D]` with the two-copy mask
+    `[B, 1, Q, 2T]`, float32 and additive."""
+    length = key.shape[2]
+    # The query sees a position if it sees either copy.
+    exact_mask = torch.maximum(mask[..., :length], mask[..., length:])
+    exact = replace(attend, mask=exact_mask).weights(query, key)
+    both = replace(attend, mask=mask).weights(query, keys)
+    simulated = both[..., :length] + both[..., length:]
+    # In float64, because the KL divergence of nearly equal weights is a small difference of large
+    # terms.
+    by_query_head = divergence(exact.double(), simulated.double())
+    batch, _, count = by_query_head.shape
+    return by_query_head.view(batch, key.shape[1], -1, count).mean(2)
+
+
+def divergence(exact: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    """`KL(exact || attention)` `[...]`, in nats, of attention weights `[..., T]`.
+
+    A model's own attention sinks take part of the probability. That part counts as one more
+    position.
+    """
+    p, q = _with_rest(exact), _with_rest(attention)
+    # `xlogy` makes a position that the exact model ignores contribute 0. The clamp keeps the result
+    # finite where the simulated weight underflows.
+    return (torch.xlogy(p, p) - p * q.clamp(min=1e-30).log()).sum(-1)
+
+
+def _with_rest(weights: torch.Tensor) -> torch.Tensor:
+    """Append the probability that is missing from 1 as one more position. A remainder within
+    rounding error becomes 0."""
+    rest = 1 - weights.sum(-1, keepdim=True)
+    return torch.cat([weights, rest.where(rest > _ROUNDING, 0)], dim=-1)
+
+
+def cache_of_all_positions(model: PreTrainedModel) -> DynamicCache | None:
+    """An empty cache that keeps the keys and values of every position, as the model computes them;
+    None for a model that needs a cache class of its own.
+
+    This is for arms and layers that only a simulation knows; a cache that holds codes is
+    `RotatedCache`. While a `Simulation` runs, each decoding step reads keys and values
+    through the 2-bit codec. A layer with a sliding window would drop old positions, and with
+    them the number of each position. Here it keeps them all, and its mask hides them as before.
+    """
+    untyped: Any = model
+    if not untyped._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            cache.layers[number] = DynamicLayer()
+    return cache

@@ -1,0 +1,258 @@
+"""What `generate` does with a 2-bit cache: greedy text, beams, padding, candidates, copies."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support import architectures
+from support.float64 import CLOSE, to_float64
+from support.naive_cache import NaiveLayer
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from rotationzoo.calibration.fit import fit
+from rotationzoo.errors import RotationZooError
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import PRESETS
+from rotationzoo.runtime.cache import RotatedCache
+from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation, cache_of_all_positions
+
+PROMPT = torch.randint(5, 60, (1, 18), generator=torch.Generator().manual_seed(3))
+WINDOWS = CacheLayout(sink=2, recent=5)
+# Full attention, sliding windows, layers that share a cache, and layers with linear attention.
+FAMILIES = [
+    name for name in ("llama", "gemma3", "gemma4", "qwen3_5") if architectures.available(name)
+]
+
+
+def rotations_of(model, recipe="random"):
+    return to_float64(fit(None, PRESETS[recipe], geometry_of(model)))
+
+
+def empty(model, windows=WINDOWS, **settings):
+    return RotatedCache(
+        CacheSettings(Arm("", rotations_of(model)), windows, block=8, **settings), model
+    )
+
+
+def generate(model, cache, ids=PROMPT, **options):
+    settings = {"do_sample": False, "min_new_tokens": 14, "max_new_tokens": 14, "pad_token_id": 0}
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings | options)
+
+
+def simulation_of(model, windows=WINDOWS):
+    geometry = geometry_of(model)
+    layers = {layer.index for layer in geometry}
+    return Simulation(Arm("", rotations_of(model)), windows, geometry, layers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_greedy_text_is_the_argmax_of_the_simulation_at_each_step(name):
+    model = architectures.build(name, torch.float64)
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    output = generate(model, empty(model), **options)
+    # The prompt reads itself exact; each token after it reads all earlier ones through the codec.
+    past = cache_of_all_positions(model)
+    logits, ids, steps = model(input_ids=PROMPT, past_key_values=past).logits[:, -1:], PROMPT, []
+    with simulation_of(model).running(model):
+        for _ in range(14):
+            steps.append(logits[:, 0])
+            allowed = logits.index_fill(-1, torch.tensor([2]), -torch.inf)  # not the end
+            ids = torch.cat([ids, allowed.argmax(-1)], dim=1)
+            logits = model(input_ids=ids[:, -1:], past_key_values=past).logits
+    assert torch.equal(output.sequences, ids)
+    read, simulated = torch.stack(output.logits), torch.stack(steps)
+    largest = simulated.abs().max()
+    assert (read - simulated).abs().max() <= CLOSE * largest
+    exact = generate(model, DynamicCache(config=model.config), **options)
+    assert (read - torch.stack(exact.logits)).abs().max() > 0.01 * largest
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_beams_are_those_of_the_simulation(name):
+    model = architectures.build(name, torch.float64)
+    # As long as the exact windows, so that the prompt reads itself exact in the simulation too.
+    short = PROMPT[:, :7]
+    beams = generate(model, empty(model), short, num_beams=3, num_return_sequences=3)
+    with simulation_of(model).running(model):
+        past = cache_of_all_positions(model)
+        expected = generate(model, past, short, num_beams=3, num_return_sequences=3)
+    assert torch.equal(beams, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_padded_batch_is_read_row_by_row(name, chunk):
+    model = architectures.build(name, torch.float64)
+    rows = [PROMPT, PROMPT[:, 5:], PROMPT[:, 9:]]
+    batch = torch.cat([torch.nn.functional.pad(row, (18 - row.shape[1], 0)) for row in rows])
+    mask = (torch.arange(18) >= torch.tensor([[0], [5], [9]])).long()
+    together = generate(model, empty(model), batch, attention_mask=mask, prefill_chunk_size=chunk)
+    for row, text in zip(rows, together, strict=True):
+        # Rows that are not padded fall into other chunks, and read other tokens exact.
+        if chunk is None or row.shape[1] == 18:
+            alone = generate(model, empty(model), row, prefill_chunk_size=chunk)
+            assert torch.equal(text[18:], alone[0, row.shape[1] :])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("helper", ["lookup", "model"])
+def test_candidates_are_read_as_by_a_reference_with_the_same_rule(name, helper):
+    model = architectures.build(name, torch.float64)
+    options = {"prompt_lookup_num_tokens": 3}
+    if helper == "model":
+        assistant = copy.deepcopy(model)
+        with torch.no_grad():  # often right, and often wrong
+            assistant.lm_head.weight += 0.1 * torch.randn(
+                assistant.lm_head.weight.shape, generator=torch.Generator().manual_seed(4)
+            )
+        options = {"assistant_model": assistant}
+    arm = Arm("", rotations_of(model))
+    layers = [NaiveLayer(arm, WINDOWS, index) for index in range(architectures.LAYERS)]
+    reference = DynamicCache()
+    reference.layers, reference.layer_class_to_replicate = layers, None
+    cache = empty(model, slack=24)
+    assert torch.equal(generate(model, cache, **options), generate(model, reference, **options))
+    assert cache.get_seq_length() == reference.get_seq_length()
+
+
+def test_candidates_beyond_the_slack_are_refused():
+    model = architectures.build("llama", torch.float64)
+    cache = empty(model, slack=1)
+    generate(model, cache)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(input_ids=PROMPT[:, :12], past_key_values=cache)
+    with pytest.raises(RotationZooError, match="7 tokens cannot be taken back") as refused:
+        cache.crop(-7)
+    assert "slack" in refused.value.hint
+    assert cache.get_seq_length() == 31 + 12
+    cache.crop(-6)
+    assert cache.get_seq_length() == 31 + 6
+
+
+class Streamed(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_sampling_and_streaming():
+    model = architectures.build("llama", torch.float64)
+    streamer = Streamed()
+    torch.manual_seed(0)
+    text = generate(model, empty(model), do_sample=True, top_k=5, streamer=streamer)
+    assert streamer.tokens == text[0].tolist()
+    assert streamer.ended
+    torch.manual_seed(0)
+    assert torch.equal(generate(model, empty(model), do_sample=True, top_k=5), text)
+
+
+def test_one_cache_serves_request_after_request():
+    model = architectures.build("llama", torch.float64)
+    cache = empty(model)
+    first = generate(model, cache)
+    cache.reset()
+    assert cache.bytes_held == cache.get_seq_length() == 0
+    assert torch.equal(generate(model, cache), first)
+    cache.reset()
+    batch, mask = PROMPT.repeat(2, 1), (torch.arange(18) >= torch.tensor([[0], [6]])).long()
+    together = generate(model, cache, batch, attention_mask=mask)
+    cache.reset()
+    alone = generate(model, cache, PROMPT[:, 6:])
+    assert torch.equal(together[:1], first), "another batch, and other padding"
+    assert torch.equal(together[1, 18:], alone[0, 12:])
+    cache.reset()
+    assert torch.equal(generate(model, cache), first)
+    # A second turn reads the first through the codec, and need not be given again.
+    turn = torch.cat([first, PROMPT[:, :4]], dim=1)
+    assert generate(model, cache, turn).shape[1] == turn.shape[1] + 14
+    assert cache.get_seq_length() == turn.shape[1] + 13
+
+
+@torch.no_grad()
+def prefix_of(model, windows=WINDOWS):
+    cache = empty(model, windows)
+    model(input_ids=PROMPT[:, :-1], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "lfm2"])
+def test_a_copied_prefix_goes_on_as_the_cache_itself(name):
+    model = architectures.build(name, torch.float64)
+    cache = prefix_of(model)
+    copied = copy.deepcopy(cache)
+    assert copied.bytes_held == cache.bytes_held > 0
+    assert copied.get_seq_length() == 17
+    text = generate(model, copied)
+    assert cache.get_seq_length() == 17
+    assert torch.equal(generate(model, cache), text)
+
+
+def falcon_h1():
+    """Full and linear attention in every layer."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=32, head_dim=16, num_hidden_layers=2)
+    linear = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, mamba_chunk_size=8)
+    config = transformers.FalconH1Config(vocab_size=64, **sizes, **linear, **heads)
+    model = transformers.FalconH1ForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "mamba" not in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@torch.no_grad()
+def test_two_kinds_of_attention_in_one_layer():
+    model = falcon_h1()
+    read, logits = PROMPT[:, :1], []
+    cache, past = empty(model), cache_of_all_positions(model)
+    for ids in PROMPT.split(1, dim=1):
+        logits.append(model(input_ids=ids, past_key_values=cache).logits)
+    with simulation_of(model).running(model):
+        for number, ids in enumerate(PROMPT.split(1, dim=1)):
+            expected = model(input_ids=ids, past_key_values=past).logits
+            assert (logits[number] - expected).abs().max() <= CLOSE * expected.abs().max()
+    exact = model(input_ids=PROMPT, use_cache=False).logits
+    assert (logits[-1] - exact[:, -1:]).abs().max() > 1e-3
+    copied = copy.deepcopy(cache)
+    for each in (cache, copied):
+        each.reorder_cache(torch.tensor([0, 0]))
+    both = [model(input_ids=read.repeat(2, 1), past_key_values=each) for each in (cache, copied)]
+    assert torch.equal(both[0].logits, both[1].logits)
+    cache.reset()
+    again = model(input_ids=PROMPT[:, :1], past_key_values=cache).logits
+    assert torch.equal(again, logits[0])
+
+
+def test_a_copied_prefix_serves_a_batch():
+    model = architectures.build("llama", torch.float64)
+    cache = prefix_of(model)
+    copied = copy.deepcopy(cache)
+    with pytest.raises(RotationZooError, match="holds 1 row of a batch, and a call brings 2"):
+        generate(model, copied, PROMPT.repeat(2, 1))
+    copied.batch_repeat_interleave(2)
+    text = generate(model, cache)
+    assert torch.equal(generate(model, copied, PROMPT.repeat(2, 1)), text.repeat(2, 1))
+
+
+def test_what_takes_the_cache_s_bytes():
+    model = architectures.build("gemma3", torch.float64)
+    cache = empty(model)
+    generate(model, cache)
+    tensors = cache.tensors()
+    assert cache.bytes_held == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    # 31 tokens in one layer and 7 in each of three with a window of 8; 2 heads of 16 + 16 channels.
+    assert cache.bytes_in_bf16 == 2 * 2 * 32 * (31 + 3 * 7)

@@ -1,0 +1,145 @@
+"""A 2-bit cache on a GPU: what its kernels store and read is what torch's operations do, and a
+decoding step waits for nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import architectures
+from support.devices import gpu
+from torch.nn.functional import scaled_dot_product_attention
+
+from rotationzoo.calibration.fit import fit
+from rotationzoo.codec import attention, cuda_attention
+from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.model.geometry import Layer, geometry_of
+from rotationzoo.recipe import PRESETS
+from rotationzoo.runtime import stream as stream_module
+from rotationzoo.runtime.cache import RotatedCache
+from rotationzoo.runtime.decoding_step import LazyRows, MaskCheck
+from rotationzoo.runtime.layer import RotatedLayer
+from rotationzoo.runtime.padding import Padding
+from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+
+IDS = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def with_feedback(rotations):
+    def add(_, __, rotation):
+        shape = len(rotation.clip), rotation.dim, rotation.dim
+        above = torch.randn(shape, generator=torch.Generator().manual_seed(6)).triu(1) / 4
+        return replace(rotation, feedback=above + torch.eye(rotation.dim))
+
+    return rotations.replace(add)
+
+
+@torch.no_grad()
+def decode(model, cache):
+    logits = []
+    for start, end in [(0, 20), *((end - 1, end) for end in range(21, 41))]:
+        ids = IDS[:, start:end].to(model.device)
+        logits.append(model(input_ids=ids, past_key_values=cache).logits.float().cpu())
+    return torch.cat(logits, dim=1)
+
+
+def test_a_kernel_is_taken_where_there_is_one(monkeypatch):
+    """With the definition in its place."""
+    model, calls = architectures.build("llama"), []
+
+    def attend(*arguments):
+        calls.append(arguments)
+        return attention.attend(*arguments)
+
+    rotations = fit(None, PRESETS["random"], geometry_of(model))
+    caches = []
+    for reading in ("auto", "auto", "rows"):
+        storage = CacheSettings(
+            Arm("", rotations), CacheLayout(sink=4, recent=8), block=32, reading=reading
+        )
+        caches.append(RotatedCache(storage, model))
+    rows = decode(model, caches[0])
+    assert not calls, "there is none on a CPU"
+    monkeypatch.setattr(cuda_attention, "attend", attend)
+    monkeypatch.setattr(stream_module, "kernels_run_on", lambda device: True)
+    pages = decode(model, caches[1])
+    assert len(calls) == 4 * 20
+    assert torch.equal(decode(model, caches[2]), rows)
+    assert len(calls) == 4 * 20
+    # Measured: 1.3e-6.
+    assert (pages - rows).abs().max() <= 2e-5 * rows.abs().max()
+
+
+@torch.no_grad()
+def test_windows_lie_as_the_kernel_reads_them(monkeypatch):
+    """They are not copied in each step, though models hand over transposed rows."""
+    model = architectures.build("llama")
+    storage = CacheSettings(
+        Arm("", fit(None, PRESETS["random"], geometry_of(model))), CacheLayout(sink=4, recent=8)
+    )
+    cache = RotatedCache(storage, model)
+    decode(model, cache)
+    stream = cache.layers[0].streams[0]
+    for window in stream.windows():
+        assert window.key.is_contiguous()
+        assert window.value.is_contiguous()
+    # Windows that are too long for the kernel are left to the definition.
+    monkeypatch.setattr(stream_module, "kernels_run_on", lambda device: True)
+    query = stream.tail["key"]
+    assert stream.has_kernel(query)
+    stream.tail = {
+        side: rows[:, :, :1].expand(-1, -1, 40_000, -1) for side, rows in stream.tail.items()
+    }
+    assert not stream.has_kernel(query)
+
+
+def layer_on(device, codec):
+    """A layer of 200 tokens, of which 164 are quantized, and a token and its query."""
+    rotations = with_feedback(fit(None, PRESETS["random"], [Layer(0, 0, 8, 2, 128, 128)]))
+    arm = Arm("", rotations, rounding="feedback" if codec == "feedback" else "nearest")
+    windows = CacheLayout(FORMATS.get(codec, FORMATS["sglang"]), sink=4, recent=32)
+    layer = RotatedLayer(CacheSettings(arm, windows), 0, Padding())
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(1, 2, 201, 128, generator=generator).to(device, torch.bfloat16)
+    query = torch.randn(1, 8, 1, 128, generator=generator).to(device, torch.bfloat16)
+    layer.update(rows[:, :, :200], rows[:, :, :200])
+    return layer, rows[:, :, 200:], query
+
+
+def take_step(layer, token):
+    keys, _ = layer.update(token, token, masks=MaskCheck())
+    assert isinstance(keys, LazyRows)
+    return keys.step
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("codec", ["sglang", "vllm", "mlx", "feedback"])
+@torch.no_grad()
+def test_a_step_reads_the_same_on_a_gpu(codec, device):
+    layer, token, query = layer_on(device, codec)
+    step = take_step(layer, token)
+    output = step.attend(query, Scores(0.1)).float()
+    (stream,) = layer.streams
+    head, tail = stream.windows()
+    expected = attention.attend(query.float(), stream.packed(), head, tail, Scores(0.1))
+    assert (output - expected).norm() <= 5e-3 * expected.norm(), "in bfloat16"
+    rows = scaled_dot_product_attention(query, *step.rows, scale=0.1, enable_gqa=True)
+    assert (output - rows).norm() <= 2e-2 * expected.norm(), "rows are bfloat16 too"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("codec", ["sglang", "feedback"])
+@torch.no_grad()
+def test_a_decoding_step_waits_for_nothing(codec, device):
+    layer, token, query = layer_on(device, codec)
+    take_step(layer, token).attend(query, Scores(0.1))  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):  # until the second block begins
+            output = take_step(layer, token).attend(query, Scores(0.1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output.isfinite().all()

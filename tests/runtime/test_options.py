@@ -1,0 +1,200 @@
+"""The public cache: from an artifact, a folder, a name in the zoo, rotations, or nothing."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from support.equalizers import equalized
+from support.models import save_tiny
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rotationzoo import Artifact, RotatedCache
+from rotationzoo.codec.formats import MLX, SGLANG
+from rotationzoo.engines.absorb import fold
+from rotationzoo.errors import HubError, RotationZooError, UsageError
+from rotationzoo.model.source import DEMO, Source
+from rotationzoo.runtime import artifacts
+from rotationzoo.simulation.kivi import KiviArm
+
+PROMPT = torch.randint(20, 2000, (1, 90), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+def generate(model, cache, tokens=6):
+    return model.generate(
+        PROMPT, past_key_values=cache, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens
+    )
+
+
+def test_all_ways_to_name_rotations(demo, made, monkeypatch):
+    artifact = Artifact.open(made)
+    windows = {"sink": 4, "recent": 16}
+    texts = []
+    pulled = []
+    monkeypatch.setattr(artifacts, "pull", lambda name: pulled.append(name) or artifact)
+    for rotations in (artifact, str(made), made, artifact.rotations, "Qwen/Qwen3-8B"):
+        cache = RotatedCache(rotations, demo, **windows)
+        assert cache.settings.layout.sink == 4
+        texts.append(generate(demo, cache))
+        assert cache.bytes_held < cache.get_seq_length() * 4 * 2 * 2 * 64 * 4, "less than exact"
+    assert pulled == ["Qwen/Qwen3-8B"]
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_settings_come_from_the_recipe_and_the_options(demo, made):
+    settings = RotatedCache(made, demo).settings
+    assert (settings.layout.sink, settings.layout.recent) == (64, 256)
+    assert (settings.layout.format, settings.arm.group_size, settings.slack) == (SGLANG, None, 64)
+    assert settings.layout.prefill_layout == "server"
+    assert settings.reading == "auto"
+    options = {
+        "format": "mlx",
+        "group_size": 32,
+        "slack": 7,
+        "prefill_layout": "window",
+        "reading": "rows",
+    }
+    settings = RotatedCache(made, demo, **options).settings
+    assert (settings.layout.format, settings.arm.group_size, settings.slack) == (MLX, 32, 7)
+    assert settings.layout.prefill_layout == "window"
+    assert settings.reading == "rows"
+
+
+def test_error_feedback_is_used_where_an_artifact_has_its_factors(demo, made):
+    rotations = Artifact.open(made).rotations
+    assert RotatedCache(rotations, demo).settings.arm.rounding == "feedback"
+    assert RotatedCache(rotations, demo, rounding="nearest").settings.arm.rounding == "nearest"
+    plain = without_factors(rotations)
+    assert RotatedCache(plain, demo).settings.arm.rounding == "nearest"
+    with pytest.raises(RotationZooError, match="has no factors"):
+        RotatedCache(plain, demo, rounding="feedback")
+
+
+def without_factors(rotations):
+    return rotations.replace(lambda _, __, rotation: replace(rotation, feedback=None))
+
+
+def test_without_a_rotation_and_with_scales_per_channel(demo, made):
+    """KIVI's own cache, and one with its format and calibrated rotations."""
+    for rotations in (None, made):
+        cache = RotatedCache(rotations, demo, format="kivi", sink=4, recent=16)
+        assert isinstance(cache.settings.arm, KiviArm)
+        generate(demo, cache)
+        assert cache.rotated_layers[0].streams[0].blocks["key"].length == 64, "of 75 tokens"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "gguf"}, "there is no format 'gguf'"),
+        ({"format": "sgland"}, "did you mean 'sglang'"),
+        ({"rounding": "feedbak"}, "no rounding 'feedbak' .did you mean 'feedback'"),
+        ({"reading": "page"}, "no reading 'page' .did you mean 'pages'"),
+        ({"prefill_layout": "windows"}, "no prefill_layout 'windows' .did you mean 'window'"),
+        ({"sinks": 4}, "no option 'sinks' .did you mean 'sink'"),
+        ({"recent": 3.5}, "recent must be a whole number of at least 0, not 3.5"),
+        ({"format": "kivi", "rounding": "feedback"}, "kivi takes no rounding = 'feedback'"),
+        ({"format": "kivi", "group_size": 8}, "kivi takes no group_size = 8"),
+        ({"group_size": 0}, "group_size must be a whole number of at least 1, not 0"),
+        ({"sink": -1}, "sink must be a whole number of at least 0, not -1"),
+        ({"slack": -1}, "slack must be a whole number of at least 0, not -1"),
+    ],
+)
+def test_what_no_cache_can_have_is_refused(demo, options, message):
+    with pytest.raises(UsageError, match=message):
+        RotatedCache(None, demo, **options)
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused(demo, made):
+    for rotations in (None, made, Artifact.open(made).rotations):
+        with pytest.raises(RotationZooError, match="but groups of 4, 8, 16, 32, 64 do"):
+            RotatedCache(rotations, demo, group_size=12)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(demo, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(artifacts, "pull", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.chdir(made.parent)
+    # Beside an artifact that is there, as in the folder of `calibrate`.
+    beside = f"../{made.parent.name}/mistyped"
+    monkeypatch.chdir(made.parent.parent)
+    (tmp_path / "a file").write_text("text")
+    for folder in (beside, f"{made.parent.name}/mistyped", made / "mistyped", tmp_path / "a file"):
+        with pytest.raises(RotationZooError, match=r"is no artifact|there is no"):
+            RotatedCache(folder, demo)
+
+
+def test_what_is_no_model_and_no_rotations_is_refused(demo, made):
+    with pytest.raises(UsageError, match="a str is no model of transformers"):
+        RotatedCache(made, "demo")
+    with pytest.raises(UsageError, match="an object of type int holds no rotations"):
+        RotatedCache(3, demo)
+
+
+def test_an_artifact_of_another_model_is_refused(made):
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    with pytest.raises(RotationZooError, match="made for a model of other layers, heads"):
+        RotatedCache(made, Qwen3ForCausalLM(config))
+
+
+def test_an_artifact_of_other_weights_is_a_warning(demo, made, tmp_path, caplog):
+    """Of the same shapes, so nothing else would tell."""
+    RotatedCache(made, demo)
+    assert not caplog.records
+    other = Qwen3ForCausalLM(demo.config)
+    other.save_pretrained(tmp_path / "other")
+    RotatedCache(made, AutoModelForCausalLM.from_pretrained(tmp_path / "other"))
+    message = f"{made.name} was made for other weights than these: demo; see: rotationzoo verify"
+    assert caplog.messages == [message]
+
+
+def test_a_name_of_the_zoo_that_cannot_be_pulled(demo, monkeypatch):
+    def refuse(name: str) -> None:
+        raise HubError("the hub is closed", hint="see --index")
+
+    monkeypatch.setattr(artifacts, "pull", refuse)
+    with pytest.raises(HubError, match=r"someone/model is no folder.*closed") as raised:
+        RotatedCache("someone/model", demo)
+    assert "--index" not in str(raised.value.hint)
+
+
+def test_where_a_model_of_the_hub_was_loaded_from(demo, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    asked = []
+
+    def look(name: str, file: str, revision: str) -> str:
+        asked.append((name, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(artifacts, "try_to_load_from_cache", look)
+    model = Qwen3ForCausalLM(copy.deepcopy(demo.config))
+    model.name_or_path = ""
+    assert artifacts._source_of(model) is None, "made in code"
+    model.name_or_path, model.config._commit_hash = "someone/model", "1" * 40
+    assert artifacts._source_of(model) == Source("someone/model", tmp_path, "1" * 40)
+    assert asked == [("someone/model", "config.json", "1" * 40)]
+
+
+def test_equalizers_are_applied_once(tmp_path):
+    """By the cache for the published weights, and by the weights into which they are folded."""
+    folder = save_tiny(tmp_path / "tiny")
+    artifact = equalized(folder)
+    folded = fold(artifact, str(folder), tmp_path / "folded")
+    logits = []
+    for place, by_cache in ((folder, True), (folded, False)):
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        cache = RotatedCache(artifact, model, sink=4, recent=16)
+        assert cache.settings.arm.rotations.equalized == by_cache
+        with torch.no_grad():
+            for ids in PROMPT.split(30, dim=1):
+                read = model(input_ids=ids, past_key_values=cache).logits
+        logits.append(read)
+    # Measured: 2e-5 of logits up to 20; equalizers applied twice or never move them by more than 1.
+    assert (logits[0] - logits[1]).abs().max() < 1e-3

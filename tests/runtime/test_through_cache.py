@@ -1,0 +1,87 @@
+"""Tasks read through a real 2-bit cache agree with the simulation of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import architectures
+from support.float64 import CLOSE, to_float64
+from support.induction import save_induction
+
+from rotationzoo.cli.answers_view import explain_answers
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.arms import build_baselines
+from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import Data, Recipe
+from rotationzoo.runtime.through_cache import ThroughCache
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Simulation
+
+IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("chunk", [None, 7, 40])
+@pytest.mark.parametrize("kept", [0, 3, 12])
+@torch.no_grad()
+def test_it_is_called_like_the_model(chunk, kept):
+    """29 tokens leave a last chunk of one, which is no decoding step."""
+    model = architectures.build("llama", torch.float64)
+    geometry = geometry_of(model)
+    windows = CacheLayout(sink=2, recent=4, prefill_chunk=chunk)
+    arm = build_baselines(Recipe(), geometry)[2]
+    arm = replace(arm, rotations=to_float64(arm.rotations))
+    logits = ThroughCache(model, arm, windows)(input_ids=IDS, logits_to_keep=kept).logits
+    with Simulation(arm, windows, geometry, {0, 1, 2, 3}).running(model):
+        expected = model(input_ids=IDS, use_cache=False, logits_to_keep=kept).logits
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max() <= CLOSE * expected.abs().max()
+    if chunk != 40:
+        exact = model(input_ids=IDS, use_cache=False, logits_to_keep=kept).logits
+        assert (logits - exact).abs().max() > 0.1
+
+
+def test_a_shorter_row_than_the_windows_is_read_exact():
+    model = architectures.build("llama")
+    arm = build_baselines(Recipe(), geometry_of(model))[2]
+    cache, none = ThroughCache(model, arm, CacheLayout(sink=20, recent=20)).read(IDS)
+    assert (cache.get_seq_length(), none.numel()) == (29, 0)
+    assert cache.bytes_held == 2 * cache.bytes_in_bf16, "in float32"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    model = save_induction(tmp_path_factory.mktemp("models") / "induction")
+    tasks = TaskSettings(("quote",), questions=2)
+    windows = [(16, 64)]
+    return Evaluation(
+        str(model), [], Data(tokens=352, length=352), tasks, windows, queries=0, device="cpu"
+    )
+
+
+def test_recall_tasks_agree_with_the_simulation(job, capsys):
+    chunked = replace(job, prefill_chunk=128)
+    jobs = chunked, replace(chunked, real_cache=True)
+    simulated, real = (evaluate(each, through=ThroughCache) for each in jobs)
+    assert (simulated["real_cache"], real["real_cache"]) == (False, True)
+    for report, cache in ((simulated, "a simulated 2-bit cache"), (real, "a cache that stores 2")):
+        explain_answers(report)
+        assert f"reads quantized from {cache}" in capsys.readouterr().out
+    assert list(real["arms"]) == ["identity", "hadamard", "random", "kivi"]
+    for name, arm in real["arms"].items():
+        score, expected = arm["tasks"]["quote"], simulated["arms"][name]["tasks"]["quote"]
+        assert score["correct"] == expected["correct"]
+        # Measured: at most 3e-4 apart, of 1 to 60 nats.
+        assert score["log_probabilities"] == pytest.approx(expected["log_probabilities"], abs=0.01)
+    exact = real["exact"]["tasks"]["quote"]["log_probability"]
+    worst = real["arms"]["identity"]["tasks"]["quote"]["log_probability"]
+    assert worst < exact - 0.1, "the cache is read"
+
+
+def test_what_a_real_cache_does_not_store_is_refused(job):
+    for changes in ({"layers": {0}}, {"sides": ("key",)}):
+        with pytest.raises(UsageError, match="stores keys and values of all layers"):
+            evaluate(replace(job, real_cache=True, **changes))
+    with pytest.raises(RotationZooError, match="turboquant is only simulated"):
+        ThroughCache(None, type("Arm", (), {"name": "turboquant"})(), CacheLayout())

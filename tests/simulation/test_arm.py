@@ -1,0 +1,102 @@
+"""What keys and values are after a 2-bit cache: rotation, clip, codec and back, and their means."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import architectures
+from support.float64 import assert_same_codes, to_float64
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.fit import fit
+from rotationzoo.codec import int2
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import PRESETS
+from rotationzoo.simulation.arm import Arm
+
+
+def test_keys_far_from_zero_are_stored_far_better_without_their_mean():
+    geometry = geometry_of(architectures.build("llama"))
+    arm = Arm("random", fit(None, PRESETS["random"], geometry))
+    mean = 50 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    centered = Arm(
+        "centered",
+        arm.rotations.replace(
+            lambda _, side, rotation: replace(rotation, mean=mean) if side == "key" else rotation
+        ),
+    )
+    keys = torch.randn(2, 2, 8, 16) + mean[:, None]
+    with_mean = arm.fake_quantize(keys, 0, "key", int2.SGLANG)
+    without = centered.fake_quantize(keys, 0, "key", int2.SGLANG) + mean[:, None]
+    assert (without - keys).norm() < 0.2 * (with_mean - keys).norm()
+    values = torch.randn(2, 2, 8, 16)
+    assert torch.equal(
+        arm.fake_quantize(values, 0, "value", int2.SGLANG),
+        centered.fake_quantize(values, 0, "value", int2.SGLANG),
+    )
+
+
+def test_int2_is_what_the_cache_stores(made):
+    """An arm's copy is rotation, clip, codec and back, with the artifact's own clip ratios."""
+    rotations = Artifact.open(made).rotations
+    values = torch.randn(1, 2, 7, 64, generator=torch.Generator().manual_seed(0))
+    restored = Arm("oscar", rotations).fake_quantize(values, 1, "value", int2.SGLANG)
+    matrix = rotations[1].value.matrix
+    expected = torch.stack(
+        [int2.round_trip(values[0, h] @ matrix[h], 0.92) @ matrix[h].mT for h in range(2)]
+    )
+    assert torch.allclose(restored[0], expected, atol=1e-6)
+
+
+def test_equalized_rows_come_back_in_the_frame_of_the_published_weights(made):
+    """What is quantized is `(x - mean) @ E @ matrix`; what comes back has neither."""
+    rotations = Artifact.open(made).rotations
+    generator = torch.Generator().manual_seed(0)
+    factors = 2.0 ** torch.randint(-2, 3, (2, 64), generator=generator)
+    matrices = torch.eye(64) + 0.05 * torch.randn(2, 64, 64, generator=generator)
+
+    def equalize(_, side, rotation):
+        return replace(rotation, equalizer=factors if side == "key" else matrices)
+
+    arm = Arm("equalized", rotations.replace(equalize))
+    assert arm.rotations.equalized
+    assert not rotations.equalized
+    rows = torch.randn(1, 2, 7, 64, generator=generator)
+    for side, equalizer in (("key", torch.diag_embed(factors)), ("value", matrices)):
+        rotation = rotations[1][side]
+        mean = 0 if rotation.mean is None else rotation.mean[:, None]
+        folded = (rows - mean) @ equalizer @ rotation.matrix
+        stored = int2.round_trip(folded, rotation.clip[..., None]) @ rotation.matrix.mT
+        expected = stored @ torch.linalg.inv(equalizer)
+        restored = arm.fake_quantize(rows, 1, side, int2.SGLANG)
+        # 2e-6 was measured; without the equalizer they differ by more than 1.
+        assert torch.allclose(restored, expected, atol=2e-5)
+        equalized = arm.rotations[1][side]
+        # 1e-6 was measured.
+        assert torch.allclose(equalized.transform @ equalized.inverse, torch.eye(64), atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["together", "one by one"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_rows_are_rotated_in_float32_as_in_float64(made, side, format, order):
+    """However many of them are multiplied together."""
+    rotations = Artifact.open(made).rotations
+    arms = Arm("float32", rotations, 32), Arm("float64", to_float64(rotations), 32)
+    rows = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    parts = rows.split(1 if order == "one by one" else 300, dim=2)
+    rotated = torch.cat([arms[0].rotate(part, 1, side) for part in parts], dim=2)
+    exact = arms[1].rotate(rows, 1, side)
+    assert (rotated.dtype, exact.dtype) == (torch.float32, torch.float64)
+    stored, expected = (
+        arm.quantize(each, 1, side, format)
+        for arm, each in zip(arms, (rotated, exact), strict=True)
+    )
+    assert_same_codes(stored, expected, exact, format)
+    restored, wanted = (arm.restore(int2.dequantize(expected, format), 1, side) for arm in arms)
+    eps = torch.finfo(torch.float32).eps
+    assert (restored - wanted).abs().max() <= 64 * eps * wanted.abs().max()
+    expected.codes[..., 0, 3] ^= 1
+    with pytest.raises(AssertionError):
+        assert_same_codes(stored, expected, exact, format)
