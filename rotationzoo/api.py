@@ -9,8 +9,8 @@ from typing import Any, Unpack
 
 from rotationzoo.api_options import CalibrationOptions, EvaluationOptions, Text
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.job import calibrate as run_calibration
+from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation

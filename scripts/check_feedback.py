@@ -16,8 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from rotationzoo.checks.comparison import KernelComparison
-from rotationzoo.checks.rows import draw_rows, rows_of_each_type
+from rotationzoo.checks.comparison import KernelComparison, draw_rows, rows_of_each_type
 from rotationzoo.codec import cuda_encoder, feedback, int2, throughput
 from rotationzoo.linalg.error_feedback import factorize
 

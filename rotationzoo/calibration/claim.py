@@ -10,10 +10,8 @@ import torch
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import sentences, tensor_problems
-from rotationzoo.calibration.equalizer_checks import equalizer_problems
-from rotationzoo.calibration.equalizing import stored_equalizers
-from rotationzoo.calibration.feedback_factors import factor_problems
-from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.equalizing import equalizer_problems, stored_equalizers
+from rotationzoo.calibration.fit import factor_problems, fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering

@@ -1,32 +1,113 @@
 """Runs one whole calibration, from a model's name to an artifact on disk.
 
-A job can be stopped and resumed. It prints nothing; a callback reports its progress.
+A job can be stopped and resumed. It prints nothing; a callback reports its progress. The output
+folder is checked first: whether it is writable, replaceable, or already finished. Under torchrun,
+process 0 runs the job and every other process contributes its part.
 """
 
+import shutil
 import time
 from contextlib import ExitStack, suppress
 
 from rotationzoo import ranks
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import library_versions
-from rotationzoo.calibration.checkpoint import Checkpoint
+from rotationzoo.artifact.store import MANIFEST, Artifact
+from rotationzoo.artifact.writer import check_replaceable, library_versions
+from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences, rank_file
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.model_run import CalibrationResult, run_model
-from rotationzoo.calibration.output import check_output, check_room, finished_artifact
+from rotationzoo.calibration.model_run import CalibrationResult, collect_share, run_model
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.record import identify_job, manifest_content
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
-from rotationzoo.errors import Unsound
+from rotationzoo.errors import RotationZooError, Unsound, UsageError
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
-from rotationzoo.model.fetching import fetch_weights
-from rotationzoo.model.source import fetch
+from rotationzoo.model.source import fetch, fetch_weights
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import SELF
+from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
 from rotationzoo.text.prompts import read_prompts
 from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.words import differing
+
+
+def check_output(job: Job) -> None:
+    """Raise `RotationZooError` unless the output can be written and whatever is there may be
+    replaced."""
+    with disk_errors(job.output):
+        folders.recover(job.output)
+        check_replaceable(job.output)
+        if _holds_artifact(job):
+            _check_recipe_of(job, Artifact.open(job.output))
+    folders.check_writable(job.output)
+
+
+def check_room(known: Plan) -> None:
+    """Raise `RotationZooError` if the disk has no room for the artifact and a checkpoint of the
+    same size."""
+    output = known.job.output
+    free = shutil.disk_usage(folders.existing_parent(output)).free
+    needed = 2 * known.artifact_bytes
+    if free < needed:
+        raise RotationZooError(
+            f"the disk of {output} has {free / 1e6:,.0f} MB free "
+            f"and {needed / 1e6:,.0f} MB are needed",
+            hint="make room, or choose another place with --output",
+        )
+
+
+def finished_artifact(job: Job, identity: Identity) -> Artifact | None:
+    """The finished artifact of this same job, or None if it is missing, damaged or about to be
+    replaced.
+
+    Raises `RotationZooError` if the folder holds the artifact of another job.
+    """
+    if job.restart or job.unfinished or not _holds_artifact(job):
+        return None
+    artifact = Artifact.open(job.output)
+    saved = {**artifact.manifest.identity, "recipe": _asked_recipe(artifact)}
+    if changed := differences(saved, identity):
+        raise RotationZooError(
+            f"{job.output} holds the work of another job: {', '.join(changed)} differ",
+            hint="choose another place with --output, or replace it with --restart",
+        )
+    return None if artifact.damaged_files() else artifact
+
+
+def _holds_artifact(job: Job) -> bool:
+    return (job.output / MANIFEST).is_file()
+
+
+def _check_recipe_of(job: Job, artifact: Artifact) -> None:
+    """Refuse to replace the artifact of another recipe, unless the user asks for it with
+    `--restart`, or did so for the unfinished run that is being resumed."""
+    if job.restart or job.unfinished:
+        return
+    if _asked_recipe(artifact) != job.recipe.hash:
+        existing = f"{artifact.recipe.name} for {artifact.manifest.model.id}"
+        if artifact.recipe.name == job.recipe.name and (changed := _changed_text(job, artifact)):
+            existing += f", with other {', '.join(changed)}"
+        raise RotationZooError(
+            f"{job.output} holds the work of another recipe ({existing})",
+            hint="choose another place with --output, or replace it with --restart",
+        )
+
+
+def _changed_text(job: Job, artifact: Artifact) -> list[str]:
+    """The settings of the text, such as `tokens`, in which a job differs from an artifact."""
+    saved, asked = artifact.manifest.recipe["data"], job.recipe.published()["data"]
+    return [key for key, value in asked.items() if saved[key] != value]
+
+
+def _asked_recipe(artifact: Artifact) -> str:
+    """The hash of the recipe that the user asked for.
+
+    It differs from the hash of the recipe that was followed if only the weights showed that keys
+    cannot be centered.
+    """
+    manifest = artifact.manifest
+    return str(manifest.identity.get("recipe", manifest.recipe_sha256))
 
 
 def calibrate(job: Job, progress: Progress = silent) -> Artifact:
@@ -131,3 +212,47 @@ def _run(
         )
     with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
         return run_model(planned, source_text, checkpoint, progress)
+
+
+# What must agree between processes. Their GPUs may differ.
+_PARTS = ("recipe", "config", "weights", "text", "batch", "dtype", "versions")
+
+
+def contribute(job: Job) -> None:
+    """Do the share of this process in a job that process 0 runs with `calibrate`: sums of its text.
+
+    Waits until process 0 has checked the job and fetched the model. Does nothing if the artifact is
+    finished, or if the recipe needs no statistics. Raises as `calibrate` does.
+    """
+    ranks.listen("begin")  # the model's config and tokenizer are there
+    planned = plan(job)
+    if planned.refusal is not None:
+        raise planned.refusal
+    text = read_source_text(planned)
+    first = ranks.listen("job")  # the weights are there, and no older checkpoint is
+    if first is None or text is None:
+        return
+    fetch(planned.source)
+    identity = identify_job(planned.job, planned.source, text)
+    if changed := differences(first, identity, _PARTS):
+        raise RotationZooError(
+            f"process {ranks.rank()} would add sums of another job: {differing(changed)}",
+            hint="give every machine the same command, files and versions",
+        )
+    checkpoint = Checkpoint(rank_file(planned.job.checkpoint, ranks.rank()), identity)
+    with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
+        collect_share(planned, text, checkpoint)
+
+
+def check_shareable(job: Job) -> None:
+    """Raise `UsageError` for a job that one process has to do alone."""
+    alone = None
+    if job.recipe.data.source == SELF:
+        alone = "the model writes its own text with --data self, which"
+    elif job.device_map is not None:
+        alone = "--device-map spreads one model over all devices, which"
+    if alone is not None:
+        raise UsageError(
+            f"{alone} processes cannot share yet",
+            hint="start it without torchrun or accelerate launch",
+        )

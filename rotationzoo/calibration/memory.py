@@ -1,18 +1,79 @@
 """Estimates the memory and disk that a calibration needs, from the shapes of the model and the
-lengths of the text.
+lengths of the text; and the memory that this machine has and used.
 
 Each term counts tensors that exist at the same time. The tests compare the terms with what is
 really allocated.
+
+Where weights are spread over devices, a forward pass gets as many rows as fit, because every pass
+fetches the weights that are kept elsewhere again.
 """
 
+import os
+import platform
+import resource
+import sys
+from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import PretrainedConfig
 
+from rotationzoo.artifact.store import MANIFEST
+from rotationzoo.calibration.checkpoint import checkpoint_files
 from rotationzoo.linalg.run_sums import run_bytes
+from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory
+from rotationzoo.recipe import SELF, Data, Recipe
+from rotationzoo.storage import strict_json
+
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_STATUS = Path("/proc/self/status")
+
+
+def total_memory(on_cpu: bool, spread: bool) -> int:
+    """Bytes of memory available where a job runs.
+
+    That is main memory, the memory of the GPU, or all of both if the weights are `spread` over
+    devices. In a container, the container's own limit caps main memory.
+    """
+    main = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such limit, or the word "max"
+        main = min(main, int(_CONTAINER_LIMIT.read_text()))
+    if not torch.cuda.is_available() or (on_cpu and not spread):
+        return main
+    devices = range(torch.cuda.device_count())
+    sizes = [torch.cuda.get_device_properties(device).total_memory for device in devices]
+    return main + sum(sizes) if spread else sizes[torch.cuda.current_device()]
+
+
+def peak_memory() -> int:
+    """The peak memory of this process in bytes: allocated on all CUDA devices if it used them, else
+    resident in main memory."""
+    if torch.cuda.is_available():
+        devices = range(torch.cuda.device_count())
+        on_devices = sum(torch.cuda.max_memory_allocated(device) for device in devices)
+        if on_devices:
+            return on_devices
+    with suppress(OSError):  # only Linux has it
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Where the process that started this one was larger, this is the peak of that one.
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # `ru_maxrss` is in bytes on macOS and in kilobytes on Linux.
+    return resident if sys.platform == "darwin" else resident * 1024
+
+
+def device_name(device: str) -> str:
+    """The name that a manifest gives to the device `cuda` or `cpu`."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
+
 
 # torch and transformers themselves, whose memory counts on a CPU: 420 to 460 MB measured.
 _LIBRARIES = 450_000_000
@@ -136,3 +197,51 @@ class Footprint:
     @property
     def _text(self) -> PretrainedConfig:
         return self.config.get_text_config(decoder=True)
+
+
+SIZED = 0
+"""The batch of a job that leaves the number of rows to `choose_batch`."""
+
+
+def choose_batch(needs: Footprint, weights: int, limits: Limits | None) -> int:
+    """The rows of a pass: all of them if their activations fit, else even parts, as few as fit.
+
+    * `weights`: bytes of all weights once they are loaded;
+    * `limits`: how much of them each device may hold. Without limits, `placement` keeps weights off
+      a device for the sake of the activations, which get half of what is free there.
+    """
+    rooms = []
+    for device in devices_of(on_cpu=needs.on_cpu):
+        usable = int(USABLE * free_memory(device))
+        if limits is None:
+            rooms.append(max(usable - weights, usable // 2))
+        else:
+            rooms.append(usable - min(weights, limits.get(device, 0)))
+    rows = _row_count(needs.recipe.data)
+    fitting = bisect_right(range(1, rows + 1), min(rooms), key=needs.pass_bytes)
+    passes = -(-rows // max(fitting, 1))
+    return -(-rows // passes)
+
+
+def earlier_batch(checkpoint: Path, output: Path) -> int | None:
+    """The batch of the run whose checkpoint or artifact is there, or None.
+
+    A sum can only be continued with batches of the same rows, and what is free changes from run to
+    run. Whether the run was of the same job is checked elsewhere.
+    """
+    identities: list[Any] = [read_json(output / MANIFEST).get("identity")]
+    for path in checkpoint_files(checkpoint):
+        # No checkpoint, or a damaged one, which is refused when it is read.
+        with suppress(Exception), safe_open(path, "pt") as file:
+            identities.insert(0, strict_json.parse(file.metadata()["identity"], str(path)))
+    for identity in identities:
+        batch = identity.get("batch") if isinstance(identity, dict) else None
+        if isinstance(batch, str) and batch.isdecimal() and int(batch) > 0:
+            return int(batch)
+    return None
+
+
+def _row_count(data: Data) -> int:
+    """How many rows of the longest kind there are; of documents of unknown lengths, at most as many
+    as would be that long."""
+    return max(1, data.tokens // data.length)

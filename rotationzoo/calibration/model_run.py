@@ -1,17 +1,20 @@
 """The part of a calibration that needs the model's weights.
 
-Its steps: load the model, find its geometry, check the capture, write text, collect, fit.
+Its steps: load the model, find its geometry, check the capture, write text, collect, fit. It counts
+the tokens that pass through the model in each.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint
-from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.collect import collect, notes_of_idle
 from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.generate import (
@@ -20,21 +23,68 @@ from rotationzoo.calibration.generate import (
     read_sampling,
     write_texts,
 )
-from rotationzoo.calibration.passes import Passes
-from rotationzoo.calibration.plan import Plan
-from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
-from rotationzoo.calibration.totals import notes_of_idle
+from rotationzoo.calibration.plan import Plan, check_recipe, settle_centering
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.capture import attend_as_is
+from rotationzoo.model.capture import attend_as_is, check_transparent
 from rotationzoo.model.centering import ShiftCheck
 from rotationzoo.model.geometry import Geometry, geometry_of, shifted_layers
 from rotationzoo.model.placement import Placement, place_weights
-from rotationzoo.model.transparency import check_transparent
 from rotationzoo.progress import Progress
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.text.rows import Corpus, pack_texts, start_tokens
+
+OTHER = "checks"
+"""The purpose of passes that nothing else claims: a few tokens that show how a model works."""
+
+
+class Passes:
+    """Tokens by purpose, such as `statistics`, of every pass through a model.
+
+    A pass that ends at an early layer counts like a whole one. `tokens` are those of earlier runs
+    of the job, to which the passes are added.
+    """
+
+    def __init__(self, tokens: dict[str, int] | None = None) -> None:
+        self.tokens = {} if tokens is None else tokens
+        self._purpose = OTHER
+
+    @contextmanager
+    def counting(self, model: PreTrainedModel) -> Iterator[None]:
+        """Count the passes through a model while the block is open."""
+        # The embedding, because a head that predicts from what a decoder has returned before calls
+        # a decoder that computes nothing.
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, torch.nn.Module)
+        hook = embedding.register_forward_pre_hook(self._count)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def of(self, purpose: str) -> Iterator[None]:
+        """Count what passes inside the block for a purpose."""
+        outer, self._purpose = self._purpose, purpose
+        try:
+            yield
+        finally:
+            self._purpose = outer
+
+    def of_all(self) -> dict[str, int]:
+        """The tokens by purpose of all processes that `ranks` joins, which all call this."""
+        totals: dict[str, int] = {}
+        counts = {purpose: torch.tensor(count) for purpose, count in self.tokens.items()}
+        for part in ranks.gather([{OTHER: torch.tensor(0), **counts}]):
+            for purpose, count in part.items():
+                totals[purpose] = totals.get(purpose, 0) + int(count)
+        return {purpose: count for purpose, count in totals.items() if count}
+
+    def _count(self, module: torch.nn.Module, args: Any) -> None:
+        count = self.tokens.get(self._purpose, 0)
+        self.tokens[self._purpose] = count + (args[0].numel() if args else 0)
+
 
 _CHECKED_TOKENS = 32  # of the first row; their logits are compared with and without capture
 

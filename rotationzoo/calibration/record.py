@@ -6,9 +6,9 @@ import torch
 import transformers
 
 from rotationzoo import ranks
+from rotationzoo.calibration.checkpoint import Identity
 from rotationzoo.calibration.generate import hash_settings, read_sampling
-from rotationzoo.calibration.identity import Identity
-from rotationzoo.calibration.machine import device_name, peak_memory
+from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.model_run import CalibrationResult
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.model import loading

@@ -1,5 +1,6 @@
-"""The sums of a calibration while it runs: those of whole batches, which a checkpoint keeps, and
-those of the batch under way."""
+"""The sums of a calibration while it runs: of whole batches, which a checkpoint keeps, and of the
+batch under way, which are undone if it runs out of memory midway.
+"""
 
 import itertools
 from collections import defaultdict
@@ -11,12 +12,31 @@ import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import zero_statistics
-from rotationzoo.calibration.undo import keep_sums
 from rotationzoo.errors import ProcessLost, Unsound
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.out_of_memory import Undo
 from rotationzoo.recipe import Recipe
+
+
+def keep_sums(statistics: Statistics) -> Undo:
+    """Copy the sums where they are, and return what puts the copies in their place, once.
+
+    The copies take as much memory as the sums; `calibration.memory` counts them.
+    """
+    kept: Statistics = {}
+    for layer, moments in statistics.items():
+        kept[layer] = {kind: _copy(moment) for kind, moment in moments.items()}
+
+    def undo() -> None:
+        # Observers hold the outer table, so it stays the same one.
+        statistics.update(kept)
+
+    return undo
+
+
+def _copy(moment: Moment) -> Moment:
+    return Moment(*(getattr(moment, field.name).clone() for field in fields(Moment)))
 
 
 class RunningSums:

@@ -13,8 +13,7 @@ import torch
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.writer import add_files
-from rotationzoo.checks.comparison import KernelComparison
-from rotationzoo.checks.rows import capture_rows, draw_rows
+from rotationzoo.checks.comparison import KernelComparison, capture_rows, draw_rows
 from rotationzoo.codec import cuda, throughput
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading

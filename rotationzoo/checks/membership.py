@@ -17,11 +17,11 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
+from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.placement import memory_limits, place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
-from rotationzoo.model.transparency import check_transparent
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.rotations import SIDES

@@ -73,7 +73,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
     source = find(model, revision)
     compared = f"the config of {model}"
     if not artifact.bound:
-        problem = "bound to no model: nobody has said which one the imported files are for"
+        problem = "bound to no model: it is not known which one the imported files are for"
         return [problem], compared
     if config_hash(source) != expected.config_sha256:
         problem = f"made for another model or config than that of {model}: {expected.id}"

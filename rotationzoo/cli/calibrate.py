@@ -147,7 +147,7 @@ def calibrate_command(
         chosen = with_feedback(chosen, feedback)
     if rope_scaling is not None:
         chosen = with_rope_scaling(chosen, rope_scaling)
-    from rotationzoo.calibration.batch_size import SIZED
+    from rotationzoo.calibration.memory import SIZED
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.cli.calibrate_view import show_plan
@@ -171,7 +171,7 @@ def calibrate_command(
     if chosen.model not in (None, model):
         out.note(f"Note: this recipe is meant for {chosen.model}")
     if ranks.launched_rank() is not None:
-        from rotationzoo.calibration.contribution import check_shareable
+        from rotationzoo.calibration.job import check_shareable
 
         check_shareable(job)
     if dry_run:
@@ -199,8 +199,7 @@ def _calibrate(out: Output, job: "Job") -> "Artifact | None":
     None in the processes of a launcher that only do their share, and leave the artifact to process
     0.
     """
-    from rotationzoo.calibration.contribution import contribute
-    from rotationzoo.calibration.job import calibrate
+    from rotationzoo.calibration.job import calibrate, contribute
 
     # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error
     # says how to continue.

@@ -1,19 +1,23 @@
-"""Exporting an artifact: the files that one serving engine reads, and the command that starts
-it."""
+"""Exporting an artifact: the files that one serving engine reads, and the command that starts it.
+
+An export replaces an earlier one as a whole and keeps the user's files. Where it leaves a part of
+the artifact to the model's weights, the model's folder must carry that part.
+"""
 
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.evaluation_file import read_evaluation
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION, model_words
+from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION, model_words, read_record
+from rotationzoo.artifact.weights import RECORD as WEIGHTS_RECORD
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.engines.absorbed import check_carries
 from rotationzoo.engines.base import Launch, Options, Payload
-from rotationzoo.engines.export_folder import RECORD, check_target, install_export
+from rotationzoo.engines.formats.oscar_pt import earlier_markers
 from rotationzoo.engines.payload import (
     PLACEHOLDER,
     Request,
@@ -26,8 +30,100 @@ from rotationzoo.engines.registry import load_engine
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.pooled import pooled_name
 from rotationzoo.storage import strict_json
-from rotationzoo.storage.files import disk_errors, sha256, write_new
-from rotationzoo.storage.folders import check_writable, recover, temporary_sibling
+from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of, write_new
+from rotationzoo.storage.folders import (
+    carry_over,
+    check_name,
+    check_writable,
+    install,
+    recover,
+    temporary_sibling,
+)
+
+RECORD = "export.json"
+
+
+class _Record(strict_json.Strict):
+    """The part of `export.json` that a later export reads."""
+
+    files: dict[str, str]
+    """Name -> sha256."""
+
+
+def check_target(target: Path) -> None:
+    """Raise `RotationZooError` if the target exists and no export wrote it."""
+    check_name(target)
+    if not target.exists():
+        return
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if not is_empty and size_of(target / RECORD) is None:
+        raise RotationZooError(
+            f"{target} exists and holds other files", hint="choose another place with --output"
+        )
+
+
+def install_export(work: Path, target: Path) -> None:
+    """Put the folder `work` in the place of `target`.
+
+    Files that the user added to an earlier export are kept. Files that the earlier export wrote are
+    dropped, so that an engine never finds the files of two exports.
+    """
+    if target.is_dir():
+        written = {path.name for path in work.iterdir()}
+        replaced = {*written, *_earlier_files(target), *earlier_markers(target)}
+        carry_over(target, work, replaced)
+    install(work, target)
+
+
+def _earlier_files(target: Path) -> list[str]:
+    """The names of files that the earlier export wrote and nobody has changed since.
+
+    Anybody may have written the record, so a name counts only if the file's hash matches.
+    """
+    try:
+        content = strict_json.read(target / RECORD)
+        record = strict_json.validate(_Record, content, str(target / RECORD))
+    except RotationZooError:
+        return []
+    names = []
+    for name, known in record.files.items():
+        with suppress(RotationZooError):
+            if sha256(regular_file(target, name)) == known:
+                names.append(name)
+    return names
+
+
+_FLAGS = {VALUE_ROTATION: "--absorb-values", EQUALIZER: "--absorb"}
+
+
+def check_carries(artifact: Artifact, folder: Path, absorbed: str) -> str:
+    """The absolute path of a model whose weights carry the value rotation or the equalizer.
+
+    Raises `RotationZooError` unless its record says so and names this very artifact.
+    """
+    record = read_record(folder)
+    if record is None or record.absorbed != absorbed:
+        carries = (
+            f"its {WEIGHTS_RECORD} says {record.absorbed}"
+            if record
+            else f"it has no {WEIGHTS_RECORD}"
+        )
+        raise RotationZooError(
+            f"the weights of {folder} do not carry the {absorbed} of an artifact: {carries}",
+            hint=f"make such a copy with: {write_command(artifact, absorbed)}",
+        )
+    if record.artifact != artifact.identity:
+        raise RotationZooError(
+            f"{folder} carries the {absorbed} of another artifact", hint="export that one"
+        )
+    return str(folder.absolute())
+
+
+def write_command(artifact: Artifact, absorbed: str) -> str:
+    """The command that writes such a copy of the artifact's model."""
+    folder = shlex.quote(str(artifact.folder))
+    return f"rotationzoo export {folder} {_FLAGS[absorbed]} MODEL"
+
 
 _UNTRIED = (
     "nobody has tried whether the model's attention ignores the key mean, which is subtracted and "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rotationzoo.engines.formats import gguf_rotations, mlx, oscar_pt_reader
-from rotationzoo.engines.formats.oscar_lock import markers
+from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.engines.formats.reading import check_regular
 from rotationzoo.engines.rotation_file import Pair, RotationFile
 from rotationzoo.errors import RotationZooError

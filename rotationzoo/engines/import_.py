@@ -1,34 +1,166 @@
-"""Importing other tools' rotation files as an artifact, with their matrices unchanged."""
+"""Importing other tools' rotation files as an artifact, with their matrices unchanged, and with the
+statistics that can be recovered from them.
+
+The recipe is what the files and the user state. What neither states is taken from the published
+fitter's recipe, `oscar-v1`.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.artifact.writer import check_replaceable, library_versions
-from rotationzoo.calibration.identity import differences
+from rotationzoo.calibration.checkpoint import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
+from rotationzoo.engines.base import SideMatrices
 from rotationzoo.engines.gather import gather_pair
 from rotationzoo.engines.import_geometry import find_geometry
-from rotationzoo.engines.import_recipe import recipe_of_files
-from rotationzoo.engines.import_rotations import recover_statistics, rotations_of_files
-from rotationzoo.engines.objectives import describe
+from rotationzoo.engines.objectives import Described, describe
 from rotationzoo.engines.recognise import recognise_composition
 from rotationzoo.engines.rotation_checks import check_pair
 from rotationzoo.engines.rotation_file import Pair, RotationFile, normalise
-from rotationzoo.errors import RotationZooError
+from rotationzoo.errors import RotationZooError, first_sentence
+from rotationzoo.linalg import compositions
 from rotationzoo.linalg.compositions import DATA_FREE, GIVEN, ORTHOGONAL
-from rotationzoo.linalg.moments import Averages
+from rotationzoo.linalg.moments import Average, Averages
 from rotationzoo.model import centering, loading
-from rotationzoo.model.geometry import Geometry, geometry_json, shifted_layers
-from rotationzoo.model.groups import check_group_size, head_dims
+from rotationzoo.model.geometry import (
+    Geometry,
+    Layer,
+    cached_layers,
+    check_group_size,
+    geometry_json,
+    head_dims,
+    shifted_layers,
+)
 from rotationzoo.model.source import Source, has_weights, weights_fingerprint
-from rotationzoo.recipe import Recipe, name_of
-from rotationzoo.rotations import Rotations
+from rotationzoo.recipe import PRESETS, Recipe, name_of
+from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.storage.files import sha256
 from rotationzoo.storage.folders import check_writable
+
+_SERVED = ("key_clip", "value_clip", "sink", "recent")
+_PUBLISHED = "oscar-v1"
+
+
+def recipe_of_files(
+    pair: Pair,
+    described: Mapping[str, Described],
+    composition: str,
+    group_size: int | None,
+    served: Mapping[str, float],
+) -> tuple[Recipe, list[str]]:
+    """The recipe, and remarks on what neither the files nor the user state.
+
+    `described` maps each side to what its file states. `composition` is the recognised one.
+    `served` holds the user's clip ratios and windows, which override those of the files. Raises
+    `RotationZooError` if the files state something that no recipe allows.
+    """
+    defaults = PRESETS[_PUBLISHED]
+    calibration = pair.key.calibration
+    served_by_files = {
+        name: calibration[name]
+        for name in _SERVED
+        if isinstance(calibration.get(name), int | float)
+    }
+    name = composition if composition in DATA_FREE else "imported"
+    pooling = "head" if pair.per_head else "layer"
+    stated: dict[str, Any] = {
+        "name": name,
+        "composition": composition,
+        "pooling": pooling,
+        "key_statistic": described["key"].statistic or defaults.key_statistic,
+        "value_statistic": described["value"].statistic or defaults.value_statistic,
+        "center_keys": bool(pair.key.content.mean),
+        "group_size": group_size,
+        **served_by_files,
+        **served,
+    }
+    try:
+        recipe = Recipe.model_validate({**defaults.model_dump(), **stated})
+    except ValueError as error:
+        raise RotationZooError(
+            f"{pair.key.path.name} says what no recipe can: {first_sentence(error)}"
+        ) from error
+    notes = []
+    if any(name not in stated for name in _SERVED):
+        notes.append(
+            "the files do not say clip ratios or windows; assumed are "
+            f"{recipe.key_clip:g}/{recipe.value_clip:g} and {recipe.sink}/{recipe.recent}"
+        )
+    return _named(recipe, defaults), notes
+
+
+def _named(recipe: Recipe, published: Recipe) -> Recipe:
+    """The recipe, under the published recipe's name if it makes its matrices in the same way.
+
+    How the matrices are served (group size, clip ratios, windows) does not matter for the name.
+    """
+    served = {"name", "group_size", *_SERVED}
+    if recipe.model_dump(exclude=served) != published.model_dump(exclude=served):
+        return recipe
+    return recipe.model_copy(update={"name": _PUBLISHED})
+
+
+def rotations_of_files(pair: Pair, recipe: Recipe, geometry: Geometry) -> Rotations:
+    """The files' matrices, with the clip ratios of the recipe."""
+    layers = {}
+    for layer in cached_layers(geometry):
+        key = _rotation(pair.key.content, layer, recipe.key_clip, recipe)
+        value = _rotation(pair.value.content, layer, recipe.value_clip, recipe)
+        layers[layer.index] = LayerRotations(key, value)
+    return Rotations(layers)
+
+
+def recover_statistics(rotations: Rotations, recipe: Recipe) -> Averages:
+    """The second moments `Sigma = U diag(lambda) U^T`, float64 `[H or 1, D, D]`.
+
+    They are recovered for every side that has eigenvalues and a known composition.
+    """
+    averages: Averages = {}
+    if not recipe.has_eigenbasis:
+        return averages
+    names = {"key": recipe.key_statistic, "value": recipe.value_statistic}
+    for layer, side, rotation in rotations.each():
+        if rotation.eigenvalues is None:
+            continue
+        group = recipe.group(rotation.dim)
+        basis = compositions.recover_basis(rotation.matrix, recipe.composition, group)
+        moment = basis @ torch.diag_embed(rotation.eigenvalues.double()) @ basis.mT
+        symmetric = (moment + moment.mT) / 2
+        averages.setdefault(layer, {})[names[side]] = Average(symmetric)
+    return averages
+
+
+def _rotation(side: SideMatrices, layer: Layer, clip: float, recipe: Recipe) -> Rotation:
+    """One side of one layer, copied.
+
+    A file with one matrix for all layers may store it only once, and safetensors refuses tensors
+    that share memory.
+    """
+    matrix = side.rotation[layer.index]
+    eigenvalues, mean = side.eigenvalues.get(layer.index), side.mean.get(layer.index)
+    dim = matrix.shape[-1]
+    heads = layer.kv_heads if recipe.pooling == "head" else 1
+    if eigenvalues is not None:
+        eigenvalues = _copy(eigenvalues.expand(heads, dim))
+    if mean is not None:
+        mean = _copy(mean.float().expand(layer.kv_heads, dim))
+    return Rotation(
+        matrix=_copy(matrix.expand(heads, dim, dim)),
+        clip=torch.full((layer.kv_heads,), clip, dtype=torch.float64),
+        eigenvalues=eigenvalues,
+        mean=mean,
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)

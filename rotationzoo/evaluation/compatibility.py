@@ -11,8 +11,13 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
-from rotationzoo.model.geometry import Geometry, same_shapes, shifted_layers
-from rotationzoo.model.groups import check_group_size, head_dims
+from rotationzoo.model.geometry import (
+    Geometry,
+    check_group_size,
+    head_dims,
+    same_shapes,
+    shifted_layers,
+)
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import complete_scaling, same_scaling, scaling_of
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.calibration.machine import total_memory
+from rotationzoo.calibration.memory import total_memory
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.heads import COMPARED_TOKENS
 from rotationzoo.model.geometry import Geometry, Layer

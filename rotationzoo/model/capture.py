@@ -3,11 +3,12 @@ layer.
 
 For each attention layer, transformers calls one function after RoPE, norms and the cache update. It
 looks that function up by name in a registry. `intercept` swaps the entry under the name that the
-model already uses. A new name would lose the mask function registered beside it, and also the
-sparse masks that some models apply only under the names they know.
+model already uses. A new name would lose the mask function registered with it, and also the sparse
+masks that some models apply only under the names they know.
 
 Nothing is compared with the cache here: `geometry` does that, and refuses models whose cache does
-not hold what attention reads.
+not hold what attention reads. `check_transparency` compares what a model computes with and without
+the hook.
 """
 
 import sys
@@ -223,3 +224,38 @@ def attention_registries(tower: "PreTrainedModel") -> list["AttentionInterface"]
         if isinstance(registry, AttentionInterface) and not known:
             registries.append(registry)
     return registries
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def check_transparent(
+    model: "PreTrainedModel", ids: torch.Tensor, function: Intercept = attend_as_is
+) -> None:
+    """Raise `UnsupportedModel` unless the logits of `ids` `[B, T]` are the same with and without
+    capture.
+
+    `function` may look at what is captured, and must not change the output. Another pass would
+    fetch all weights that are offloaded again. On a GPU, where kernels may not be deterministic,
+    logits may differ by as much as two plain runs do.
+    """
+
+    def logits() -> torch.Tensor:
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return result
+
+    plain = logits()
+    with intercept(model, function):
+        captured = logits()
+    if torch.allclose(plain, captured, rtol=0, atol=0, equal_nan=True):
+        return
+    change = (plain - captured).abs().max().item()
+    noise = (plain - logits()).abs().max().item()
+    if not change <= noise:
+        raise UnsupportedModel(
+            f"capturing attention changes what {type(model).__name__} computes "
+            f"(logits move by {change:.1e})",
+            hint="report the model and the transformers version as an issue; its statistics would "
+            "not be trustworthy",
+        )

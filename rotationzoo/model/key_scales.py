@@ -1,18 +1,28 @@
-"""The weights that scale a model's queries and keys, and how they change for given factors.
+"""The weights that scale a model's queries and keys, how they change for given factors, and whether
+a model can carry an equalizer in them.
 
 `q k` stays the same when a channel of the keys is multiplied by a factor and the same channel of
-all queries that read them is divided by it.
+all queries that read them is divided by it. No model is known by name here: a run on `meta` traces
+the weights that make the queries, keys and values of each layer.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from transformers import PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.model.scale_labels import Weight, components, distinct_pairs
-from rotationzoo.model.scale_trace import ScaleTrace
+from rotationzoo.model.key_classes import with_key_classes
+from rotationzoo.model.scale_trace import (
+    ScaleTrace,
+    Weight,
+    components,
+    distinct_pairs,
+    trace_labels,
+)
+from rotationzoo.model.value_projections import find_projections
 
 
 @dataclass(frozen=True)
@@ -131,3 +141,39 @@ class KeyScales:
         ends = torch.tensor([weight.first, weight.first + weight.count])
         begin, end = torch.searchsorted(self._labels, ends).tolist()
         return slice(begin, end), self._labels[begin:end] - weight.first
+
+
+def check_values(model: PreTrainedModel, geometry: Geometry) -> str | None:
+    """Why the weights of a model on `meta` cannot carry an equalizer of values, or None if they
+    can: if the values of every layer may be multiplied by an invertible matrix."""
+    try:
+        find_projections(model, geometry, "the model")
+    except UnsupportedModel as refusal:
+        return str(refusal)
+    return None
+
+
+def with_equalizing(model: PreTrainedModel, geometry: Geometry) -> Geometry:
+    """The geometry of a model on `meta`, with what equalizers need to know of every layer.
+
+    Raises `UnsupportedModel` if the weights cannot carry an equalizer of keys: if those of any
+    layer cannot be scaled exactly, or share factors in no known pattern.
+    """
+    scales = find_key_scales(model, geometry, "the model")
+    fixed = check_values(model, geometry) is not None
+    described = with_key_classes(geometry, scales.classes)
+    return [replace(layer, fixed_values=fixed) for layer in described]
+
+
+def find_key_scales(model: PreTrainedModel, geometry: Geometry, name: str) -> KeyScales:
+    """The weights that scale the queries and keys of a model on `meta`.
+
+    Raises `UnsupportedModel` for a layer whose keys no weight can scale exactly.
+    """
+    scales = KeyScales(trace_labels(model, name), geometry)
+    if problem := scales.problem():
+        layer, reason = problem
+        raise UnsupportedModel(
+            f"layer {layer} of {name} has keys that cannot be scaled exactly: {reason}"
+        )
+    return scales

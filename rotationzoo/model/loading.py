@@ -16,9 +16,8 @@ from rotationzoo.errors import (
 )
 from rotationzoo.model.files import check_count, read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
-from rotationzoo.model.offload_folder import is_disk_full
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
-from rotationzoo.model.placement import Placement
+from rotationzoo.model.placement import Placement, is_disk_full
 from rotationzoo.model.quantized import check_blocks, dequantize, quantization_of
 from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, config_hash, license_of

@@ -1,10 +1,11 @@
-"""Where a model comes from (a hub repository, a local folder or the demo) and how it is
-identified."""
+"""The source of a model: a hub repository, a local folder or the demo; how it is identified, and
+how its weights are fetched, which may take hours.
+"""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailabl
 from rotationzoo.model.files import check_configs, read_json, tensor_ends, weight_files
 from rotationzoo.network.huggingface_session import asking_huggingface
 from rotationzoo.network.tokens import huggingface_token
+from rotationzoo.progress import Progress
 from rotationzoo.storage import strict_yaml
+from rotationzoo.storage.growth import size_of_all, tell_growth
 
 DEMO = Path(__file__).parents[1] / "data" / "demo" / "model"
 # Only files at the root are fetched: subfolders hold other formats of the same weights.
@@ -203,3 +206,30 @@ def weights_fingerprint(source: Source) -> str:
     for name in sorted(tensors):
         digest.update(tensors[name])
     return digest.hexdigest()
+
+
+_STAGE = "fetching the weights"
+_INDEX = "model.safetensors.index.json"
+
+
+def fetch_weights(source: Source, progress: Progress) -> None:
+    """Fetch a model's weights unless they are on this machine. Raises `ModelUnavailable`.
+
+    Bytes are told where the index of the weights says how many there are: that is fetched with the
+    tokenizer, and models of a single file have none.
+    """
+    metadata = read_json(source.folder / _INDEX).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if source.revision is None or not isinstance(total, int) or total <= 0 or has_weights(source):
+        progress(_STAGE, 0, 0)
+        fetch(source)
+        return
+    with tell_growth(lambda: size_of_all(_arrived(source.folder)), _STAGE, total, progress):
+        fetch(source)
+
+
+def _arrived(snapshot: Path) -> Iterable[Path]:
+    """The files of a download so far: whole ones are in the snapshot's folder, as links, and the
+    hub's client names others `.incomplete` beside those that the links lead to."""
+    yield from snapshot.glob("*.safetensors")
+    yield from (snapshot.parent.parent / "blobs").glob("*.incomplete")

@@ -17,13 +17,11 @@ from rotationzoo.evaluation.compatibility import (
     settle_rope_scaling,
 )
 from rotationzoo.model import loading
-from rotationzoo.model.fetching import fetch_weights
-from rotationzoo.model.geometry import geometry_on_meta
-from rotationzoo.model.groups import check_group_size, head_dims
+from rotationzoo.model.geometry import check_group_size, geometry_on_meta, head_dims
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import position_count, scaling_of
-from rotationzoo.model.source import Source, fetch, find
+from rotationzoo.model.source import Source, fetch, fetch_weights, find
 from rotationzoo.progress import Progress, Tokens, silent
 from rotationzoo.recipe import Recipe
 from rotationzoo.runtime.artifacts import open_artifact

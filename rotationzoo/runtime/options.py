@@ -10,8 +10,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec.formats import SGLANG, SIMULATED
 from rotationzoo.errors import UsageError
-from rotationzoo.model.geometry import geometry_of
-from rotationzoo.model.groups import check_group_size
+from rotationzoo.model.geometry import check_group_size, geometry_of
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotations
 from rotationzoo.runtime.artifacts import fitting_rotations

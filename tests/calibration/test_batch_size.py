@@ -8,10 +8,9 @@ from support import architectures
 from support.jobs import SMALL, interrupt_after, job, rotation_bytes
 from support.models import save_tiny
 
-from rotationzoo.calibration import batch_size
-from rotationzoo.calibration.batch_size import SIZED, choose_batch
+from rotationzoo.calibration import memory
 from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.memory import Footprint
+from rotationzoo.calibration.memory import SIZED, Footprint, choose_batch
 from rotationzoo.calibration.plan import plan
 from rotationzoo.errors import UsageError
 from rotationzoo.model import placement
@@ -33,7 +32,7 @@ def needs():
 
 
 def machine(monkeypatch, free: int) -> None:
-    monkeypatch.setattr(batch_size, "free_memory", lambda device: free)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
 
 
 def test_rows_are_shared_out_evenly_among_as_few_passes_as_fit(needs, monkeypatch):
@@ -125,7 +124,7 @@ def test_a_stopped_run_goes_on_with_its_batch(tmp_path, monkeypatch):
     expected = calibrate(replace(spread, output=tmp_path / "expected", batch=3))
     monkeypatch.setattr(Footprint, "pass_bytes", lambda needs, batch: batch * 100)
     room = [int((150_000 + 300) / USABLE) + 2]
-    monkeypatch.setattr(batch_size, "free_memory", lambda device: room[0])
+    monkeypatch.setattr(memory, "free_memory", lambda device: room[0])
     assert SMALL.tokens // SMALL.length == 8
     assert plan(spread).job.batch == 3
     with pytest.raises(KeyboardInterrupt):

@@ -26,8 +26,8 @@ from rotationzoo.linalg.compositions import eigenbasis
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model import loading
 from rotationzoo.model.capture import decoder, intercept
-from rotationzoo.model.foldable import find_key_scales
 from rotationzoo.model.geometry import cached_layers, geometry_on_meta
+from rotationzoo.model.key_scales import find_key_scales
 from rotationzoo.recipe import PRESETS, Recipe, equalized
 
 RECIPE = equalized(Recipe(data=SMALL, center_keys=True))

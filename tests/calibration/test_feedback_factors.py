@@ -13,8 +13,7 @@ from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.spectra import summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.claim import Claim
-from rotationzoo.calibration.feedback_factors import add_factors
-from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.fit import add_factors, fit
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import plan
 from rotationzoo.calibration.soundness import check

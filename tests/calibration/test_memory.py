@@ -14,7 +14,7 @@ import torch
 import transformers
 from support.models import save_tiny
 
-from rotationzoo.calibration import machine
+from rotationzoo.calibration import memory
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
@@ -110,14 +110,14 @@ def test_the_peak_is_that_of_the_process_itself():
         "print(peak_memory())\n"
     )
     started = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
-    assert int(started.stdout) < machine.peak_memory() / 4
+    assert int(started.stdout) < memory.peak_memory() / 4
 
 
 def test_where_the_system_does_not_tell_the_peak_it_is_asked_otherwise(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "_STATUS", tmp_path / "status")
-    assert machine.peak_memory() > 1e8
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    assert memory.peak_memory() > 1e8
     (tmp_path / "status").write_text("VmPeak:\t 2000 kB\nVmHWM:\t    1000 kB\n")
-    assert machine.peak_memory() == 1_024_000
+    assert memory.peak_memory() == 1_024_000
 
 
 # ---- what a dry run says beside it
@@ -132,13 +132,13 @@ def test_a_dry_run_names_the_memory_that_is_there(inside, monkeypatch):
     assert "not enough" not in said
     limit = inside.folder / "memory.max"
     limit.write_text("1000000\n")
-    monkeypatch.setattr(machine, "_CONTAINER_LIMIT", limit)
+    monkeypatch.setattr(memory, "_CONTAINER_LIMIT", limit)
     assert (
         "of the 1.0 MB here, which is not enough"
         in inside("calibrate", "demo", "--dry-run", "--device", "cpu").stdout
     )
     limit.write_text("max\n")
-    assert machine.total_memory(on_cpu=True, spread=False) == installed
+    assert memory.total_memory(on_cpu=True, spread=False) == installed
 
 
 def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
@@ -147,10 +147,10 @@ def test_memory_of_gpus_counts_where_the_job_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     sizes = [SimpleNamespace(total_memory=10), SimpleNamespace(total_memory=20)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
-    main = machine.total_memory(on_cpu=True, spread=False)
-    assert machine.total_memory(on_cpu=False, spread=False) == 20
+    main = memory.total_memory(on_cpu=True, spread=False)
+    assert memory.total_memory(on_cpu=False, spread=False) == 20
     assert (
-        machine.total_memory(on_cpu=False, spread=True)
-        == machine.total_memory(on_cpu=True, spread=True)
+        memory.total_memory(on_cpu=False, spread=True)
+        == memory.total_memory(on_cpu=True, spread=True)
         == main + 30
     )

@@ -19,9 +19,9 @@ from support.quantized import quantize_to_fp8
 from rotationzoo.artifact.layout import statistics_tensors
 from rotationzoo.artifact.spectra import summarize
 from rotationzoo.calibration import plan as plans
-from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import plan
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError

@@ -15,8 +15,7 @@ from support.jobs import SMALL, job, rotation_bytes
 from support.ranks import Beside, Launcher, silent
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.contribution import contribute
-from rotationzoo.calibration.job import calibrate, read_source_text
+from rotationzoo.calibration.job import calibrate, contribute, read_source_text
 from rotationzoo.calibration.plan import plan
 from rotationzoo.calibration.record import identify_job
 from rotationzoo.cli import app

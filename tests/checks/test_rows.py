@@ -2,7 +2,7 @@
 
 import torch
 
-from rotationzoo.checks.rows import draw_rows, edge_rows, rows_of_each_type
+from rotationzoo.checks.comparison import draw_rows, edge_rows, rows_of_each_type
 from rotationzoo.codec import cuda, int2
 from rotationzoo.linalg.moments import Average
 

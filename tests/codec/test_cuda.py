@@ -12,8 +12,8 @@ from support.devices import on_gpu
 from support.nvcc import spilled_registers
 
 from rotationzoo.artifact.store import Artifact
+from rotationzoo.checks.comparison import edge_rows
 from rotationzoo.checks.kernel import Validation, validate_kernel
-from rotationzoo.checks.rows import edge_rows
 from rotationzoo.codec import cuda, cuda_encoder, int2
 from rotationzoo.errors import RotationZooError
 

@@ -12,8 +12,8 @@ from support.nvcc import spilled_registers
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
+from rotationzoo.checks.comparison import rows_of_each_type
 from rotationzoo.checks.kernel import Validation, validate_kernel
-from rotationzoo.checks.rows import rows_of_each_type
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.error_feedback import factorize

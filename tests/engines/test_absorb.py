@@ -20,8 +20,7 @@ from rotationzoo.artifact.weights import RECORD
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
-from rotationzoo.engines import absorb as absorbing
-from rotationzoo.engines import weight_changes, weight_copy
+from rotationzoo.engines import weight_edits
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model import loading
@@ -283,7 +282,7 @@ def test_what_does_not_fit_is_refused(made, tmp_path, monkeypatch):
     with (
         monkeypatch.context() as hub
     ):  # where the weights are not here yet when the config is compared
-        hub.setattr(absorbing, "verify", lambda *_: Verification([], None, []))
+        hub.setattr("rotationzoo.engines.absorb.verify", lambda *_: Verification([], None, []))
         assert refused(made.measured, twin, tmp_path / "out", "made for other weights")
     (tmp_path / "there").mkdir()
     assert "--output" in refused(made.artifact, made.folder, tmp_path / "there", "is there already")
@@ -298,7 +297,7 @@ def test_what_does_not_fit_is_refused(made, tmp_path, monkeypatch):
 
 
 def test_a_model_that_needs_its_weights_to_run_is_refused(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_changes, "geometry_on_meta", lambda model: None)
+    monkeypatch.setattr("rotationzoo.engines.absorb.geometry_on_meta", lambda model: None)
     assert refused(
         made.artifact, made.folder, tmp_path / "out", "cannot be checked without its weights"
     )
@@ -332,7 +331,7 @@ def test_a_damaged_artifact_or_checkpoint_is_refused(made, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
-    real, copied = weight_copy.shutil.copyfile, []
+    real, copied = weight_edits.shutil.copyfile, []
 
     def full(source, target):
         if Path(target).suffix == ".safetensors":
@@ -340,7 +339,7 @@ def test_a_full_disk_leaves_nothing_behind(made, tmp_path, monkeypatch):
         copied.append(target)
         return real(source, target)
 
-    monkeypatch.setattr(weight_copy.shutil, "copyfile", full)
+    monkeypatch.setattr(weight_edits.shutil, "copyfile", full)
     assert "make room" in refused(
         made.artifact, made.folder, tmp_path / "out", "No space left on device"
     )

@@ -13,7 +13,7 @@ from support.engine_artifacts import (
 )
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.engines.formats.oscar_lock import markers
+from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.engines.registry import ENGINES
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import folders

@@ -27,8 +27,8 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec import int2
-from rotationzoo.engines import weight_changes, weight_copy
-from rotationzoo.engines.absorb import absorb, fold
+from rotationzoo.engines import weight_edits
+from rotationzoo.engines.absorb import absorb, equalizer_changes, fold
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UnsupportedModel
@@ -36,8 +36,8 @@ from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.pooled import pooled_rotations
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
-from rotationzoo.model.foldable import check_values, find_key_scales, with_equalizing
 from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.key_scales import check_values, find_key_scales, with_equalizing
 from rotationzoo.model.source import find, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.rotations import SIDES
@@ -104,7 +104,7 @@ def fold_in_memory(model, on_meta, geometry, equalizers):
     folded = copy.deepcopy(model)
     names = dict(folded.named_parameters())
     with torch.no_grad():
-        for name, change in weight_changes.equalizer_changes(artifact, on_meta, "this").items():
+        for name, change in equalizer_changes(artifact, on_meta, "this").items():
             if name not in names:  # a vision model, of which the text alone is traced
                 name = name.replace("model", "model.language_model", 1)
             parameter = folded.get_parameter(name)
@@ -126,7 +126,9 @@ def test_every_family_folds_or_says_why_not(name, monkeypatch):
     geometry = with_equalizing(on_meta, geometry)
     assert {layer.fixed_values for layer in geometry} == {refusal is not None}
     scales = find_key_scales(on_meta, geometry, "this")
-    monkeypatch.setattr(weight_changes, "find_key_scales", lambda *_: scales)  # found already
+    monkeypatch.setattr(
+        "rotationzoo.engines.absorb.find_key_scales", lambda *_: scales
+    )  # found already
     tolerances = OF_GPT_OSS if name == "gpt_oss" else TOLERANCES
     model = architectures.build(name)
     if getattr(decoder(model).config, "_experts_implementation", None):
@@ -226,7 +228,7 @@ def test_what_is_not_to_be_folded_is_refused_and_leaves_nothing(made, tmp_path, 
         raise OSError(28, "No space left on device")
 
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(weight_copy.shutil, "copyfile", full)
+    monkeypatch.setattr(weight_edits.shutil, "copyfile", full)
     assert "make room" in refused(lambda: fold(artifact, folder, output), "No space left")
     assert sorted(tmp_path.iterdir()) == before
 

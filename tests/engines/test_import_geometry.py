@@ -78,7 +78,7 @@ def test_files_of_another_model(tiny, of_tiny, tmp_path, made):
 def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
     artifact = pair.read()
     assert verify(artifact, str(tiny)).problems == [
-        "bound to no model: nobody has said which one the imported files are for"
+        "bound to no model: it is not known which one the imported files are for"
     ]
     with pytest.raises(RotationZooError, match="how many there are"):
         export(artifact, Request("onnx", tmp_path / "onnx"))
@@ -86,7 +86,7 @@ def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
         evaluate(
             Evaluation(str(tiny), [artifact.folder], Data(tokens=1024, length=512), device="cpu")
         )
-    with pytest.raises(RotationZooError, match="nobody has said which model"):
+    with pytest.raises(RotationZooError, match="its model is not known"):
         prepare_upload(artifact, "some/zoo")
 
 

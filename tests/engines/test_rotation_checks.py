@@ -9,7 +9,7 @@ from scipy.linalg import hadamard as sylvester
 from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, v1
 
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.formats.oscar_lock import markers
+from rotationzoo.engines.formats.oscar_pt import markers
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.errors import RotationZooError
 

@@ -10,9 +10,8 @@ from rotationzoo.calibration.collect import collect
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
-from rotationzoo.model.capture import capture, decoder, intercept
+from rotationzoo.model.capture import capture, check_transparent, decoder, intercept
 from rotationzoo.model.geometry import cached_layers, geometry_of, geometry_on_meta, shifted_layers
-from rotationzoo.model.transparency import check_transparent
 from rotationzoo.recipe import Recipe
 
 TABLE = ROOT / "docs" / "architectures.md"

@@ -23,7 +23,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.settings import TaskSettings
 from rotationzoo.model import centering, loading
-from rotationzoo.model.capture import Attention
+from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import (
     geometry_from_json,
     geometry_json,
@@ -31,7 +31,6 @@ from rotationzoo.model.geometry import (
     geometry_on_meta,
     shifted_layers,
 )
-from rotationzoo.model.transparency import check_transparent
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.zoo import regenerate
 from rotationzoo.zoo.index import Entry

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rotationzoo.model import fetching
+from rotationzoo.model import source as model_source
 from rotationzoo.model.source import Source
 from rotationzoo.progress import Bytes
 from rotationzoo.storage import growth
@@ -47,14 +47,14 @@ def test_weights_are_told_in_bytes(source, monkeypatch):
         (blobs / "second").write_bytes(bytes(400))
         (source.folder / SHARDS[1]).symlink_to(blobs / "second")
 
-    monkeypatch.setattr(fetching, "fetch", fetch)
-    fetching.fetch_weights(source, progress)
+    monkeypatch.setattr(model_source, "fetch", fetch)
+    model_source.fetch_weights(source, progress)
     assert told[0] == ("fetching the weights", 0, 1000)
     assert told[-1] == ("fetching the weights", 1000, 1000)
     assert all(type(count) is Bytes for step in told for count in step[1:])
     told.clear()
-    monkeypatch.setattr(fetching, "fetch", lambda source: None)
-    fetching.fetch_weights(source, progress)
+    monkeypatch.setattr(model_source, "fetch", lambda source: None)
+    model_source.fetch_weights(source, progress)
     assert told == [("fetching the weights", 0, 0)], "they are here"
 
 
@@ -62,19 +62,19 @@ def test_a_failed_download_ends_the_thread(source, monkeypatch):
     def fetch(source) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(fetching, "fetch", fetch)
+    monkeypatch.setattr(model_source, "fetch", fetch)
     told = []
     with pytest.raises(ConnectionError):
-        fetching.fetch_weights(source, lambda *step: told.append(step))
+        model_source.fetch_weights(source, lambda *step: told.append(step))
     assert told == [("fetching the weights", 0, 1000)]
     assert not any(thread.name == "growth" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"total_size": "many"}, {"total_size": -1}, []])
 def test_weights_whose_size_nobody_tells_have_no_count(source, metadata, monkeypatch):
-    monkeypatch.setattr(fetching, "fetch", lambda source: None)
+    monkeypatch.setattr(model_source, "fetch", lambda source: None)
     index = source.folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": metadata}))
     told = []
-    fetching.fetch_weights(source, lambda *step: told.append(step))
+    model_source.fetch_weights(source, lambda *step: told.append(step))
     assert told == [("fetching the weights", 0, 0)]

@@ -7,8 +7,8 @@ from support.architectures import BASE
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import check_values, find_key_scales, with_equalizing
 from rotationzoo.model.geometry import geometry_on_meta
+from rotationzoo.model.key_scales import check_values, find_key_scales, with_equalizing
 
 HALVES = [[channel, channel + 8] for channel in range(8)]
 

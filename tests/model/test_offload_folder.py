@@ -13,7 +13,7 @@ from support.quantized import quantize_to_fp8
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.model import loading
-from rotationzoo.model.offload_folder import PREFIX, offload_folder
+from rotationzoo.model.placement import PREFIX, offload_folder
 from rotationzoo.recipe import PRESETS
 
 

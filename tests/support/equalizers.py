@@ -15,9 +15,9 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
-from rotationzoo.model.foldable import with_equalizing
 from rotationzoo.model.geometry import Geometry, cached_layers, geometry_json, geometry_on_meta
 from rotationzoo.model.key_classes import key_classes
+from rotationzoo.model.key_scales import with_equalizing
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Recipe, digest
 from rotationzoo.rotations import SIDES

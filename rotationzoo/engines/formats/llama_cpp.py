@@ -14,17 +14,10 @@ from rotationzoo.engines.base import (
     Payload,
     clip_text,
 )
-from rotationzoo.engines.formats.gguf_base import check_base
-from rotationzoo.engines.formats.gguf_comparison import compare_base
-from rotationzoo.engines.formats.gguf_file import (
-    gguf_package,
-    open_gguf,
-    read_field,
-    write_copy,
-)
+from rotationzoo.engines.formats.gguf_comparison import check_base, compare_base
+from rotationzoo.engines.formats.gguf_file import gguf_package, open_gguf, read_field, write_copy
 from rotationzoo.engines.formats.gguf_rotations import rotation_tensors
-from rotationzoo.engines.formats.limits import PAGE, check_equal_dims
-from rotationzoo.engines.formats.reading import objective_name
+from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, objective_name
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 

@@ -19,10 +19,11 @@ from rotationzoo.engines.base import (
     Payload,
     SideMatrices,
 )
-from rotationzoo.engines.formats.limits import check_one_group_size, check_power_of_two
 from rotationzoo.engines.formats.reading import (
     as_mapping,
     check_layer,
+    check_one_group_size,
+    check_power_of_two,
     check_regular,
     check_tensor,
     objective_name,

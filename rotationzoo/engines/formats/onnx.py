@@ -18,7 +18,7 @@ from rotationzoo.engines.base import (
     Payload,
     SideMatrices,
 )
-from rotationzoo.engines.formats.limits import PAGE, check_equal_dims
+from rotationzoo.engines.formats.reading import PAGE, check_equal_dims
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import Layer, cached_layers
 

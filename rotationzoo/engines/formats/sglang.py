@@ -16,9 +16,8 @@ from rotationzoo.engines.base import (
     Payload,
     clip_text,
 )
-from rotationzoo.engines.formats.limits import check_power_of_two
-from rotationzoo.engines.formats.oscar_lock import locked_pair
-from rotationzoo.engines.formats.oscar_pt import write_pair
+from rotationzoo.engines.formats.oscar_pt import locked_pair, write_pair
+from rotationzoo.engines.formats.reading import check_power_of_two
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 

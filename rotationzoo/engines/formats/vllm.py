@@ -12,8 +12,8 @@ from rotationzoo.engines.base import (
     Payload,
     clip_text,
 )
-from rotationzoo.engines.formats.limits import PAGE, check_equal_dims, check_one_group_size
 from rotationzoo.engines.formats.oscar_pt import write_pair
+from rotationzoo.engines.formats.reading import PAGE, check_equal_dims, check_one_group_size
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.geometry import cached_layers
 

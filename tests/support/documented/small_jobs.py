@@ -20,11 +20,10 @@ def shrink() -> None:
     """Make the jobs of this process small."""
     from transformers import GenerationMixin
 
-    from rotationzoo.calibration import contribution
     from rotationzoo.calibration import job as calibration
     from rotationzoo.evaluation import job as evaluation
 
-    contribution.plan = calibration.plan = _with_result(calibration.plan, small_plan)
+    calibration.plan = _with_result(calibration.plan, small_plan)
     evaluation.judged_text = _with_result(evaluation.judged_text, judged_data)
     evaluation.build_arms = _with_argument(evaluation.build_arms, 3, few_baselines)
     evaluation.plan_tasks = _with_argument(evaluation.plan_tasks, 0, small_tasks)
