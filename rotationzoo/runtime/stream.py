@@ -60,7 +60,6 @@ class Stream:
 
     @property
     def batch(self) -> int:
-        """How many rows there are."""
         return self.tail["key"].shape[0]
 
     @property
@@ -228,7 +227,6 @@ class Stream:
             blocks.select(rows)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every stored tensor."""
         yield from self.head.values()
         yield from self.tail.values()
         for blocks in self.blocks.values():
@@ -274,7 +272,6 @@ class Blocks:
             done += step
 
     def allocate(self, number: int, batch: int, device: torch.device) -> None:
-        """Make an empty block."""
         self.table[number], self._last = self.layout.empty(batch, device), None
 
     def free_before(self, token: int) -> None:
