@@ -1,5 +1,6 @@
-"""Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: the
-kernels of `attention.cu` and `attention_parts.cu`, what they read, and how their work is cut up."""
+"""Attention over packed keys and values on an NVIDIA GPU, as `codec.attention` defines it: what the
+kernels of `attention.cu` and `attention_parts.cu` read, in tiles of how many tokens, and how their
+work is cut up."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,5 +1,5 @@
-"""The stored keys and values of one layer, for rows of a batch that begin at the same token: exact
-windows, and packed codes in blocks between them."""
+"""The stored tokens of one layer: exact windows, and between them packed codes in blocks; when the
+last block is full, another is made."""
 
 import copy
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ class Stream:
     """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
     computed them, and those between quantized.
 
-    Tokens are counted from the first one of the rows, without padding. Until a token is quantized
-    for the first time, all of them are in the tail, and `head` is empty.
+    All rows begin at the same token, and tokens are counted from there, without padding. Until a
+    token is quantized for the first time, all of them are in the tail, and `head` is empty.
     """
 
     def __init__(self, settings: CacheSettings, layer: int, key: torch.Tensor, value: torch.Tensor):
