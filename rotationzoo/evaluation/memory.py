@@ -18,8 +18,7 @@ from rotationzoo.model.long_masks import BLOCK_QUERIES
 from rotationzoo.model.prediction import BLOCK_LOGITS
 from rotationzoo.model.quantized import quantization_of
 from rotationzoo.simulation.masks import KEPT_BYTES
-from rotationzoo.simulation.quantized_rows import TOKENS
-from rotationzoo.simulation.simulated import SCORES
+from rotationzoo.simulation.simulated import SCORES, TOKENS
 from rotationzoo.text.rows import Corpus
 
 _CODEC = 10  # simultaneous float32 tensors as large as the rows that are quantized

@@ -254,7 +254,6 @@ class RotatedLayer(CacheLayerMixin):
         self.streams = [self.streams[number].copy() for number in numbers]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row so many times."""
         self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -262,13 +261,11 @@ class RotatedLayer(CacheLayerMixin):
         self.reorder_cache(torch.arange(self.batch)[indices.cpu()])
 
     def reset(self) -> None:
-        """Forget everything."""
         self.record_past = False
         self._clear()
 
     @property
     def batch(self) -> int:
-        """How many rows there are."""
         return sum(stream.batch for stream in self.streams)
 
     @property
@@ -280,7 +277,6 @@ class RotatedLayer(CacheLayerMixin):
         return 2 * self.batch * tokens * elements
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every stored tensor."""
         return chain.from_iterable(stream.tensors() for stream in self.streams)
 
 
@@ -322,17 +318,14 @@ class RotatedHybridLayer(LinearAttentionLayer, RotatedLayer):  # type: ignore[mi
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def reset(self) -> None:
-        """Forget everything."""
         LinearAttentionLayer.reset(self)
         RotatedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Keep these rows `[B']`, in this order."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         RotatedLayer.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, where the states allow it."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         RotatedLayer.crop(self, tokens_to_remove)
 

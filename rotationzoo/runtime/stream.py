@@ -1,5 +1,5 @@
-"""The stored keys and values of one layer, for rows of a batch that begin at the same token: exact
-windows, and packed codes in blocks between them."""
+"""The stored tokens of one layer: exact windows, and between them packed codes in blocks; when the
+last block is full, another is made."""
 
 import copy
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ class Stream:
     """Keys and values `[B, H, T, D]`: the first `sink` tokens and the last ones as the model
     computed them, and those between quantized.
 
-    Tokens are counted from the first one of the rows, without padding. Until a token is quantized
-    for the first time, all of them are in the tail, and `head` is empty.
+    All rows begin at the same token, and tokens are counted from there, without padding. Until a
+    token is quantized for the first time, all of them are in the tail, and `head` is empty.
     """
 
     def __init__(self, settings: CacheSettings, layer: int, key: torch.Tensor, value: torch.Tensor):
@@ -60,7 +60,6 @@ class Stream:
 
     @property
     def batch(self) -> int:
-        """How many rows there are."""
         return self.tail["key"].shape[0]
 
     @property
@@ -228,7 +227,6 @@ class Stream:
             blocks.select(rows)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every stored tensor."""
         yield from self.head.values()
         yield from self.tail.values()
         for blocks in self.blocks.values():
@@ -274,7 +272,6 @@ class Blocks:
             done += step
 
     def allocate(self, number: int, batch: int, device: torch.device) -> None:
-        """Make an empty block."""
         self.table[number], self._last = self.layout.empty(batch, device), None
 
     def free_before(self, token: int) -> None:

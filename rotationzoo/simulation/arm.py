@@ -89,11 +89,9 @@ class Arm:
 
     @property
     def token_group(self) -> int:
-        """Tokens that are quantized together: each token has scales of its own."""
-        return 1
+        return 1  # each token has scales of its own
 
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
-        """Bits per quantized element of a side, with its share of the scales."""
         return int2.bits_per_element(dim, self.group_size, format)
 
     def keep_exact(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
@@ -266,25 +264,3 @@ def _on(rotation: Rotation, device: torch.device) -> Rotation:
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}
     )
-
-
-def fake_quantize(
-    rows: torch.Tensor,
-    matrix: torch.Tensor,
-    clip: torch.Tensor,
-    group_size: int | None,
-    format: int2.Format,
-    inverse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rotate rows, store them in 2 bits, restore them and rotate them back.
-
-    * `rows`: `[B, H, T, D]`, with their mean already subtracted if they are centered;
-    * `matrix`: `[H, D, D]` or `[B, H, D, D]`, on any device;
-    * `clip`: clip ratios, `[H]` or `[B, H]`;
-    * `group_size`: channels that share a scale; None means the whole head;
-    * `format`: how an engine stores codes and scales;
-    * `inverse`: the inverse of `matrix`; None means its transpose.
-    """
-    matrix = matrix.to(rows.device)
-    inverse = matrix.mT if inverse is None else inverse.to(rows.device)
-    return int2.round_trip(rows @ matrix, clip[..., None], group_size, format) @ inverse

@@ -40,12 +40,9 @@ class KiviArm(Arm):
 
     @property
     def token_group(self) -> int:
-        """Tokens of a channel that share a scale."""
         return self.tokens
 
     def stored_bits(self, side: str, dim: int, format: int2.Format) -> float:
-        """Bits per quantized element: those of a code, and its share of a float16 scale and
-        minimum."""
         group = self.tokens if side == "key" else self._value_group(dim)
         return int2.bits_per_element(group, format=self.stored_format(format))
 
@@ -81,14 +78,12 @@ class KiviArm(Arm):
         """There is no kernel: 32 tokens at a time are few operations."""
 
     def page_layout(self, layer: int, side: str, tokens: int, format: int2.Format) -> PageLayout:
-        """How a page of so many tokens holds what `quantize` returns."""
         layout = super().page_layout(layer, side, tokens, format)
         if side == "value":
             return replace(layout, groups=layout.dim // self._value_group(layout.dim))
         return replace(layout, groups=layout.dim, tokens_per_scale=self.tokens)
 
     def dequantize(self, quantized: int2.Quantized, side: str, format: int2.Format) -> torch.Tensor:
-        """The inverse of `quantize`."""
         if side == "value":
             return int2.dequantize(quantized, FORMAT)
         return int2.dequantize(_swap(quantized), FORMAT).mT

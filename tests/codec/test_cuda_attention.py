@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
-from rotationzoo.codec.attention_kernels import (
+from rotationzoo.codec.cuda_attention import (
     Kernels,
     Variant,
     choose_columns,

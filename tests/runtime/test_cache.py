@@ -1,6 +1,7 @@
 """The 2-bit cache inside every family of models, against the simulation of the same layout."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -94,8 +95,13 @@ def test_it_is_read_as_the_simulation_says(name, step, windows):
 
 
 @pytest.mark.parametrize("step", [1, 7])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("codec", ["vllm", "mlx", "groups", "kivi"])
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *product(["llama"], ["vllm", "mlx", "groups", "kivi"]),
+        *product(["gemma3", "gpt_oss"], ["kivi"]),
+    ],
+)
 def test_every_codec_is_read_as_the_simulation_says(name, step, codec):
     model = architectures.build(name, torch.float64)
     rotations = random_rotations(model)

@@ -89,7 +89,8 @@ def test_a_reader_may_interrupt_or_leave(made):
 
 
 def test_samples_follow_the_seed(made):
-    options = SMALL | {"rotations": str(made), "temperature": 1.5}
+    # Error feedback takes seconds on a CPU, and what is sampled does not depend on it.
+    options = SMALL | {"rotations": str(made), "temperature": 1.5, "rounding": "nearest"}
     texts = [generate("demo", TEXT, seed=seed, **options)["text"] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     unlikely = generate("demo", TEXT, seed=1, top_p=1e-6, **options)["text"]

@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -93,10 +94,12 @@ def assert_same(reads, expected):
 
 
 @pytest.mark.parametrize("layout", ["server", "window"])
-@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS)
-@pytest.mark.parametrize(("sink", "recent"), [(3, 6), (0, 0), (0, 5), (4, 0)])
-def test_every_call_reads_what_the_windows_say(arm, layout, sink, recent):
-    windows = CacheLayout(sink=sink, recent=recent, prefill_layout=layout)
+@pytest.mark.parametrize(
+    ("name", "sink", "recent"),
+    [*[(name, 3, 6) for name in ARMS], *product(["one group", "kivi"], [0, 4], [0, 5])],
+)
+def test_every_call_reads_what_the_windows_say(name, layout, sink, recent):
+    arm, windows = ARMS[name], CacheLayout(sink=sink, recent=recent, prefill_layout=layout)
     layer = layer_of(arm, windows)
     rows = draw(2, sum(CALLS))
     reads = feed(layer, rows, CALLS)

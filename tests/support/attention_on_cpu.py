@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotationzoo.codec import attention_kernels, cuda_attention
+from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import PackedTokens
-from rotationzoo.codec.cuda_launch import Argument
+from rotationzoo.codec.cuda import Argument
 
 HEADER = Path(__file__).with_name("warps_on_cpu.h")
 # Functions in PTX, which the header has in C++. Their definitions become unused names.
@@ -56,9 +56,9 @@ def attend(
 def _compiled(
     folder: Path,
     packed: PackedTokens,
-    variant: attention_kernels.Variant,
+    variant: cuda_attention.Variant,
     device: torch.device,
-) -> attention_kernels.Kernels:
+) -> cuda_attention.Kernels:
     source, library = folder / "kernels.cpp", folder / "kernels.so"
     text = IN_PTX.sub(r"\1ptx_\2\3", variant.source)
     text = text.replace("__shared__ alignas(128) char", "alignas(128) __shared__ char")
@@ -76,11 +76,11 @@ def _compiled(
     ends = [end for pair in starts for end in pair]
     functions.set_pages((ctypes.c_ulonglong * len(ends))(*ends), len(blocks))
     kernels = [getattr(functions, f"launch_{name}") for name in KERNELS]
-    return attention_kernels.Kernels(*kernels, threads=32 * variant.warps, blocks=8)
+    return cuda_attention.Kernels(*kernels, threads=32 * variant.warps, blocks=8)
 
 
 class _Launcher:
-    """Takes the place of `cuda_launch.Launcher`."""
+    """Takes the place of `cuda.Launcher`."""
 
     def __init__(self, device: torch.device):
         assert device.type == "cpu"
