@@ -16,7 +16,7 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.progress import silent
 from rotationzoo.recipe import (
     PRESETS,
@@ -107,7 +107,8 @@ def evaluate(
     save_to = folders if save else []
     settings["fit_length"] = "length" not in options
     settings["tasks"] = _task_settings(settings)
-    return run_evaluation(Evaluation(model, folders, data, save_to=save_to, **settings), progress)
+    job = Evaluation(model, folders, data, save_to=save_to, **settings)
+    return run_evaluation(job, progress).report()
 
 
 def pull(

@@ -33,7 +33,7 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
-from rotationzoo.evaluation.buckets import Buckets
+from rotationzoo.evaluation.metrics import Buckets
 from rotationzoo.evaluation.forward import attention_modules, token_losses
 from rotationzoo.evaluation.memory import EvaluationFootprint
 from rotationzoo.evaluation.metrics import Metrics

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import write_artifact
+from rotationzoo.writer import write_artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.codec import cuda, int2

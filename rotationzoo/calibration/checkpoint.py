@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
-from rotationzoo.artifact.writer import replace_tensors
 from rotationzoo.calibration.checkpoint_file import damaged, read_field, read_tensors
 from rotationzoo.calibration.identity import Identity
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
 from rotationzoo.model.out_of_memory import RowLimit
+from rotationzoo.writer import replace_tensors
 
 # The parts of a job's identity that decide the text that the model writes.
 _TEXT_PARTS = ("config", "weights", "text", "data", "sampling", "generation_config")

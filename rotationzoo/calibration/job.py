@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 
 from rotationzoo import ranks
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import library_versions
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.model_run import CalibrationResult, run_model
@@ -27,6 +26,7 @@ from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
 from rotationzoo.text.prompts import read_prompts
 from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.writer import library_versions
 
 
 def calibrate(job: Job, progress: Progress = silent) -> Artifact:

@@ -3,12 +3,12 @@
 import shutil
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.artifact.writer import check_replaceable
 from rotationzoo.calibration.identity import Identity, differences
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
+from rotationzoo.writer import check_replaceable
 
 
 def check_output(job: Job) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.artifact.writer import check_replaceable, library_versions
 from rotationzoo.calibration.identity import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.gather import gather_pair
@@ -29,6 +28,7 @@ from rotationzoo.recipe import Recipe, name_of
 from rotationzoo.rotations import Rotations
 from rotationzoo.storage.files import sha256
 from rotationzoo.storage.folders import check_writable
+from rotationzoo.writer import check_replaceable, library_versions
 
 
 @dataclass(frozen=True)

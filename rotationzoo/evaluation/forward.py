@@ -15,8 +15,7 @@ from rotationzoo.cache.protocol import CacheArm
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.buckets import Buckets
-from rotationzoo.evaluation.metrics import Metrics
+from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device

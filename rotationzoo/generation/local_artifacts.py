@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import is_remembered
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.source import Source, config_hash
+from rotationzoo.writer import is_remembered
 
 
 def newest_artifact(folder: Path, source: Source) -> tuple[Artifact, int]:

@@ -4,12 +4,12 @@ nothing behind."""
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import remember
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.progress import Progress, silent
 from rotationzoo.storage.files import disk_errors, sha256
 from rotationzoo.storage.folders import install, temporary_sibling
+from rotationzoo.writer import remember
 from rotationzoo.zoo.download import (
     WAY_OUT,
     Pulled,

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from support.models import save_tiny
 from support.places import ROOT
 
-from rotationzoo.artifact.card import render_card
+from rotationzoo.report.card import render_card
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.artifact.reproduce import reproduce_command
+from rotationzoo.report.commands import reproduce_command
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.calibration.job import calibrate

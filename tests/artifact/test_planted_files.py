@@ -9,7 +9,7 @@ import pytest
 from support.damage import edit_manifest, refused, small_artifact
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
+from rotationzoo.writer import add_files
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from support.stored_figures import Made, make_artifact
 
-from rotationzoo.artifact.reproduce import export_commands, name_in_commands, reproduce_command
+from rotationzoo.report.commands import export_commands, name_in_commands, reproduce_command
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.recipe import PRESETS, override
 

@@ -17,7 +17,7 @@ import torch
 from support.damage import small_artifact
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files, write_artifact
+from rotationzoo.writer import add_files, write_artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification

@@ -10,7 +10,7 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS
-from rotationzoo.artifact.spectra import summarize
+from rotationzoo.report.spectra import summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.claim import Claim

@@ -5,8 +5,8 @@ import torch
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
-from rotationzoo.artifact.spectra import summarize
-from rotationzoo.artifact.writer import write_artifact
+from rotationzoo.report.spectra import summarize
+from rotationzoo.writer import write_artifact
 from rotationzoo.calibration import model_run
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job

@@ -17,7 +17,7 @@ from support.models import save_tiny
 from support.quantized import quantize_to_fp8
 
 from rotationzoo.artifact.layout import statistics_tensors
-from rotationzoo.artifact.spectra import summarize
+from rotationzoo.report.spectra import summarize
 from rotationzoo.calibration import plan as plans
 from rotationzoo.calibration.batch_size import SIZED
 from rotationzoo.calibration.collect import collect

@@ -7,7 +7,7 @@ import pytest
 from support.jobs import RECIPE, job
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import write_artifact
+from rotationzoo.writer import write_artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError

@@ -10,7 +10,7 @@ import torch
 from support.models import save_tiny
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
+from rotationzoo.writer import add_files
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel

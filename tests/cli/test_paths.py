@@ -18,7 +18,7 @@ from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import PRESETS, Data, Recipe, digest, name_of
 from rotationzoo.zoo.upload import prepare_upload
 

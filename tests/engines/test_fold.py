@@ -34,7 +34,7 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.pooled import pooled_rotations
+from rotationzoo.evaluation.arms import pooled_rotations
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.foldable import check_values, find_key_scales, with_equalizing

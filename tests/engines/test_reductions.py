@@ -10,7 +10,7 @@ from support.engine_artifacts import (
 )
 
 from rotationzoo.artifact.layout import rotations_from
-from rotationzoo.artifact.writer import write_artifact
+from rotationzoo.writer import write_artifact
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import export as exporting
 from rotationzoo.errors import RotationZooError

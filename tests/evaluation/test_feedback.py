@@ -15,7 +15,7 @@ from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import BASELINES, build_arms
 from rotationzoo.evaluation.feedback import compare_feedback, describe_feedback
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data

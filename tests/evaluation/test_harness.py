@@ -25,7 +25,7 @@ from rotationzoo.cli.evaluate_view import show_evaluation
 from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.forward import Trial
-from rotationzoo.evaluation.harness.measures import compare_answers
+from rotationzoo.evaluation.harness.scores import compare_answers
 from rotationzoo.evaluation.harness.model import HarnessModel, Row
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader, save_without_code

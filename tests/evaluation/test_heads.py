@@ -15,7 +15,7 @@ from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation import heads
 from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.heads import HeadSums
+from rotationzoo.evaluation.metrics import HeadSums
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent

@@ -21,7 +21,7 @@ from rotationzoo.evaluation import job as job_module
 from rotationzoo.evaluation.arms import BASELINES
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find

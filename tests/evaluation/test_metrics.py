@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rotationzoo.evaluation.buckets import Buckets
+from rotationzoo.evaluation.metrics import Buckets
 from rotationzoo.evaluation.metrics import Metrics
 
 BUCKETS = Buckets.between(2, 6)

@@ -15,7 +15,7 @@ from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.evaluation.arms import BASELINES, build_arms
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data
 

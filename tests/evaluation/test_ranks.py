@@ -12,7 +12,7 @@ from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.judged_text import judged_text
 from rotationzoo.evaluation.sharing import identify
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.ranks import joined

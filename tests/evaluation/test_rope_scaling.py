@@ -18,7 +18,7 @@ from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import settle_rope_scaling
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import find

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rotationzoo.evaluation.tasks.verdict import compare_answers, judge_answers
+from rotationzoo.evaluation.verdict import compare_answers, judge_answers
 from rotationzoo.evaluation.verdict import sign_flip
 
 

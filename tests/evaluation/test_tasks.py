@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.induction import save_induction
 
-from rotationzoo.artifact.card import render_card
+from rotationzoo.report.card import render_card
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
@@ -20,7 +20,7 @@ from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recall.answers import Answers
 from rotationzoo.recall.prompts import TASKS
 from rotationzoo.recipe import PRESETS, Data

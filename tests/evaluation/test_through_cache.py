@@ -14,7 +14,7 @@ from rotationzoo.cli.answers_view import explain_answers
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe

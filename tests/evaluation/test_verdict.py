@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from support.models import save_tiny
 
-from rotationzoo.artifact.card import render_card
+from rotationzoo.report.card import render_card
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job

@@ -4,7 +4,7 @@ import pytest
 from markupsafe import Markup
 from support.browser import scrolls_sideways, serious_findings
 
-from rotationzoo.pages import page
+from rotationzoo.report import page
 
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 CHART = """<svg width="120" height="40" role="group" aria-label="two values">

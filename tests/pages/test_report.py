@@ -18,10 +18,10 @@ from rotationzoo.artifact.evaluation_file import Evaluation
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
-from rotationzoo.pages.arms import ShownArm, arms_of, with_unique_labels
-from rotationzoo.pages.cost import describe_growth
-from rotationzoo.pages.report import make_report
-from rotationzoo.pages.spectra import describe_clips
+from rotationzoo.report.arms import ShownArm, arms_of, with_unique_labels
+from rotationzoo.report.results import describe_growth
+from rotationzoo.report.page import make_report
+from rotationzoo.report.spectra import describe_clips
 
 LABELS = "this one: oscar", "no rotation", "Hadamard", "random rotation", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"

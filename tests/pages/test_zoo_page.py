@@ -7,7 +7,7 @@ import re
 import pytest
 from support.browser import scrolls_sideways, serious_findings
 
-from rotationzoo.pages.zoo_page import render_zoo_page
+from rotationzoo.zoo.page import render_zoo_page
 from rotationzoo.zoo import index, links
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry
 

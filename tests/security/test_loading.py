@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.damage import refused
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import is_remembered, remember
+from rotationzoo.writer import is_remembered, remember
 from rotationzoo.linalg.compositions import (
     ORTHOGONAL,
     ORTHOGONAL_IMPORTED,

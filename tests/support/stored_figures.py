@@ -11,7 +11,7 @@ import torch
 
 from rotationzoo.artifact.manifest import STATISTICS
 from rotationzoo.artifact.store import EVALUATION, Artifact
-from rotationzoo.artifact.writer import add_files, library_versions, write_artifact
+from rotationzoo.writer import add_files, library_versions, write_artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import Layer, geometry_json
 from rotationzoo.recipe import PRESETS

@@ -10,7 +10,7 @@ from support.hubs.calls import Fault
 from support.published import ZOO, ok, refused
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
+from rotationzoo.writer import add_files
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli import progress_log
 from rotationzoo.progress import Bytes

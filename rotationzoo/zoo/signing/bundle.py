@@ -12,10 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rotationzoo.artifact.manifest import Sha256
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import strict_json
-from rotationzoo.storage.strict_json import Strict
+from rotationzoo.storage.strict_json import Sha256, Strict
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 LIMIT = 1 << 20  # bytes; a signature of the demo model's artifact has 5,530, or 1,779 with a key
