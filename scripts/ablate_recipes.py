@@ -44,8 +44,7 @@ from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.feedback_factors import METRIC_KINDS, error_metric
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda
-from rotationzoo.evaluation.tasks.prompts import plan_tasks
-from rotationzoo.evaluation.tasks.prompts import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.evaluation.through_cache import ThroughCache
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics

@@ -264,7 +264,7 @@ class LayerMeasures(Figures):
     heads: HeadMeasures
 
 
-class ArmSummary(AboutArm, Measures):
+class ArmSummary(Measures, AboutArm):
     """The figures of one arm that the manifest keeps. Bits are per cached element, with exact
     tokens: at 131,072 tokens, and at the length of the evaluated texts."""
 

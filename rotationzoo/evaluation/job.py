@@ -242,7 +242,7 @@ def check_shareable(harness: object, device_map: str | None) -> None:
     )
 
 
-def _identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
+def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
     """What decides the results, by name. `settings`: all of them, as they are printed."""
     versions = [f"{name} {version}" for name, version in library_versions().items()]
     return {
@@ -258,7 +258,7 @@ def _check_same(settings: object, source: Source, artifacts: Sequence[Artifact])
     that, and raise `RotationZooError` if this process evaluates something else."""
     if ranks.world() == 1:
         return
-    present = _identify(settings, source, artifacts)
+    present = identify(settings, source, artifacts)
     ranks.tell("job", present)
     first = ranks.listen("job") or present
     changed = [name for name in present if present[name] != first.get(name)]

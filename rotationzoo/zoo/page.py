@@ -92,7 +92,7 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
     copies = []
     for copy in entry.copies:
         name = f"{copy.repo} on {HUBS[copy.hub].title}"
-        copies.append((name, _copy_links(loaded, entry, copy)))
+        copies.append((name, copy_links(loaded, entry, copy)))
     # Models are always fetched from Hugging Face; a name without an owner is on no hub.
     address = None
     if "/" in entry.model:
@@ -105,7 +105,7 @@ def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
         signed=f"signed by {entry.signer}" if entry.signer else "not signed",
         kind=_KINDS.get(entry.format),
         note=entry.note,
-        command=_pull_command(loaded, entry, place),
+        command=pull_command(loaded, entry, place),
         copies=copies,
     )
 
@@ -130,7 +130,7 @@ def _figures(entry: Entry) -> list[Cell]:
     ]
 
 
-def _copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
+def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
     """Where one copy of an entry can be read: its card and its report, or else its repository.
 
     What an index says is quoted: names may have letters of any script.
@@ -150,7 +150,7 @@ def _copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
     return links or [Link("repository", address(hub.repo_page))]
 
 
-def _pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | None:
+def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | None:
     """The command that fetches an entry; None for one that is only listed.
 
     `place`: the options that name the index, as `["--repo", "owner/zoo"]`.

@@ -10,7 +10,6 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS
-from rotationzoo.report.spectra import summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.arm import Arm
 from rotationzoo.calibration.claim import Claim
@@ -28,6 +27,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.report.spectra import summarize
 from rotationzoo.rotations import SIDES
 from rotationzoo.text.rows import read_corpus
 

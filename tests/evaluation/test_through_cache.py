@@ -10,7 +10,6 @@ from support.induction import save_induction
 
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
-from rotationzoo.cli.answers_view import explain_answers
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.job import Evaluation, evaluate
@@ -18,6 +17,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.evaluation.through_cache import ThroughCache, real_arm
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
+from rotationzoo.report.conditions import describe_recall
 
 IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
 
@@ -60,13 +60,14 @@ def job(tmp_path_factory):
     )
 
 
-def test_recall_tasks_agree_with_the_simulation(job, capsys):
+def test_recall_tasks_agree_with_the_simulation(job):
     chunked = replace(job, prefill_chunk=128)
-    simulated, real = (evaluate(replace(chunked, real_cache=real)) for real in (False, True))
+    both = [evaluate(replace(chunked, real_cache=real)) for real in (False, True)]
+    for measured, cache in zip(both, ("a simulated 2-bit", "a cache that stores 2"), strict=True):
+        (said,) = describe_recall(measured)
+        assert f"reads quantized from {cache}" in said
+    simulated, real = (measured.report() for measured in both)
     assert (simulated["real_cache"], real["real_cache"]) == (False, True)
-    for report, cache in ((simulated, "a simulated 2-bit cache"), (real, "a cache that stores 2")):
-        explain_answers(report)
-        assert f"reads quantized from {cache}" in capsys.readouterr().out
     assert list(real["arms"]) == ["identity", "hadamard", "random", "kivi"]
     for name, arm in real["arms"].items():
         score, expected = arm["tasks"]["quote"], simulated["arms"][name]["tasks"]["quote"]

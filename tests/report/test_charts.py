@@ -6,10 +6,20 @@ import altair
 import pytest
 from jsonschema.exceptions import ValidationError
 
-from rotationzoo.report.charts import Bar, draw_bars
-from rotationzoo.report.charts import draw_inline, draw_png, draw_svg
-from rotationzoo.report.charts import Cell, Colours, draw_map
-from rotationzoo.report.charts import Axes, Point, draw_bundle, draw_lines
+from rotationzoo.report.charts import (
+    Axes,
+    Bar,
+    Cell,
+    Colours,
+    Point,
+    draw_bars,
+    draw_bundle,
+    draw_inline,
+    draw_lines,
+    draw_map,
+    draw_png,
+    draw_svg,
+)
 
 PHONE = 390 - 2 * 16 - 2 * 13  # pixels inside a figure
 NAME = "<script>alert(1)</script>\"'&"

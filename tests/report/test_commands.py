@@ -6,9 +6,9 @@ import pytest
 import yaml
 from support.stored_figures import Made, make_artifact
 
-from rotationzoo.report.commands import export_commands, name_in_commands, reproduce_command
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.recipe import PRESETS, override
+from rotationzoo.report.commands import export_commands, name_in_commands, reproduce_command
 
 
 @pytest.fixture

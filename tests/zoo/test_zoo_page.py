@@ -7,9 +7,10 @@ import re
 import pytest
 from support.browser import scrolls_sideways, serious_findings
 
-from rotationzoo.zoo.page import render_zoo_page
-from rotationzoo.zoo import index, links
+from rotationzoo.zoo import index
+from rotationzoo.zoo import page as zoo_page
 from rotationzoo.zoo.lookup import LoadedIndex, choose_entry
+from rotationzoo.zoo.page import render_zoo_page
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 KEY = "-----BEGIN PUBLIC KEY-----\nMFkw\n-----END PUBLIC KEY-----\n"
@@ -150,7 +151,7 @@ def test_a_command_fetches_the_entry_that_it_stands_beside():
     content = index.Index.model_validate({"entries": [first, *others]})
     loaded = LoadedIndex(content, "it")
     for listed in content.entries:
-        _, _, model, *words = links.pull_command(loaded, listed, []).split()
+        _, _, model, *words = zoo_page.pull_command(loaded, listed, []).split()
         options = dict(zip(words[::2], words[1::2], strict=True))
         asked = [options.get(name) for name in ("--revision", "--recipe")]
         scaling = options.get("--rope-scaling")
@@ -170,7 +171,7 @@ def test_nothing_of_an_index_becomes_markup_or_another_address():
     text = render_zoo_page(loaded, content.entries, ["--repo", "$(id)/x"])
     assert text.count("&lt;img src=x") == 4, "of the note, the signer, its issuer and the origin"
     assert "<img" not in text
-    (link,) = links.copy_links(loaded, content.entries[0], content.entries[0].copies[0])
+    (link,) = zoo_page.copy_links(loaded, content.entries[0], content.entries[0].copies[0])
     assert link.url == (
         "https://huggingface.co/my/zoo/blob/zweig%2B1/gr%C3%B6%C3%9Fe/a%2B/README.md"
     )

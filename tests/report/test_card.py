@@ -13,16 +13,17 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from support.models import save_tiny
 from support.places import ROOT
+from support.reports import summary
 
-from rotationzoo.report.card import render_card
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.report.commands import reproduce_command
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.cache.size import CONTEXT
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.codec import int2
 from rotationzoo.recipe import load, override
+from rotationzoo.report.card import render_card
+from rotationzoo.report.commands import reproduce_command
 
 
 @pytest.fixture(scope="module")
@@ -134,22 +135,8 @@ def test_the_card_has_what_the_hub_understands(tmp_path):
 
 def evaluated(artifact: Artifact) -> Artifact:
     """The artifact with the summary of an evaluation."""
-    score = {"answered": 15, "questions": 16, "log_probability": -0.25}
-    costs = {"perplexity_increase": 0.5, "attention_kl": 0.1, "output_error": 0.2}
-    arm = {**costs, "tasks": {"needles": score}}
-    bad = {**costs, "tasks": {"needles": score | {"answered": 4}}}
-    exact = {"needles": score | {"answered": 16}, "copy": score | {"answered": 0}}
-    evaluation = {
-        "text": "bundled",
-        "tokens": 4096,
-        "perplexity": 8.0,
-        "format": "sglang",
-        "sink": 64,
-        "recent": 256,
-        "arms": {"mine": arm, "identity": bad},
-        "exact_tasks": exact,
-        "task_lengths": [2048],
-    }
+    exact = {"needles": 16, "copy": 0}
+    evaluation = summary({"mine": 15, "identity": 4}, artifact.identity, exact)
     metrics = artifact.content["metrics"] | {"evaluation": evaluation}
     return Artifact(artifact.folder, artifact.content | {"metrics": metrics})
 
@@ -163,7 +150,8 @@ def test_the_card_begins_with_what_readers_decide_by(model, tmp_path):
         page.index(words)
         for words in (
             "    rotationzoo generate MODEL --rotations FOLDER --prompt TEXT",
-            "| mine | 94% | 94%, -0.25 |",
+            "| mine | 93.8% ±1.0% | -0.25 |",
+            "| mine | 94% -0.2 |",
             "(answers.png)",
             "## What this is",
             "## What it costs the model",

@@ -8,19 +8,20 @@ import typer
 from support.browser import scrolls_sideways, serious_findings
 from support.stored_figures import (
     BASELINES,
+    OF_ARTIFACT,
     Made,
     make_artifact,
     make_evaluation,
     store_evaluation,
 )
 
-from rotationzoo.artifact.evaluation_file import Evaluation
+from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
-from rotationzoo.report.arms import ShownArm, arms_of, with_unique_labels
-from rotationzoo.report.results import describe_growth
+from rotationzoo.report.arms import ShownArm, label_arms, with_unique_labels
 from rotationzoo.report.page import make_report
+from rotationzoo.report.results import describe_growth
 from rotationzoo.report.spectra import describe_clips
 
 LABELS = "this one: oscar", "no rotation", "Hadamard", "random rotation", "KIVI"
@@ -173,16 +174,6 @@ def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
     assert 'id="figure-answers"' not in text
 
 
-def test_an_evaluation_of_earlier_versions_is_shown_as_far_as_it_goes(tmp_path):
-    artifact = Artifact.open(make_artifact(tmp_path / "made", Made(old=True)))
-    sections = {section.anchor: section for section in make_report(artifact).sections}
-    assert "from the smallest magnitude upwards" in sections["clip-ratios"].words[0]
-    assert [figure.name for figure in sections["decide"].figures] == ["answers", "perplexity"]
-    for anchor in ("needles", "attention-kl", "output-error", "row-ranges"):
-        assert "Evaluate again" in " ".join(sections[anchor].words)
-        assert not sections[anchor].figures
-
-
 def test_clip_ratios_that_differ_are_maps(tmp_path):
     folder = make_artifact(tmp_path / "made", Made(layers=[3, 7], clips=True), evaluated=False)
     keys, values = describe_clips(Artifact.open(folder)).figures
@@ -207,7 +198,7 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
 
 
 def test_pictures_and_the_page_go_into_files_and_into_the_artifact(tmp_path, inside):
-    folder = make_artifact(tmp_path / "made", Made(layers=[0, 5], heads=1, old=True))
+    folder = make_artifact(tmp_path / "made", Made(layers=[0, 5], heads=1))
     words = "-o", "page.html", "--png", "png", "--svg", "svg", "--save", "--json"
     result = inside("report", folder, *words)
     assert result.returncode == 0
@@ -227,7 +218,7 @@ def test_pictures_and_the_page_go_into_files_and_into_the_artifact(tmp_path, ins
 
 def test_evaluations_differ_in_whatever_changes_their_figures():
     made = Made(layers=[0])
-    first = Evaluation.model_validate(make_evaluation(made))
+    first = Measured.model_validate(make_evaluation(made))
     for keys, value, words in (
         (["rope_scaling"], "yarn:4", "RoPE scaling"),
         (["sides"], ["value"], "quantized part"),
@@ -240,7 +231,7 @@ def test_evaluations_differ_in_whatever_changes_their_figures():
         for key in keys[:-1]:
             place = place[key]
         place[keys[-1]] = value
-        assert first.differs_from(Evaluation.model_validate(other)) == words
+        assert first.differs_from(Measured.model_validate(other)) == words
 
 
 def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
@@ -251,26 +242,33 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
         "prefill_chunk": 512, "prefill_layout": "server",
     }  # fmt: skip
     window = evaluation["windows"][0]
-    window["arms"]["mine+feedback"] = window["arms"]["mine"]
-    window["arms"]["of a later version"] = window["arms"]["identity"]
+    for name, changes in (
+        ("mine, written better", {"rounding": "feedback"}),
+        ("mine, by layer", {"pooled": True}),
+        ("of a later version", {"kind": "baseline", "artifact": None}),
+    ):
+        window["arms"][name] = {**window["arms"]["mine"], "name": name, **changes}
     evaluation["windows"].append({**window, "recent": 128})
     store_evaluation(folder, evaluation)
     decide = make_report(Artifact.open(folder)).sections[0]
     said = " ".join(decide.listed)
     for words in ("Only values were in 2 bits", "Not all layers were in 2 bits: 0 stayed exact",
                   "Also evaluated, and not shown: windows 64/128", "kivi is no rotation",
-                  "+feedback: the same rotations", "An engine needs the folded model"):  # fmt: skip
+                  "+feedback: the same rotations", "+pooled: one rotation per layer",
+                  "An engine needs the folded model"):  # fmt: skip
         assert words in said
     assert "prefilled in chunks of 512 tokens" in decide.words[0]
     labels = [row[0] for row in decide.figures[0].table.rows]
-    assert labels[2] == "+ error feedback"
+    ours = ["this one: oscar", "+ error feedback", "+ one rotation per layer"]
+    assert labels[:4] == ["exact model", *ours]
     assert labels[-1] == "of a later version"
 
 
 def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
     evaluation = make_evaluation(Made(layers=[0]))
-    buckets = evaluation["windows"][0]["arms"]["identity"].pop("by_length")
-    arms = arms_of(Evaluation.model_validate(evaluation), "mine")
+    identity = evaluation["windows"][0]["arms"]["identity"]
+    buckets, identity["by_length"] = identity["by_length"], []
+    arms = label_arms(Measured.model_validate(evaluation), OF_ARTIFACT, "mine")
     table = describe_growth(arms).figures[0].table
     assert table.columns[:4] == ["positions", "mine", "no rotation", "Hadamard"]
     assert len(table.rows) == len(buckets)
@@ -278,10 +276,10 @@ def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
 
 
 def test_no_two_arms_have_one_label():
-    evaluation = Evaluation.model_validate(make_evaluation(Made(layers=[0])))
-    arms = [ShownArm(name, label, evaluation.window.arms["made"]) for name, label in (
-        ("a", "x" * 40 + "1"), ("b", "x" * 40 + "2"), ("c", "Hadamard"), ("hadamard", "Hadamard"),
-        ("d", "exact model"),
+    evaluation = Measured.model_validate(make_evaluation(Made(layers=[0])))
+    arms = [ShownArm(label, evaluation.window.arms[name]) for name, label in (
+        ("made", "x" * 40 + "1"), ("made", "x" * 40 + "2"), ("made", "Hadamard"),
+        ("hadamard", "Hadamard"), ("made", "exact model"),
     )]  # fmt: skip
     labels = [arm.label for arm in with_unique_labels(arms)]
     cut = "x" * 31 + "…"
@@ -294,7 +292,8 @@ def test_a_damaged_evaluation_is_refused_in_one_sentence(tmp_path, inside):
     folder = make_artifact(tmp_path / "made", made, evaluated=False)
     evaluation = make_evaluation(made)
     evaluation["windows"][0]["arms"][BASELINES[0]]["perplexity"] = "<b>"
-    for content in (evaluation, make_evaluation(made) | {"own_arm": "another"}):
+    of_others = json.dumps(make_evaluation(made)).replace(OF_ARTIFACT, "0" * 64)
+    for content in (evaluation, json.loads(of_others)):
         store_evaluation(folder, content)
         result = inside("report", folder)
         assert result.returncode == 1
