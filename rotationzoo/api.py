@@ -14,7 +14,7 @@ from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.progress import silent
 from rotationzoo.recipe import (
     PRESETS,
@@ -103,7 +103,7 @@ def evaluate(
     settings["fit_length"] = "length" not in options
     settings["tasks"] = _task_settings(settings)
     job = Evaluation(model, folders, data, save_to=save_to, **settings)
-    return run_evaluation(job, progress, ThroughCache)
+    return run_evaluation(job, progress, ThroughCache).report()
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:

@@ -1,10 +1,13 @@
-"""The words of messages: numbers with their nouns, and names that were probably meant."""
+"""The words that people read: numbers, sizes and shares as text, numbers with their nouns, and
+names that were probably meant."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 _LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
-_LINE = 80  # characters of a message from another library
+_LINE = 80  # characters of what somebody else wrote
+UNKNOWN = "-"
+"""A figure that was not measured."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -27,3 +30,57 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close."""
     match = difflib.get_close_matches(word[:_LINE], list(known), n=1, cutoff=_LEAST_ALIKE)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def number(value: float | None, format: str = ".4g", error: float | None = None) -> str:
+    """A number, with its standard error if there is one (a single text has none), or a dash."""
+    if value is None:
+        return UNKNOWN
+    if error is None:
+        return f"{value:{format}}"
+    return f"{value:{format}} ±{error:{format.removeprefix('+')}}"
+
+
+def percent(share: float | None, digits: int = 0, error: float | None = None) -> str:
+    """A share, or a dash."""
+    return number(share, f".{digits}%", error)
+
+
+def change(share: float | None, digits: int = 2, error: float | None = None) -> str:
+    """A relative change with its sign: `+1.20%`, or a dash."""
+    return number(share, f"+.{digits}%", error)
+
+
+def perplexity(value: float | None) -> str:
+    """A perplexity, or a dash."""
+    return number(value, ".3f")
+
+
+def nats(value: float | None, error: float | None = None, sign: bool = False) -> str:
+    """A log probability, or with a `sign` a difference of two, or a dash."""
+    return number(value, "+.2f" if sign else ".2f", error)
+
+
+def byte_count(size: float) -> str:
+    """A number of bytes of memory, in the largest unit of which there is at least one."""
+    for unit, count in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= count:
+            return f"{size / count:.3g} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def power_of_two(count: int) -> str:
+    """A number of tokens; a power of two in thousands, as 8K."""
+    if count >= 1024 and count.bit_count() == 1:
+        return f"{count // 1024}K"
+    return str(count)
+
+
+def numbers(values: Iterable[int], joint: str = "and") -> str:
+    """Numbers in a sentence: `2,048 and 8,192`."""
+    return f" {joint} ".join(f"{value:,}" for value in values)
+
+
+def sentence(words: str) -> str:
+    """Words that follow a colon, as a sentence of their own."""
+    return f"{words[:1].upper()}{words[1:]}."

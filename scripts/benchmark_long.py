@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from rotationzoo.evaluation.memory import EvaluationFootprint
 from scale_models import (
     DEVICE,
     GB,
@@ -30,10 +31,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.memory import Footprint
-from rotationzoo.evaluation.buckets import Buckets
 from rotationzoo.evaluation.forward import attention_modules, token_losses
-from rotationzoo.evaluation.memory import EvaluationFootprint
-from rotationzoo.evaluation.metrics import Metrics
+from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.model.capture import decoder
 from rotationzoo.model.geometry import Geometry, geometry_of
 from rotationzoo.model.rope import apply_scaling, scaling_of

@@ -29,7 +29,7 @@ def main() -> int:
 def make_page(folders: list[Path]) -> tuple[float, int, int]:
     """Seconds, bytes and pictures of the page, made in this process."""
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.pages.report import make_report
+    from rotationzoo.report.page import make_report
 
     started = time.perf_counter()
     first, *others = map(Artifact.open, folders)

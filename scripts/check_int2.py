@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.codec import cuda, int2
 from rotationzoo.codec.throughput import measure
 from rotationzoo.model.geometry import Layer, geometry_json
 from rotationzoo.recipe import PRESETS
+from rotationzoo.writer import write_artifact
 
 DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 GROUPS = (32, 64, 128)

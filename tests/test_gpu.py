@@ -6,13 +6,14 @@ import pytest
 import torch
 import transformers
 from check_statistics import largest_difference
+from support.reports import evaluate
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec import cuda, cuda_encoder, int2
-from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.model.source import DEMO
 from rotationzoo.recipe import Data, Recipe
 

@@ -9,17 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from rotationzoo.artifact.results import Count, Metrics
+from rotationzoo.artifact.measured import Summary
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.rotations import SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import plain
-from rotationzoo.storage.strict_json import Strict
+from rotationzoo.storage.strict_json import Count, Sha256, Strict
 
 SCHEMA = 1
 ROTATIONS, STATISTICS = "rotations.safetensors", "statistics.safetensors"
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # Upper limits, so that no forged geometry asks for absurdly large tensors.
 _Number = Annotated[int, Field(ge=0, le=1 << 16)]
 _Size = Annotated[int, Field(ge=1, le=1 << 16)]
@@ -132,6 +131,24 @@ class Versions(Strict):
     rotationzoo: str
 
 
+class ValidationSummary(Strict):
+    """The summary of what `validate` found."""
+
+    on_gpu: bool
+    device: str
+    rows: Count
+    codes_equal: bool | None
+    dequantized_equal: bool | None
+
+
+class Metrics(Strict):
+    """The measurements of the rotations' quality so far."""
+
+    orthogonality_error: float
+    evaluation: Summary | None = None
+    validation: ValidationSummary | None = None
+
+
 class Manifest(Strict):
     """`manifest.json` of schema 1."""
 
@@ -149,6 +166,11 @@ class Manifest(Strict):
     notes: list[str] = Field(default=[])
     imported: Imported | None = None
     equalization: Equalization | None = None
+
+    @property
+    def rotations_sha256(self) -> str:
+        """The artifact's identity: the sha256 of `rotations.safetensors`."""
+        return self.files[ROTATIONS].sha256
 
     @property
     def clip_ratios(self) -> dict[str, float]:

@@ -19,13 +19,14 @@ from rotationzoo.artifact.manifest import (
     parse_manifest,
     read_manifest,
 )
+from rotationzoo.artifact.measured import Measured, plain_arm
 from rotationzoo.artifact.tensor_check import orthogonality_problems, read_tensors
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.model.geometry import Geometry, geometry_from_json
 from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import Rotations
-from rotationzoo.storage import files, folders
+from rotationzoo.storage import files, folders, strict_json
 from rotationzoo.storage.files import disk_errors, sha256
 from rotationzoo.storage.folders import temporary_sibling
 
@@ -115,7 +116,7 @@ class Artifact:
     @property
     def identity(self) -> str:
         """The sha256 of `rotations.safetensors`, which tells one set of rotations from another."""
-        return self.manifest.files[ROTATIONS].sha256
+        return self.manifest.rotations_sha256
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -143,6 +144,21 @@ class Artifact:
         if STATISTICS not in self.manifest.files:
             return None
         return statistics_from(self._sound_tensors(STATISTICS))
+
+    @cached_property
+    def measured(self) -> Measured | None:
+        """The evaluation that `evaluate --save` has added; None if there is none.
+
+        Raises `RotationZooError` for a damaged file, and for one of other rotations.
+        """
+        if EVALUATION not in self.manifest.files:
+            return None
+        path = files.regular_file(self.folder, EVALUATION)
+        measured = strict_json.validate(Measured, strict_json.read(path), str(path))
+        for window in measured.windows:
+            if plain_arm(window.arms, self.identity) is None:
+                raise RotationZooError(f"{path} is damaged: it has no figures of these rotations")
+        return measured
 
     @property
     def clip_ratios(self) -> dict[str, float]:

@@ -17,13 +17,13 @@ from pydantic import BaseModel, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from rotationzoo.artifact.writer import replace_tensors
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Statistics, from_raw, to_raw
 from rotationzoo.model.out_of_memory import RowLimit
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import size_of
 from rotationzoo.words import differing
+from rotationzoo.writer import replace_tensors
 
 Identity = Mapping[str, str]
 """A job's identity by key. A key that does not apply to the job, such as `device_map`, is left

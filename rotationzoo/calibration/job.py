@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 
 from rotationzoo import ranks
 from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.artifact.writer import check_replaceable, library_versions
 from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences, rank_file
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.model_run import CalibrationResult, collect_share, run_model
@@ -30,6 +29,7 @@ from rotationzoo.storage.locks import locked
 from rotationzoo.text.prompts import read_prompts
 from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.words import differing
+from rotationzoo.writer import check_replaceable, library_versions
 
 
 def check_output(job: Job) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.plan import check_recipe
 from rotationzoo.errors import Unsound
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Averages
 from rotationzoo.rotations import Rotations
+from rotationzoo.writer import write_artifact
 
 FETCH_AGAIN = "fetch the weights again; activations as large as theirs have no float32 statistics"
 """The hint when a calibration's own results are unsound."""

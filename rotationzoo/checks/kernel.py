@@ -12,7 +12,6 @@ import torch
 
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
 from rotationzoo.checks.comparison import KernelComparison, capture_rows, draw_rows
 from rotationzoo.codec import cuda, throughput
 from rotationzoo.errors import RotationZooError
@@ -20,6 +19,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers
 from rotationzoo.model.source import find
 from rotationzoo.progress import Progress, silent
+from rotationzoo.writer import add_files
 
 VALIDATION, SOURCE, FEEDBACK_SOURCE = "validation.json", "int2.cu", "feedback.cu"
 _SUMMARIZED = ("on_gpu", "device", "rows", "codes_equal", "dequantized_equal")

@@ -1,9 +1,9 @@
 """What `calibrate` and `import` print about the artifact that they wrote."""
 
-from rotationzoo.artifact.spectra import LayerSummary, SideSpectrum, summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
 from rotationzoo.cli.output import Output, say
+from rotationzoo.report.spectra import LayerSpectra, SideSpectrum, summarize
 from rotationzoo.words import counted
 
 
@@ -71,7 +71,7 @@ def suggest_text(out: Output, artifact: Artifact, model: list[str] | None = None
     out.suggest("generate", *words, "--rotations", str(artifact.folder), *prompt)
 
 
-def _effective_ranks(layers: list[LayerSummary]) -> str:
+def _effective_ranks(layers: list[LayerSpectra]) -> str:
     """The range over all layers of the effective ranks of keys and of values."""
     keys = _range("keys", [layer.key for layer in layers])
     values = _range("values", [layer.value for layer in layers])

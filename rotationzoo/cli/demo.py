@@ -46,9 +46,9 @@ def demo_command(
     from rotationzoo.calibration.job import calibrate
     from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.demo_view import show_demo
+    from rotationzoo.cli.report import add_report
     from rotationzoo.evaluation.job import Evaluation, evaluate
-    from rotationzoo.evaluation.tasks.settings import TaskSettings
-    from rotationzoo.pages.report import make_report, save_report
+    from rotationzoo.evaluation.tasks.prompts import TaskSettings
     from rotationzoo.recipe import Data, load
 
     hush_libraries()
@@ -66,7 +66,6 @@ def demo_command(
         )
         report = evaluate(evaluation, progress)
         progress("drawing the page", 0, 0)
-        artifact = Artifact.open(folder)
-        artifact = save_report(artifact, make_report(artifact))
+        artifact = add_report(Artifact.open(folder))
     show_demo(out, artifact, report)
     out.suggest("generate", MODEL, "--rotations", str(folder), "--compare")

@@ -2,46 +2,50 @@
 
 from typing import Any
 
+from rotationzoo.artifact.measured import Exact, Measured, MeasuredArm, arms_of
 from rotationzoo.artifact.store import REPORT, Artifact
 from rotationzoo.cli.output import Output, say, table
-from rotationzoo.simulation.size import CONTEXT
+from rotationzoo.simulation.size import CONTEXT, EXACT_BITS
 from rotationzoo.words import counted
 
 _BASELINES = {"a Hadamard matrix": "hadamard", "no rotation": "identity"}
 
 
-def show_demo(out: Output, artifact: Artifact, report: dict[str, Any]) -> None:
+def show_demo(out: Output, artifact: Artifact, report: Measured) -> None:
     """Print the answers through the exact cache, with this artifact, and with the baselines.
 
     `report`: of an evaluation of this artifact alone.
     """
-    rows = {"exact": {**report["exact"], "bits_per_element": 16.0}}
-    # The last of the artifact's own arms writes rows as a cache does that has its factors.
-    of_artifact = [name for name in report["arms"] if name not in _BASELINES.values()]
-    names = {"these rotations": of_artifact[-1], **_BASELINES}
-    rows |= {words: report["arms"][name] for words, name in names.items()}
+    arms = report.window.arms
+    # The last of the artifact's arms writes rows as a cache does that has its factors.
+    made = arms_of(arms, artifact.identity)[-1]
+    caches = {"exact": _figures(report.exact, float(EXACT_BITS))}
+    caches["these rotations"] = _figures(made, made.bits_per_element)
+    for words, name in _BASELINES.items():
+        caches[words] = _figures(arms[name], arms[name].bits_per_element)
     data = {
         "artifact": str(artifact.folder),
         "page": str(artifact.folder / REPORT),
         "seconds": artifact.manifest.run.seconds,
-        "caches": {words: _figures(measures) for words, measures in rows.items()},
+        "caches": caches,
     }
     out.result(data, str(artifact.folder), lambda: _say_demo(artifact, report, data))
 
 
-def _figures(measures: dict[str, Any]) -> dict[str, Any]:
-    asked = measures["all_tasks"]
+def _figures(measured: Exact | MeasuredArm, bits: float) -> dict[str, Any]:
+    recall = measured.all_tasks
+    assert recall is not None, "the demo model can do these tasks"
     return {
-        "bits_per_element": measures["bits_per_element"],
-        "answered": asked["answered"],
-        "questions": asked["questions"],
-        "log_probability": asked["log_probability"],
-        "perplexity": measures["perplexity"],
+        "bits_per_element": bits,
+        "answered": recall.answered,
+        "questions": recall.questions,
+        "log_probability": recall.log_probability,
+        "perplexity": measured.perplexity,
     }
 
 
-def _say_demo(artifact: Artifact, report: dict[str, Any], data: dict[str, Any]) -> None:
-    layers, length = len(artifact.rotations), report["tasks"]["lengths"][0]
+def _say_demo(artifact: Artifact, report: Measured, data: dict[str, Any]) -> None:
+    layers, length = len(artifact.rotations), report.tasks.lengths[0]
     say(
         f"Rotations of the demo model ({counted(layers, 'layer')}), made in "
         f"{data['seconds']:.1f} s: {artifact.folder}"

@@ -138,8 +138,7 @@ def evaluate_command(
         )
     _check_order(model, artifacts or [])
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
-    from rotationzoo.evaluation.job import Evaluation, evaluate
-    from rotationzoo.evaluation.sharing import check_shareable
+    from rotationzoo.evaluation.job import Evaluation, check_shareable, evaluate
     from rotationzoo.model.loading import torch_device
     from rotationzoo.recipe import load, override
     from rotationzoo.runtime.through_cache import ThroughCache

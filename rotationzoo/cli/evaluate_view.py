@@ -1,26 +1,27 @@
-"""What `evaluate` prints: a table of all arms for each window, and which arms clearly differ."""
+"""What `evaluate` prints: the tables of each pair of windows, and which arms clearly differ."""
 
 from pathlib import Path
-from typing import Any
 
-from rotationzoo.artifact.card_results import (
-    ABOUT_FEEDBACK,
-    ABOUT_KIVI,
-    ABOUT_POOLED,
+from rotationzoo.artifact.measured import Measured, Window
+from rotationzoo.cli.output import Output, say, show_table
+from rotationzoo.report.conditions import (
+    ABOUT_BITS,
+    describe_arms,
+    describe_harness,
     describe_prefill,
+    describe_recall,
 )
-from rotationzoo.cli.answers_view import explain_answers, show_answers
-from rotationzoo.cli.harness_view import explain_harness, show_harness
-from rotationzoo.cli.output import Output, say, table
-from rotationzoo.simulation.size import CONTEXT
+from rotationzoo.report.tables import EXACT, evaluation_tables, harness_table
 from rotationzoo.words import counted
 
+_LONGEST = 200  # characters of an answer; `--json` has all of it
 
-def show_evaluation(out: Output, report: dict[str, Any]) -> None:
+
+def show_evaluation(out: Output, report: Measured) -> None:
     """Print the arms for each window: what they answer, and their perplexity increase by context
     length."""
-    out.notes(report["notes"])
-    out.result(report, "\n".join(report["arms"]), lambda: _say_evaluation(report))
+    out.notes(report.notes)
+    out.result(report.report(), "\n".join(report.window.arms), lambda: _say_evaluation(report))
 
 
 def suggest_next(out: Output, model: list[str], artifacts: list[Path], saved: bool) -> None:
@@ -38,74 +39,51 @@ def suggest_next(out: Output, model: list[str], artifacts: list[Path], saved: bo
         out.suggest("generate", *model, "--rotations", str(artifacts[0]), "--compare", *prompt)
 
 
-def _say_evaluation(report: dict[str, Any]) -> None:
-    windows = report["windows"]
-    tokens = f"{counted(report['tokens'], 'token')} from position {report['first_position']} on"
-    text = f"{tokens} in {counted(report['text']['rows'], 'text')}"
-    prefill = describe_prefill(report["prefill_chunk"], report["prefill_layout"])
-    exact = f"exact perplexity {report['exact']['perplexity']:.4f}"
-    say(f"{report['model']}, {text}, format {report['format']}{prefill}; {exact}")
-    for number, window in enumerate(windows):
+def _say_evaluation(report: Measured) -> None:
+    tokens = f"{counted(report.tokens, 'token')} from position {report.first_position} on"
+    text = f"{tokens} in {counted(report.text.rows, 'text')}"
+    exact = f"exact perplexity {report.exact.perplexity:.4f}"
+    say(f"{report.model}, {text}, format {report.format}{describe_prefill(report)}; {exact}")
+    for number, window in enumerate(report.windows):
         if number:
             say("")
         say(_title(window))
-        show_answers(report, window)
-        _show_arms(window)
-        show_harness(report, window)
+        for table in evaluation_tables(report, window):
+            show_table(table, apart=True)
+        _show_harness(report, window)
     say("")
-    explain_answers(report)
-    explain_harness(report)
+    say(*describe_recall(report), *describe_harness(report))
     say("±: standard error over texts, paired with the exact model")
-    say(
-        f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included; "
-        f"bits here: at {report['text']['length']:,}"
-    )
-    say(ABOUT_KIVI)
-    if windows[0]["verdict"]["feedback"]:
-        say(ABOUT_FEEDBACK)
-    if any(name.endswith("+pooled") for name in windows[0]["arms"]):
-        say(ABOUT_POOLED)
+    say(f"{ABOUT_BITS}; bits here: at {report.text.length:,}")
+    say(*describe_arms(report.window.arms.values()))
     say("")
-    for window in windows:
-        if len(windows) > 1:
+    for window in report.windows:
+        if len(report.windows) > 1:
             say(f"With {_title(window)}:")
-        say(*window["verdict"]["words"])
+        say(*window.verdict.words)
 
 
-def _show_arms(window: dict[str, Any]) -> None:
-    arms = window["arms"]
-    rows, by_length = [], []
-    for name, arm in arms.items():
-        error = arm["standard_error"]
-        perplexity, perplexity_error = arm["perplexity_increase"], error["perplexity_increase"]
-        rows.append(
-            [
-                name,
-                _with_error(perplexity, perplexity_error, "+.2%", ".2%"),
-                _with_error(arm["attention_kl"], error["attention_kl"], ".4f", ".4f"),
-                _with_error(arm["output_error"], error["output_error"], ".4f", ".4f"),
-                f"{arm['bits_per_element']:.2f}",
-                f"{arm['bits_at_length']:.2f}",
-            ]
-        )
-        increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
-        by_length.append([name, *increases])
-    columns = ["arm", "perplexity", "attention KL", "block error", "bits", "bits here"]
-    table("cost", columns, rows, apart=True)
-    some_arm = next(iter(arms.values()))  # the lengths are the same for all
-    starts = [f"from {bucket['from']:,}" for bucket in some_arm["by_length"]]
-    table("by context length", ["arm", *starts], by_length, apart=True)
+def _show_harness(report: Measured, window: Window) -> None:
+    """The harness' tasks for one pair of windows; nothing if none were asked."""
+    exact = report.exact.harness
+    if report.harness is None or exact is None:
+        return
+    # A group stands for its tasks where it has a metric of its own.
+    tasks = [name for name in exact if name in report.harness.tasks]
+    for task in tasks or exact:
+        scores = {EXACT: exact[task]}
+        scores |= {name: arm.harness[task] for name, arm in window.arms.items() if arm.harness}
+        show_table(harness_table(task, scores), apart=True)
+        for number, kept in enumerate(exact[task].answers):
+            say("")
+            say(f"{task}, question {kept.question}, right: {_shortened(kept.right)}")
+            for name, score in scores.items():
+                say(f"  {name}: {_shortened(score.answers[number].answer)}")
 
 
-def _title(window: dict[str, Any]) -> str:
-    return f"sink {window['sink']}, recent {window['recent']}"
+def _title(window: Window) -> str:
+    return f"sink {window.sink}, recent {window.recent}"
 
 
-def _with_error(
-    value: float | None, error: float | None, value_format: str, error_format: str
-) -> str:
-    if value is None:
-        return "-"
-    if error is None:  # a single text has no standard error
-        return f"{value:{value_format}}"
-    return f"{value:{value_format}} ±{error:{error_format}}"
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -7,15 +7,15 @@ from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say, table
 
 if TYPE_CHECKING:
-    from rotationzoo.artifact.spectra import LayerSummary, SideSpectrum
     from rotationzoo.artifact.store import Artifact
+    from rotationzoo.report.spectra import LayerSpectra, SideSpectrum
 
 
 def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet = False) -> None:
     """Show what each layer's statistics look like."""
-    from rotationzoo.artifact.spectra import summarize
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.artifact_view import suggest_step
+    from rotationzoo.report.spectra import summarize
 
     opened = Artifact.open(artifact)
     layers = summarize(opened)
@@ -31,7 +31,7 @@ def inspect_command(artifact: ArtifactFolder, json: Json = False, quiet: Quiet =
     suggest_step(out, opened)
 
 
-def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
+def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
     """Keys and values side by side, no wider than a terminal."""
     columns = ["layer", "heads"]
     for side in "KV":
@@ -58,7 +58,7 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSummary"]) -> None:
         say(_feedback_words(layers))
 
 
-def _equalizer_words(layers: list["LayerSummary"]) -> str:
+def _equalizer_words(layers: list["LayerSpectra"]) -> str:
     """One line with the range of the equalizers over all layers."""
     ranges = []
     for side in ("key", "value"):
@@ -74,7 +74,7 @@ def _equalizer_words(layers: list["LayerSummary"]) -> str:
     )
 
 
-def _feedback_words(layers: list["LayerSummary"]) -> str:
+def _feedback_words(layers: list["LayerSpectra"]) -> str:
     """One line with the range over layers of what error feedback leaves of squared errors."""
     ranges = []
     for side in ("key", "value"):

@@ -58,8 +58,8 @@ def list_command(
             entries.append(entry)
     presence = check_availability(zoo_index, entries) if remote else None
     if html is not None:
-        from rotationzoo.pages.zoo_page import render_zoo_page
         from rotationzoo.storage.files import replace
+        from rotationzoo.zoo.page import render_zoo_page
 
         place = _place_options(index, repo, zoo_index, from_)
         replace(html, render_zoo_page(zoo_index, entries, place).encode())

@@ -19,7 +19,7 @@ from rotationzoo.errors import UsageError
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 
 if TYPE_CHECKING:
-    from rotationzoo.evaluation.tasks.settings import TaskSettings
+    from rotationzoo.evaluation.tasks.prompts import TaskSettings
 
 
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
@@ -70,7 +70,7 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
 def parse_tasks(tasks: str, lengths: str | None, questions: int) -> "TaskSettings":
     """Parse the names of recall tasks, such as `needles,copy`, `all` or `none`, and the lengths of
     their prompts, such as `2048,8192`. Raises `UsageError`."""
-    from rotationzoo.evaluation.tasks.settings import TaskSettings
+    from rotationzoo.evaluation.tasks.prompts import TaskSettings
 
     settings = TaskSettings(questions=questions)
     if lengths is not None:

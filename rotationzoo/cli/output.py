@@ -14,13 +14,16 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
 from rotationzoo.cli.grid import build_grids
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network.tokens import redact
+
+if TYPE_CHECKING:
+    from rotationzoo.report.tables import Table
 
 _LONGEST = 1000  # characters of an error message, which may quote a hub's endless answer
 _UNLIMITED = 10_000  # columns, to measure the natural width of a table
@@ -127,6 +130,12 @@ def table(
             say("")
         least = Console(width=_UNLIMITED).measure(grid).maximum
         Console(width=max(console.width, least)).print(grid)
+
+
+def show_table(built: "Table", apart: bool = False, folded: Collection[str] = ()) -> None:
+    """Print a table of the report, as `table` does."""
+    columns, rows = list(built.columns), [list(row) for row in built.rows]
+    table(built.title, columns, rows, apart, folded)
 
 
 def show_error(error: RotationZooError, as_json: bool = False) -> None:

@@ -103,8 +103,8 @@ def regenerate_command(
         return
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.calibration.plan import Job
+    from rotationzoo.cli.report import add_report
     from rotationzoo.evaluation.job import Evaluation
-    from rotationzoo.pages.report import make_report, save_report
     from rotationzoo.recipe import load, override
     from rotationzoo.zoo.regenerate import regenerate
 
@@ -127,8 +127,7 @@ def regenerate_command(
     )
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
-    made = Artifact.open(job.output)
-    save_report(made, make_report(made))
+    add_report(Artifact.open(job.output))
     places: dict[str, Published] = {}
     if to is not None:
         from rotationzoo.zoo.ownership import check_model
@@ -175,8 +174,8 @@ def show_regenerated(
     out: Output, folder: Path, verdict: dict[str, Any], places: dict[str, "Published"]
 ) -> None:
     """Print the verdict on the new rotations. `places`: hub -> where they are published."""
-    data = {key: value for key, value in verdict.items() if key != "report"}
-    data["hubs"] = {name: asdict(place) for name, place in places.items()}
+    hubs = {name: asdict(place) for name, place in places.items()}
+    data = {**verdict, "hubs": hubs}
 
     def human() -> None:
         validation = "not validated: there is no GPU here"

@@ -1,13 +1,20 @@
 """`rotationzoo report`: write a page about an artifact, and its pictures as files."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from rotationzoo.cli.completion import complete_artifact
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say
+from rotationzoo.errors import RotationZooError
+
+if TYPE_CHECKING:
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.report.origin import Badge
+    from rotationzoo.report.page import Report
 
 
 def report_command(
@@ -44,12 +51,12 @@ def report_command(
     out = Output(json, quiet)
     from rotationzoo.artifact.store import EVALUATION, Artifact
     from rotationzoo.cli.artifact_view import suggest_step
-    from rotationzoo.pages.report import make_report, save_report, write_pictures
+    from rotationzoo.report.page import write_pictures
     from rotationzoo.storage import files
 
     opened = Artifact.open(artifact)
     others = [Artifact.open(folder) for folder in compare or []]
-    report = make_report(opened, others)
+    report = _draw_report(opened, others)
     with files.disk_errors(output):
         files.replace(output, report.html().encode())
     pictures: list[Path] = []
@@ -57,7 +64,7 @@ def report_command(
         if folder is not None:
             pictures += write_pictures(report, folder, kind)
     if save:
-        save_report(opened, report)
+        _save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
     written = list(map(str, pictures))
     data = {
@@ -73,6 +80,40 @@ def report_command(
         out.suggest("report", str(artifact), "--save")
     else:
         out.suggest("push", str(artifact), "OWNER/REPO")
+
+
+def add_report(artifact: "Artifact") -> "Artifact":
+    """Draw the report on an artifact, and add it as `report --save` does."""
+    return _save_report(artifact, _draw_report(artifact))
+
+
+def _draw_report(artifact: "Artifact", others: Sequence["Artifact"] = ()) -> "Report":
+    from rotationzoo.report.page import make_report
+
+    return make_report(artifact, others, _describe_signature(artifact))
+
+
+def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":
+    from rotationzoo.report.page import files_of_report
+    from rotationzoo.writer import add_files
+
+    return add_files(artifact, files_of_report(report), {})
+
+
+def _describe_signature(artifact: "Artifact") -> "Badge":
+    """What is known of the signature, in the words of a page."""
+    from rotationzoo.report.origin import Badge
+    from rotationzoo.zoo.signing.check import Demand, check_artifact
+
+    # The folder's name is that of one machine, and readers of a page have another.
+    name = str(artifact.folder)
+    try:
+        finding = check_artifact(artifact, Demand())
+    except RotationZooError as error:
+        return Badge("warning", f"Signature refused: {error}".replace(name, "the artifact"))
+    words = finding.note.partition(";")[0].partition(": add --signer")[0]
+    kind: Literal["good", "warning"] = "good" if finding.state == "signed" else "warning"
+    return Badge(kind, words.replace(name, "The artifact"))
 
 
 def _lines(output: Path, artifact: Path, pictures: list[Path], saved: bool) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.evaluation_file import read_evaluation
+from rotationzoo.artifact.measured import MeasuredArm, Window, arms_of, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION, model_words, read_record
 from rotationzoo.artifact.weights import RECORD as WEIGHTS_RECORD
@@ -28,7 +28,6 @@ from rotationzoo.engines.payload import (
 from rotationzoo.engines.reductions import agreed_reductions
 from rotationzoo.engines.registry import load_engine
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.pooled import pooled_name
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import disk_errors, regular_file, sha256, size_of, write_new
 from rotationzoo.storage.folders import (
@@ -39,6 +38,7 @@ from rotationzoo.storage.folders import (
     recover,
     temporary_sibling,
 )
+from rotationzoo.words import change
 
 RECORD = "export.json"
 
@@ -229,20 +229,24 @@ def _describe_pooling(artifact: Artifact, request: Request) -> str:
     """What one rotation per layer costs the model, as the artifact's evaluation says it, best with
     these windows; or the command that measures it."""
     served = request.windows or (artifact.recipe.sink, artifact.recipe.recent)
-    if evaluation := read_evaluation(artifact):
-        name = evaluation.own_arm
-        windows = [each for each in evaluation.windows if pooled_name(name) in each.arms]
-        windows.sort(key=lambda each: (each.sink, each.recent) != served)
-        if windows:
-            per_head, pooled = (windows[0].arms[arm] for arm in (name, pooled_name(name)))
-            costs = f"perplexity {pooled.perplexity_increase:+.2%} instead of "
-            costs += f"{per_head.perplexity_increase:+.2%}"
+    if evaluation := artifact.measured:
+        pairs: list[tuple[Window, MeasuredArm, MeasuredArm]] = []
+        for window in evaluation.windows:
+            per_head = plain_arm(window.arms, artifact.identity)
+            for arm in arms_of(window.arms, artifact.identity):
+                if arm.pooled and per_head is not None:
+                    pairs.append((window, per_head, arm))
+        pairs.sort(key=lambda pair: (pair[0].sink, pair[0].recent) != served)
+        if pairs:
+            window, per_head, pooled = pairs[0]
+            costs = f"perplexity {change(pooled.perplexity_increase)} instead of "
+            costs += change(per_head.perplexity_increase)
             if pooled.all_tasks and per_head.all_tasks:
                 costs += f", {pooled.all_tasks.answered} of {pooled.all_tasks.questions} questions "
                 costs += f"answered instead of {per_head.all_tasks.answered}"
             return (
                 f"one rotation per layer cost this artifact: {costs} (evaluation.json, format "
-                f"{evaluation.format}, windows {windows[0].sink}/{windows[0].recent})"
+                f"{evaluation.format}, windows {window.sink}/{window.recent})"
             )
     words = ["rotationzoo", "evaluate", *model_words(artifact), str(artifact.folder), "--pooled"]
     if request.engine in SIMULATED:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.artifact.writer import check_replaceable, library_versions
 from rotationzoo.calibration.checkpoint import differences
 from rotationzoo.calibration.soundness import write_sound_artifact
 from rotationzoo.engines.base import SideMatrices
@@ -43,6 +42,7 @@ from rotationzoo.recipe import PRESETS, Recipe, name_of
 from rotationzoo.rotations import LayerRotations, Rotation, Rotations
 from rotationzoo.storage.files import sha256
 from rotationzoo.storage.folders import check_writable
+from rotationzoo.writer import check_replaceable, library_versions
 
 _SERVED = ("key_clip", "value_clip", "sink", "recent")
 _PUBLISHED = "oscar-v1"

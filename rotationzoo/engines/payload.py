@@ -10,7 +10,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import folded_rotations
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
-from rotationzoo.evaluation.pooled import pooled_rotations
+from rotationzoo.evaluation.arms import pooled_rotations
 from rotationzoo.model.source import DEMO, Source, config_hash
 from rotationzoo.rotations import SIDES, Rotation, Rotations
 from rotationzoo.storage.files import digest

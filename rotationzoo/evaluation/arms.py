@@ -1,16 +1,22 @@
-"""The arms of an evaluation: the user's artifacts, with error feedback too where they can, and
-baselines that need no calibration."""
+"""The arms of an evaluation: the user's artifacts, with error feedback too where they can, and with
+one rotation per layer if that is asked; and baselines that need no calibration."""
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import rotations_for
+from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
 from rotationzoo.calibration.fit import fit
-from rotationzoo.evaluation.pooled import pooled_name, pooled_rotations
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.linalg.compositions import GIVEN
+from rotationzoo.linalg.moments import sums
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm
 
@@ -18,7 +24,16 @@ DATA_FREE = ("identity", "hadamard", "random")
 """Presets that need no statistics."""
 KIVI = "kivi"
 BASELINES = (*DATA_FREE, KIVI)
-_FEEDBACK = "+feedback"
+_VARIANTS = "", "+feedback", "+pooled"
+"""The ends of the names of an artifact's arms."""
+
+
+@dataclass(frozen=True)
+class TestedArm:
+    """An arm, and what the report says that it is."""
+
+    arm: Arm
+    about: AboutArm
 
 
 def shared_recipe(artifacts: list[Artifact]) -> Recipe:
@@ -33,24 +48,13 @@ def shared_recipe(artifacts: list[Artifact]) -> Recipe:
     return artifacts[0].recipe.model_copy(update=clips)
 
 
-def feedback_name(name: str) -> str:
-    """The name of the arm that writes an artifact's rows with error feedback, from that of the arm
-    with the nearest codes."""
-    return name + _FEEDBACK
-
-
-def feedback_arms(names: Collection[str]) -> list[str]:
-    """Those of all arms' names that are of arms with error feedback."""
-    return [feedback_name(name) for name in names if feedback_name(name) in names]
-
-
 def build_arms(
     artifacts: list[Artifact],
     geometry: Geometry,
     source: Source,
     baselines: Collection[str] = BASELINES,
     pooled: bool = False,
-) -> list[Arm]:
+) -> list[TestedArm]:
     """One arm per artifact, in the given order; then one with error feedback for each that has its
     factors; then one with one rotation per layer for each that has more; then one per baseline. All
     names differ.
@@ -59,19 +63,33 @@ def build_arms(
     - `baselines`: those to compare with, in the order of `BASELINES`.
     - `pooled`: whether to add the arms with one rotation per layer.
     """
-    arms: list[Arm] = []
+    plain: list[TestedArm] = []
     for artifact in artifacts:
-        name = _unique_name(artifact, arms)
-        arms.append(Arm(name, rotations_for(artifact, source), artifact.recipe.group_size))
-    with_factors = [arm for arm in arms if arm.rotations.has_feedback]
-    for arm in with_factors:
-        arms.append(replace(arm, name=feedback_name(arm.name), rounding="feedback"))
-    for artifact, arm in zip(artifacts, tuple(arms), strict=False):
-        if pooled and arm.rotations.per_head:
-            rotations = pooled_rotations(artifact, arm.rotations)
-            arms.append(replace(arm, name=pooled_name(arm.name), rotations=rotations))
-    all_baselines = build_baselines(shared_recipe(artifacts), geometry)
-    return [*arms, *(arm for arm in all_baselines if arm.name in baselines)]
+        name = _unique_name(artifact, [tested.arm.name for tested in plain])
+        arm = Arm(name, rotations_for(artifact, source), artifact.recipe.group_size)
+        about = AboutArm(name=name, kind="artifact", artifact=artifact.identity)
+        plain.append(TestedArm(arm, about))
+    with_feedback = [_vary(each, "+feedback") for each in plain if each.arm.rotations.has_feedback]
+    one_a_layer: list[TestedArm] = []
+    for artifact, each in zip(artifacts, plain, strict=True):
+        if pooled and each.arm.rotations.per_head:
+            one_a_layer.append(_vary(each, "+pooled", artifact))
+    others = []
+    for baseline in build_baselines(shared_recipe(artifacts), geometry):
+        if baseline.name in baselines:
+            others.append(TestedArm(baseline, AboutArm(name=baseline.name, kind="baseline")))
+    return [*plain, *with_feedback, *one_a_layer, *others]
+
+
+def _vary(plain: TestedArm, ending: str, artifact: Artifact | None = None) -> TestedArm:
+    """The same arm with error feedback, or with one rotation per layer of an `artifact`."""
+    name = plain.arm.name + ending
+    if artifact is not None:
+        rotations = pooled_rotations(artifact, plain.arm.rotations)
+        about = plain.about.model_copy(update={"name": name, "pooled": True})
+        return TestedArm(replace(plain.arm, name=name, rotations=rotations), about)
+    about = plain.about.model_copy(update={"name": name, "rounding": "feedback"})
+    return TestedArm(replace(plain.arm, name=name, rounding="feedback"), about)
 
 
 def build_baselines(shared: Recipe, geometry: Geometry) -> list[Arm]:
@@ -86,19 +104,71 @@ def build_baselines(shared: Recipe, geometry: Geometry) -> list[Arm]:
     return [*arms, KiviArm(KIVI, fit(None, PRESETS["identity"], geometry))]
 
 
-def _unique_name(artifact: Artifact, arms: list[Arm]) -> str:
-    """The name of the artifact's folder, made unique among the arms.
+def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
+    """The name of the artifact's folder, made unique among those that other artifacts have taken.
 
     If the name is taken, the start of the artifact's hash is appended. If the same artifact is
     given twice, a number follows. Full paths are never used: they are private, and a report may be
     published.
     """
     # The names of arms with error feedback, or with one rotation per layer, are taken, too.
-    used = {*BASELINES, *(arm.name for arm in arms)}
-    used |= {add(name) for name in used for add in (feedback_name, pooled_name)}
+    used = {name + ending for name in (*BASELINES, *taken) for ending in _VARIANTS}
     name = artifact.folder.resolve().name
-    if not used.isdisjoint((name, feedback_name(name), pooled_name(name))):
+    if any(name + ending in used for ending in _VARIANTS):
         name = f"{name} {artifact.identity[:8]}"
     if name in used:
-        name = f"{name} ({len(arms) + 1})"
+        name = f"{name} ({len(taken) + 1})"
     return name
+
+
+def check_pooled(artifacts: Sequence[Artifact]) -> None:
+    """Raise `UsageError` if no artifact has a rotation per KV head, and `RotationZooError` for one
+    that has, without the statistics to fit from."""
+    per_head = [artifact for artifact in artifacts if artifact.rotations.per_head]
+    if not per_head:
+        raise UsageError(
+            "--pooled is for artifacts with one rotation per KV head, and none is given",
+            hint="leave it out",
+        )
+    for artifact in per_head:
+        _check_statistics(artifact)
+
+
+def _check_statistics(artifact: Artifact) -> None:
+    recipe = artifact.recipe
+    if recipe.composition == GIVEN or (recipe.needs_statistics and artifact.statistics is None):
+        raise RotationZooError(
+            f"{artifact.folder} cannot be pooled: it has no statistics to fit one rotation per "
+            "layer from",
+            hint="fetch it with its statistics, or make one with: rotationzoo calibrate MODEL",
+        )
+
+
+def pooled_rotations(artifact: Artifact, per_head: Rotations) -> Rotations:
+    """One rotation per layer, in the frame of the artifact's `per_head` rotations: that of the
+    published weights, or of the folded ones.
+
+    The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises as
+    `check_pooled` does.
+    """
+    _check_statistics(artifact)
+    # Means and equalizers are not fitted again but copied from the artifact, since statistics
+    # recovered from imported files have none.
+    changes: dict[str, Any] = {
+        "pooling": "layer",
+        "center_keys": False,
+        "center_values": False,
+        "equalize": False,
+        "feedback": False,
+    }
+    changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
+    moments = None if artifact.statistics is None else sums(artifact.statistics)
+    if moments is not None:
+        moments = fold_statistics(moments, stored_equalizers(artifact.rotations))
+    fitted = fit(moments, artifact.recipe.model_copy(update=changes), artifact.geometry)
+
+    def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
+        kept = per_head[layer][side]
+        return replace(rotation, mean=kept.mean, equalizer=kept.equalizer)
+
+    return fitted.replace(complete)

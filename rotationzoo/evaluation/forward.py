@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from rotationzoo import ranks
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.buckets import Buckets
-from rotationzoo.evaluation.metrics import Metrics
+from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.loading import input_device

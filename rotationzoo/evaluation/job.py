@@ -1,17 +1,17 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from rotationzoo import ranks
+from rotationzoo.artifact.measured import Measured, Text
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
-from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.arms import BASELINES, build_arms, shared_recipe
+from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, shared_recipe
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_layers,
@@ -24,14 +24,9 @@ from rotationzoo.evaluation.forward import Through, Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
-from rotationzoo.evaluation.memory import EvaluationFootprint, check_memory, largest_batch
-from rotationzoo.evaluation.pooled import check_pooled
-from rotationzoo.evaluation.report import Results, report_exact_model, report_windows
-from rotationzoo.evaluation.saved import save_evaluation
-from rotationzoo.evaluation.sharing import check_same
+from rotationzoo.evaluation.report import Results, assemble_report, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
-from rotationzoo.evaluation.tasks.prompts import plan_tasks
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
 from rotationzoo.model.placement import memory_limits, place_weights
@@ -41,7 +36,9 @@ from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.text.rows import Corpus, read_corpus
+from rotationzoo.text.rows import read_corpus
+from rotationzoo.words import differing
+from rotationzoo.writer import library_versions
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,8 @@ class Evaluation:
 
 def evaluate(
     job: Evaluation, progress: Progress = silent, through: Through | None = None
-) -> dict[str, Any]:
-    """Evaluate artifacts and baselines, and return the report that `evaluate --json` prints.
+) -> Measured:
+    """Evaluate artifacts and baselines, and return everything that was measured.
 
     `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`.
 
@@ -143,23 +140,18 @@ def evaluate(
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
-    if geometry is not None and job.device_map is None:
-        rows, length = largest_batch(text, job.batch, device)
-        item = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-        needs = EvaluationFootprint(geometry, on_meta.config, length, item, rows, job.queries)
-        check_memory(needs, on_meta, device)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
-    check_same((job, text.fingerprint), source, artifacts)
+    _check_same((job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = loading.load(source, config, device, dtype, placement)
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        arms = build_arms(artifacts, geometry, source, job.baselines, job.pooled)
-        layers = _layers_in_2_bits(job, geometry)
+        tested = build_arms(artifacts, geometry, source, job.baselines, job.pooled)
+        arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         reader = through if job.real_cache else None
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)
         with loading.forward_errors(job.model, job.batch, job.data.length):
@@ -170,16 +162,30 @@ def evaluate(
         if job.harness:
             harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
     notes = notes_for_reader(text, source, artifacts, geometry) + rope_notes(artifacts, scaling)
-    results = Results(trial, measured, answers, job.data.length)
-    report = _assemble_report(job, source, text, notes + answers.notes, results)
-    report["rope_scaling"] = scaling_of(config)
-    if harness:
-        harness.add_to(report, trial)
-    # `zip` stops after the artifacts' arms, which come first. The baselines that follow are saved
-    # with each of them.
-    for artifact, arm in zip(artifacts, arms, strict=False):
+    layout = caches[0].prefill_layout if job.prefill_chunk else None
+    results = Results(trial, [each.about for each in tested], measured, answers, harness)
+    report = assemble_report(
+        results,
+        text=Text(
+            source=job.data.label,
+            fingerprint=text.fingerprint,
+            rows=len(text.rows),
+            length=job.data.length,
+        ),
+        model=source.label,
+        revision=source.revision,
+        weights_fingerprint=weights_fingerprint(source),
+        format=job.format,
+        sides=list(job.sides),
+        prefill_chunk=job.prefill_chunk,
+        prefill_layout=layout,
+        real_cache=job.real_cache,
+        notes=notes,
+        rope_scaling=scaling_of(config),
+    )
+    for artifact in artifacts:
         if artifact.folder in job.save_to and ranks.rank() == 0:
-            save_evaluation(report, artifact, arm.name, BASELINES)
+            save_evaluation(report, artifact)
     return report
 
 
@@ -226,41 +232,45 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
 
 
-def _assemble_report(
-    job: Evaluation,
-    source: Source,
-    text: Corpus,
-    notes: list[str],
-    results: Results,
-) -> dict[str, Any]:
-    """The report of the whole evaluation. Its `arms` and `verdict` repeat those of the first pair
-    of windows."""
-    trial = results.trial
-    exact = report_exact_model(results)
-    windows = report_windows(results, exact, len(job.artifacts))
-    layout = trial.caches[0].prefill_layout if job.prefill_chunk else None
+# ---- processes under torchrun or accelerate launch
+
+
+def check_shareable(harness: object, device_map: str | None) -> None:
+    """Raise `UsageError` for an evaluation that one process has to do alone: one with tasks of
+    lm-evaluation-harness, or with a device map."""
+    if harness is not None:
+        alone = "--harness asks tasks that"
+    elif device_map is not None:
+        alone = "--device-map spreads one model over all devices, which"
+    else:
+        return
+    raise UsageError(
+        f"{alone} processes cannot share", hint="start it without torchrun or accelerate launch"
+    )
+
+
+def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
+    """What decides the results, by name. `settings`: all of them, as they are printed."""
+    versions = [f"{name} {version}" for name, version in library_versions().items()]
     return {
-        "model": source.label,
-        "revision": source.revision,
-        "weights_fingerprint": weights_fingerprint(source),
-        "text": {
-            "source": job.data.label,
-            "fingerprint": text.fingerprint,
-            "rows": len(text.rows),
-            "length": job.data.length,
-        },
-        "tokens": results.measured.exact.tokens,
-        "first_position": trial.start,
-        "format": job.format,
-        "sides": list(job.sides),
-        "layers": trial.layers,
-        "prefill_chunk": job.prefill_chunk,
-        "prefill_layout": layout,
-        "real_cache": job.real_cache,
-        "notes": notes,
-        "tasks": results.answers.plan.describe(),
-        "exact": exact,
-        "arms": windows[0]["arms"],
-        "verdict": windows[0]["verdict"],
-        "windows": windows,
+        "settings": repr(settings),
+        "weights": weights_fingerprint(source),
+        "artifacts": " ".join(artifact.identity for artifact in artifacts),
+        "versions": ", ".join(versions),
     }
+
+
+def _check_same(settings: object, source: Source, artifacts: Sequence[Artifact]) -> None:
+    """Tell the other processes what this one evaluates, if it is process 0; otherwise wait for
+    that, and raise `RotationZooError` if this process evaluates something else."""
+    if ranks.world() == 1:
+        return
+    present = identify(settings, source, artifacts)
+    ranks.tell("job", present)
+    first = ranks.listen("job") or present
+    changed = [name for name in present if present[name] != first.get(name)]
+    if changed:
+        raise RotationZooError(
+            f"process {ranks.rank()} would add results of another evaluation: {differing(changed)}",
+            hint="give every machine the same command, files and versions",
+        )

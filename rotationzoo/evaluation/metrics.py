@@ -1,20 +1,21 @@
-"""The figures that `evaluate` reports: perplexity, attention KL and output error, each with its
-standard error.
+"""The figures that `evaluate` reports of texts: perplexity, attention KL and output error, with
+their standard errors; and of single KV heads also the ranges of the rows that are rounded.
 
-To add a column to `evaluate`, compute it in `Metrics` from what `forward` observes, name its key in
-`measures`, and print it in `cli.evaluate_view`.
+To add a column to `evaluate`, compute it here from what `forward` observes, and declare it in
+`artifact.measured`.
 """
 
 import math
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from rotationzoo.evaluation.buckets import Buckets
-from rotationzoo.evaluation.heads import COMPARED_TOKENS, HeadSums
-from rotationzoo.evaluation.measures import (
-    ArmMeasures,
+from rotationzoo.artifact.measured import (
+    ArmCosts,
     BucketMeasures,
-    ExactMeasures,
+    ExactCosts,
+    HeadMeasures,
     LayerMeasures,
     Measures,
     RangePerplexity,
@@ -22,6 +23,110 @@ from rotationzoo.evaluation.measures import (
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.model.out_of_memory import Undo
 from rotationzoo.simulation.simulated import Observers
+
+COMPARED_TOKENS = 8192
+"""Tokens of outputs that are compared at a time: float32 copies of long rows take gigabytes."""
+
+_KL, _ERROR, _RANGES = "head divergence", "head error", {"key": "key range", "value": "value range"}
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Consecutive ranges of positions, by which a report shows how an arm's cost grows with
+    context."""
+
+    edges: tuple[int, ...]
+    """Ascending positions. Each bucket begins at one edge and ends just before the next."""
+
+    @classmethod
+    def between(cls, start: int, length: int) -> "Buckets":
+        """Buckets that cover `start` to `length`, with the powers of two in between as edges."""
+        edges = [start]
+        # The first power of two above the start.
+        power = 1 << start.bit_length()
+        while power < length:
+            edges.append(power)
+            power *= 2
+        return cls((*edges, length))
+
+    @property
+    def start(self) -> int:
+        """The first position of the first bucket."""
+        return self.edges[0]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """For each bucket, its first position and the position after its last."""
+        return list(pairwise(self.edges))
+
+    def one_hot(self, positions: torch.Tensor) -> torch.Tensor:
+        """Membership `[P, buckets]`, float64: 1 where a position of `[P]` lies in the bucket."""
+        edges = torch.tensor(self.edges)
+        inside = (positions[:, None] >= edges[:-1]) & (positions[:, None] < edges[1:])
+        return inside.double()
+
+
+class HeadSums:
+    """Sums of what one arm did on every text, by layer and KV head.
+
+    Every figure is the ratio of two sums, over all texts together: `[texts, H, 2]`. The sums of a
+    text do not depend on the others of its batch.
+    """
+
+    def __init__(self, layers: list[int]):
+        names = (_KL, _ERROR, *_RANGES.values())
+        self.parts: dict[str, list[torch.Tensor]] = {
+            f"{name} {layer}": [] for name in names for layer in layers
+        }
+        """All sums by name, each with one part `[B, H, 2]` per batch."""
+
+    def add_kl(self, layer: int, divergence: torch.Tensor) -> None:
+        """Add the attention KL `[B, H, Q]` of sampled queries."""
+        self._add_mean(_KL, layer, divergence)
+
+    def add_output(self, layer: int, output: torch.Tensor, exact: torch.Tensor) -> None:
+        """Add attention outputs `[B, T, H, N]`: the arm's and the exact ones, where N channels
+        belong to a KV head."""
+        errors, norms = [], []
+        parts = output.split(COMPARED_TOKENS, dim=1), exact.split(COMPARED_TOKENS, dim=1)
+        for part, exact_part in zip(*parts, strict=True):
+            exact_part = exact_part.float()
+            difference = part.float() - exact_part
+            errors.append(difference.square_().sum(-1).double().sum(1))
+            norms.append(exact_part.square().sum(-1).double().sum(1))
+        self._add(_ERROR, layer, torch.stack(errors).sum(0), torch.stack(norms).sum(0))
+
+    def add_row_range(self, layer: int, side: str, ranges: torch.Tensor) -> None:
+        """Add the ranges `[B, H, T]` of the rows of a side."""
+        self._add_mean(_RANGES[side], layer, ranges)
+
+    def measure(self, layer: int) -> HeadMeasures:
+        """The report on one layer."""
+        heads = max(len(self._ratios(name, layer)) for name in (_KL, _ERROR, *_RANGES.values()))
+        missing: list[float | None] = [None] * heads
+        errors = self._ratios(_ERROR, layer).sqrt()
+        return HeadMeasures(
+            attention_kl=_numbers(self._ratios(_KL, layer)) or missing,
+            output_error=_numbers(errors) or missing,
+            key_row_range=_numbers(self._ratios(_RANGES["key"], layer)) or missing,
+            value_row_range=_numbers(self._ratios(_RANGES["value"], layer)) or missing,
+        )
+
+    def _add_mean(self, name: str, layer: int, values: torch.Tensor) -> None:
+        """Add values `[B, H, N]` of which the mean is reported."""
+        sums = values.double().sum(2)
+        self._add(name, layer, sums, torch.full_like(sums, values.shape[2]))
+
+    def _add(self, name: str, layer: int, above: torch.Tensor, below: torch.Tensor) -> None:
+        self.parts[f"{name} {layer}"].append(torch.stack([above, below], dim=-1).cpu())
+
+    def _ratios(self, name: str, layer: int) -> torch.Tensor:
+        """The ratios `[H]` of both sums over all texts; none where nothing was added."""
+        parts = self.parts[f"{name} {layer}"]
+        if not parts:
+            return torch.zeros(0, dtype=torch.float64)
+        above, below = torch.cat(parts).sum(0).unbind(-1)
+        return above / below
 
 
 class Metrics:
@@ -110,32 +215,32 @@ class Metrics:
         """The number of tokens that have a loss."""
         return int(torch.cat(self._counts).sum())
 
-    def measure_exact(self) -> ExactMeasures:
+    def measure_exact(self) -> ExactCosts:
         """The report on the exact model, which has only losses."""
         loss, count = torch.cat(self._losses), torch.cat(self._counts)
-        by_length: list[RangePerplexity] = []
+        by_length = []
         for i, (low, high) in enumerate(self.buckets.ranges):
             perplexity = _perplexity(loss[:, i].sum(), count[:, i].sum())
-            by_length.append({"from": low, "to": high, "perplexity": perplexity})
-        return {
-            "text_tokens": count.sum(1).long().tolist(),
-            "perplexity": _perplexity(loss.sum(), count.sum()),
-            "by_length": by_length,
-            "text_losses": self._text_losses(),
-        }
+            by_length.append(RangePerplexity(from_=low, to=high, perplexity=perplexity))
+        return ExactCosts(
+            text_tokens=count.sum(1).long().tolist(),
+            perplexity=_perplexity(loss.sum(), count.sum()),
+            by_length=by_length,
+            text_losses=self._text_losses(),
+        )
 
-    def measure_arm(self, exact: "Metrics") -> ArmMeasures:
+    def measure_arm(self, exact: "Metrics") -> ArmCosts:
         """The report on an arm, compared with the exact model on the same texts."""
-        by_length: list[BucketMeasures] = []
+        by_length = []
         for i, (low, high) in enumerate(self.buckets.ranges):
             measures = self._measure(exact, slice(i, i + 1))
-            by_length.append({"from": low, "to": high, **measures})
-        return {
-            **self._measure(exact, slice(None)),
-            "by_length": by_length,
-            "by_layer": [self._measure_layer(layer) for layer in self.layers],
-            "text_losses": self._text_losses(),
-        }
+            by_length.append(BucketMeasures(from_=low, to=high, **dict(measures)))
+        return ArmCosts(
+            **dict(self._measure(exact, slice(None))),
+            by_length=by_length,
+            by_layer=[self._measure_layer(layer) for layer in self.layers],
+            text_losses=self._text_losses(),
+        )
 
     def _measure(self, exact: "Metrics", buckets: slice) -> Measures:
         """The measures over all texts, restricted to some of the buckets."""
@@ -148,17 +253,17 @@ class Metrics:
         increase_error = None if extra_error is None else (1 + increase) * extra_error
         output_error, output_error_error = weighted_mean(self._relative_errors(buckets), count)
         kl, kl_error = self._attention_kl(buckets)
-        return {
-            "perplexity": _perplexity(loss.sum(), count.sum()),
-            "perplexity_increase": increase,
-            "attention_kl": kl,
-            "output_error": output_error,
-            "standard_error": {
+        return Measures(
+            perplexity=_perplexity(loss.sum(), count.sum()),
+            perplexity_increase=increase,
+            attention_kl=kl,
+            output_error=output_error,
+            standard_error={
                 "perplexity_increase": increase_error,
                 "attention_kl": kl_error,
                 "output_error": output_error_error,
             },
-        }
+        )
 
     def _relative_errors(self, buckets: slice) -> torch.Tensor:
         """Each text's relative RMS error of the block outputs, averaged over layers: `[texts]`."""
@@ -184,12 +289,12 @@ class Metrics:
         if self._sampled:
             total = torch.cat(self._divergences[layer]).sum()
             kl = (total / torch.cat(self._sampled).sum()).item()
-        return {
-            "layer": layer,
-            "output_error": (error / norm) ** 0.5,
-            "attention_kl": kl,
-            "heads": self._heads.measure(layer),
-        }
+        return LayerMeasures(
+            layer=layer,
+            output_error=(error / norm) ** 0.5,
+            attention_kl=kl,
+            heads=self._heads.measure(layer),
+        )
 
     def _text_losses(self) -> list[float]:
         """The mean negative log likelihood of each text's tokens, in nats."""
@@ -207,6 +312,14 @@ class Metrics:
         """Membership `[count, buckets]` of the first `count` positions from the start on."""
         start = self.buckets.start
         return self.buckets.one_hot(torch.arange(start, start + count))
+
+
+def _numbers(ratios: torch.Tensor) -> list[float | None]:
+    """Ratios as numbers of JSON, which has none for 0 / 0, as of a head whose outputs are all 0."""
+    numbers: list[float | None] = ratios.tolist()
+    for head in ratios.isnan().nonzero().flatten().tolist():
+        numbers[head] = None
+    return numbers
 
 
 def _sum(parts: list[torch.Tensor], buckets: slice) -> torch.Tensor:

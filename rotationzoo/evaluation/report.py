@@ -1,123 +1,114 @@
-"""The report of an evaluation for each pair of windows: every arm's answers, measures and cache
-size, and which arms clearly differ."""
+"""Assembles what an evaluation measured, and saves it with `evaluate --save`: `evaluation.json` in
+the artifact, and a summary in its manifest."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
-from rotationzoo.evaluation.arms import feedback_arms
-from rotationzoo.evaluation.feedback import FeedbackComparison, compare_feedback, describe_feedback
+from rotationzoo.artifact.measured import AboutArm, Exact, Measured, MeasuredArm, Window, plain_arm
+from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation.forward import Measurements, Trial
-from rotationzoo.evaluation.measures import ArmMeasures, ExactMeasures
+from rotationzoo.evaluation.harness.run import HarnessMeasures
 from rotationzoo.evaluation.tasks.answering import TaskAnswers
-from rotationzoo.evaluation.tasks.report import ArmTasks, ExactTasks, report_arm, report_exact
-from rotationzoo.evaluation.tasks.verdict import AnswerVerdict, judge_answers
-from rotationzoo.evaluation.verdict import Verdict, judge
+from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
+from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, arm_bits
+from rotationzoo.storage import strict_json
+from rotationzoo.writer import add_files
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the forward passes of an evaluation yielded."""
+    """What the forward passes of an evaluation yielded. `about` says what each of the trial's arms
+    is."""
 
     trial: Trial
+    about: Sequence[AboutArm]
     measured: Measurements
     answers: TaskAnswers
-    length: int
-    """Tokens per text."""
+    harness: HarnessMeasures | None = None
 
 
-class ExactReport(ExactTasks, ExactMeasures):
-    """The exact model's answers and measures."""
+def assemble_report(results: Results, **conditions: Any) -> Measured:
+    """Everything that was measured. `conditions`: how, as the fields of `Measured` without those
+    that follow from the results."""
+    trial, harness = results.trial, results.harness
+    tasks, all_tasks = score_exact(results.answers)
+    asked: dict[str, Any] = {} if harness is None else {"harness": harness.exact}
+    costs = dict(results.measured.exact.measure_exact())
+    exact = Exact(**costs, tasks=tasks, all_tasks=all_tasks, **asked)
+    length = conditions["text"].length
+    windows = []
+    for cache in trial.caches:
+        arms = {about.name: _assemble_arm(results, cache, about, length) for about in results.about}
+        windows.append(_judge(cache.sink, cache.recent, arms, exact))
+    notes = conditions.pop("notes") + results.answers.notes
+    record: dict[str, Any] = {}
+    if harness is not None:
+        record = {"harness": harness.record}
+        notes += harness.notes(trial)
+    return Measured(
+        **conditions,
+        tokens=results.measured.exact.tokens,
+        first_position=trial.start,
+        layers=trial.layers,
+        notes=notes,
+        tasks=results.answers.plan.describe(),
+        exact=exact,
+        windows=windows,
+        **record,
+    )
 
 
-class ArmReport(ArmTasks, ArmMeasures):
-    """An arm's answers and measures, and the bits that its cache takes per element, exact
-    tokens included."""
-
-    bits_per_element: float
-    """At `CONTEXT` tokens."""
-    bits_at_length: float
-    """At the length of the evaluated texts."""
-
-
-class WindowVerdict(Verdict):
-    """The comparisons of perplexities and of answers, all of them with the nearest codes, and what
-    error feedback adds. The words begin with answers."""
-
-    answers: AnswerVerdict | None
-    """None if no recall task was asked."""
-    feedback: list[FeedbackComparison]
-    """One for each artifact that has the factors."""
+def _assemble_arm(
+    results: Results, cache: CacheLayout, about: AboutArm, length: int
+) -> MeasuredArm:
+    trial, measured, harness = results.trial, results.measured, results.harness
+    arm = next(arm for arm in trial.arms if arm.name == about.name)
+    asked: dict[str, Any] = {} if harness is None else {"harness": harness.arms[cache, arm.name]}
+    tasks, all_tasks = score_arm(results.answers, cache, arm.name)
+    return MeasuredArm(
+        **dict(about),
+        **dict(measured.arms[cache, arm.name].measure_arm(measured.exact)),
+        tasks=tasks,
+        all_tasks=all_tasks,
+        bits_per_element=arm_bits(trial.geometry, arm, cache, CONTEXT),
+        bits_at_length=arm_bits(trial.geometry, arm, cache, length),
+        **asked,
+    )
 
 
-class WindowReport(TypedDict):
-    """All arms with one pair of exact windows."""
-
-    sink: int
-    recent: int
-    arms: dict[str, ArmReport]
-    verdict: WindowVerdict
-
-
-def report_exact_model(results: Results) -> ExactReport:
-    """The report on the model without a 2-bit cache."""
-    return {**results.measured.exact.measure_exact(), **report_exact(results.answers)}
+def _judge(sink: int, recent: int, arms: Mapping[str, MeasuredArm], exact: Exact) -> Window:
+    """A window with the verdict on its artifacts' arms: their own rotations with the nearest
+    codes."""
+    judged = []
+    for name, arm in arms.items():
+        if arm.kind == "artifact" and arm.rounding == "nearest" and not arm.pooled:
+            judged.append(name)
+    verdict = judge_window(arms, judged, exact)
+    return Window(sink=sink, recent=recent, arms=arms, verdict=verdict)
 
 
-def report_windows(results: Results, exact: ExactReport, artifacts: int) -> list[WindowReport]:
-    """One report per cache of the trial, beside that on the `exact` model.
-
-    `artifacts` is how many of the trial's arms are artifacts. They come first, and the verdict is
-    about them. The other arms are baselines.
-    """
-    judged = [arm.name for arm in results.trial.arms[:artifacts]]
-    windows: list[WindowReport] = []
-    for cache in results.trial.caches:
-        arms = _report_arms(results, cache)
-        verdict = judge_window(arms, judged, exact)
-        windows.append(
-            {"sink": cache.sink, "recent": cache.recent, "arms": arms, "verdict": verdict}
-        )
-    return windows
+def save_evaluation(report: Measured, artifact: Artifact) -> None:
+    """Add `evaluation.json` to an artifact, with only its own arms and the baselines."""
+    windows = []
+    for window in report.windows:
+        kept = _arms_to_keep(window.arms, artifact.identity)
+        # Judge again: with fewer arms there are fewer comparisons to correct for.
+        windows.append(_judge(window.sink, window.recent, kept, report.exact))
+    evaluation = report.model_copy(update={"windows": windows})
+    content = strict_json.text(evaluation.content())
+    summary = evaluation.summary().model_dump()
+    add_files(artifact, {EVALUATION: content}, {"evaluation": summary})
 
 
-def judge_window(
-    arms: Mapping[str, ArmReport], judged: Sequence[str], exact: ExactReport
-) -> WindowVerdict:
-    """Compare each of the `judged` arms with every other arm: answers first, then perplexity.
-
-    Arms with error feedback are only compared with the same rotations and the nearest codes.
-    """
-    losses = {name: arm["text_losses"] for name, arm in arms.items()}
-    answered = {name: arm["tasks"] for name, arm in arms.items()}
-    prompts = prompt_sizes(exact, next(iter(answered.values())))
-    feedback = compare_feedback(losses, answered, exact["text_tokens"], prompts)
-    for name in feedback_arms(losses):
-        del losses[name], answered[name]
-    verdict = judge(losses, judged, exact["text_tokens"])
-    answers = judge_answers(answered, judged, prompts) if prompts else None
-    words = [*(answers["words"] if answers else []), *verdict["words"]]
-    words += describe_feedback(feedback, sum(prompts))
-    return {**verdict, "answers": answers, "feedback": feedback, "words": words}
-
-
-def prompt_sizes(exact: ExactTasks, tasks: Iterable[str]) -> list[int]:
-    """How many questions each prompt of some tasks asks."""
-    return [size for task in tasks for size in exact["tasks"][task]["prompts"]]
-
-
-def _report_arms(results: Results, cache: CacheLayout) -> dict[str, ArmReport]:
-    trial, measured = results.trial, results.measured
-    reports: dict[str, ArmReport] = {}
-    for arm in trial.arms:
-        measures = measured.arms[cache, arm.name].measure_arm(measured.exact)
-        tasks = report_arm(results.answers, cache, arm.name)
-        reports[arm.name] = {
-            **tasks,
-            **measures,
-            "bits_per_element": arm_bits(trial.geometry, arm, cache, CONTEXT),
-            "bits_at_length": arm_bits(trial.geometry, arm, cache, results.length),
-        }
-    return reports
+def _arms_to_keep(arms: Mapping[str, MeasuredArm], identity: str) -> dict[str, MeasuredArm]:
+    kept: dict[tuple[object, ...], MeasuredArm] = {}
+    for arm in arms.values():
+        if arm.artifact in (identity, None):
+            # An artifact that was given twice has each of its arms twice.
+            kind = (arm.name,) if arm.artifact is None else (arm.rounding, arm.pooled)
+            kept.setdefault(kind, arm)
+    assert plain_arm({arm.name: arm for arm in kept.values()}, identity) is not None
+    return {arm.name: arm for arm in kept.values()}

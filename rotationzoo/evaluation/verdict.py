@@ -1,52 +1,88 @@
 """The verdict of an evaluation: which arms clearly differ from an artifact, by paired differences
-over texts."""
+over the same questions and the same texts, and what error feedback adds."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
-from typing import TypedDict
+from typing import Any, TypeVar
 
 import torch
 from scipy.special import stdtr
 
+from rotationzoo.artifact.measured import (
+    AnswerComparison,
+    AnswerVerdict,
+    Comparison,
+    Exact,
+    FeedbackComparison,
+    MeasuredArm,
+    Outcome,
+    PairedAnswers,
+    TaskRecall,
+    Verdict,
+)
 from rotationzoo.linalg.paired import paired_difference
-from rotationzoo.words import counted
+from rotationzoo.words import change, counted, nats, percent
 
 # The family-wise error rate: the chance that any of a window's comparisons is falsely called clear.
 LEVEL = 0.05
-LARGEST = 700.0  # nats: beyond about 709 the exponential overflows float64
+_LARGEST = 700.0  # nats: beyond about 709 the exponential overflows float64
 # The wording of the verdict, by the sign of the artifact's difference from the other arm.
 _PHRASES = {
     -1: "clearly better than",
     1: "clearly worse than",
     0: "not clearly different from",
 }
+_ANSWER_PHRASES: dict[Outcome, str] = {
+    "more": "answers clearly more than",
+    "fewer": "answers clearly fewer than",
+    "likelier": "gives right answers clearly more probability than",
+    "less likely": "gives right answers clearly less probability than",
+    "unclear": "no clear difference in answers from",
+}
+Answered = Mapping[str, TaskRecall]
+"""The answers of one arm by task. All arms answer the same tasks in the same order."""
+Compared = TypeVar("Compared", Comparison, AnswerComparison)
 
 
-class Comparison(TypedDict):
-    """An artifact's arm compared with another arm. Negative differences favour the artifact."""
+def judge_window(arms: Mapping[str, MeasuredArm], judged: Sequence[str], exact: Exact) -> Verdict:
+    """Compare each of the `judged` arms with every other arm: answers first, then perplexity.
 
-    arm: str
-    other: str
-    log_perplexity_difference: float
-    standard_error: float | None
-    p_value: float | None
-    clear: bool
+    Arms with error feedback are only compared with the same rotations and the nearest codes.
+    `exact` counts the tokens of each text and the questions of each prompt.
+    """
+    tokens = exact.text_tokens
+    prompts = prompt_sizes(exact, next(iter(arms.values())).tasks)
+    feedback = compare_feedback(arms, tokens, prompts)
+    nearest = {name: arm for name, arm in arms.items() if arm.rounding == "nearest"}
+    losses = {name: arm.text_losses for name, arm in nearest.items()}
+    comparisons = judge_perplexity(losses, judged, tokens)
+    answers, words = None, []
+    if prompts:
+        answered = {name: arm.tasks for name, arm in nearest.items()}
+        answers = judge_answers(answered, judged, prompts)
+        words += answers.words
+    words += _perplexity_words(comparisons, len(tokens))
+    words += [_feedback_line(comparison, sum(prompts)) for comparison in feedback]
+    return Verdict(
+        texts=len(tokens),
+        words=words,
+        level=LEVEL,
+        comparisons=comparisons,
+        answers=answers,
+        feedback=feedback,
+    )
 
 
-class Verdict(TypedDict):
-    """All comparisons of a window, and the lines of text that state the result."""
-
-    texts: int
-    level: float
-    comparisons: list[Comparison]
-    words: list[str]
+def prompt_sizes(exact: Exact, tasks: Iterable[str]) -> list[int]:
+    """How many questions each prompt of some tasks asks."""
+    return [size for task in tasks for size in exact.tasks[task].prompts]
 
 
-def judge(
-    losses: Mapping[str, list[float]], artifacts: Sequence[str], tokens: list[int]
-) -> Verdict:
-    """Compare each of the `artifacts` with every other arm.
+def judge_perplexity(
+    losses: Mapping[str, list[float]], judged: Sequence[str], tokens: list[int]
+) -> list[Comparison]:
+    """Compare the perplexity of each of the `judged` arms with that of every other arm.
 
     `losses` maps each arm to the mean losses of the texts; `tokens` has the number of tokens of
     each text. Each comparison takes the difference of log perplexities on the same texts. The
@@ -54,36 +90,124 @@ def judge(
     the number of comparisons (Holm 1979), is below `LEVEL`. A single text yields no standard error
     and thus no verdict.
     """
-    pairs = pair_up(losses, artifacts)
+    pairs = _pair_up(losses, judged)
     differences = [paired_difference(losses[arm], losses[other], tokens) for arm, other in pairs]
-    single = [p_value(difference, error, len(tokens)) for difference, error in differences]
-    comparisons: list[Comparison] = []
+    single = [_p_value(difference, error, len(tokens)) for difference, error in differences]
+    comparisons = []
     for pair, (difference, error), value in zip(pairs, differences, holm(single), strict=True):
-        comparisons.append(
-            {
-                "arm": pair[0],
-                "other": pair[1],
-                "log_perplexity_difference": difference,
-                "standard_error": error,
-                "p_value": value,
-                "clear": value is not None and value < LEVEL,
-            }
+        comparison = Comparison(
+            arm=pair[0],
+            other=pair[1],
+            log_perplexity_difference=difference,
+            standard_error=error,
+            p_value=value,
+            clear=value is not None and value < LEVEL,
         )
-    return {
-        "texts": len(tokens),
-        "level": LEVEL,
-        "comparisons": comparisons,
-        "words": _words(comparisons, len(tokens)),
-    }
+        comparisons.append(comparison)
+    return comparisons
 
 
-def pair_up(arms: Iterable[str], artifacts: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of arms that a verdict compares: each of the `artifacts` with every other arm."""
-    baselines = [name for name in arms if name not in artifacts]
-    return [*combinations(artifacts, 2), *product(artifacts, baselines)]
+def judge_answers(
+    arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sequence[int]
+) -> AnswerVerdict:
+    """Compare the answers of each of the `judged` arms with those of every other arm.
+
+    `prompts` has the number of questions of each prompt, in the order of tasks and prompts. Both
+    tests of all comparisons together are corrected for their number (Holm 1979).
+    """
+    pairs = _pair_up(arms, judged)
+    paired = [compare_answers(arms[arm], arms[other], prompts) for arm, other in pairs]
+    answers = [each.answers_p_value for each in paired]
+    logs = [each.log_probability_p_value for each in paired]
+    corrected = holm([*answers, *logs])
+    comparisons = []
+    for i, ((arm, other), single) in enumerate(zip(pairs, paired, strict=True)):
+        p_values = {
+            "answers_p_value": corrected[i],
+            "log_probability_p_value": corrected[len(pairs) + i],
+        }
+        each = single.model_copy(update=p_values)
+        outcome = _outcome_of(each)
+        comparisons.append(AnswerComparison(arm=arm, other=other, outcome=outcome, **dict(each)))
+    return AnswerVerdict(
+        questions=sum(prompts),
+        prompts=len(prompts),
+        level=LEVEL,
+        comparisons=comparisons,
+        words=_answer_words(comparisons, sum(prompts), len(prompts)),
+    )
 
 
-def p_value(difference: float, error: float | None, texts: int) -> float | None:
+def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -> PairedAnswers:
+    """Two arms' answers to the same questions, with the p values of single tests.
+
+    Both tests compare prompt by prompt, because the questions of one prompt share its text: those
+    of answers by `sign_flip`, and those of log probabilities by Student's t, where a prompt counts
+    for as many questions as it asks.
+    """
+    correct, other_correct = _read_correct(first), _read_correct(second)
+    sizes = list(prompts)
+    gains = (correct.int() - other_correct.int()).split(sizes)
+    difference, error = paired_difference(
+        _prompt_means(first, sizes), _prompt_means(second, sizes), sizes
+    )
+    return PairedAnswers(
+        answered=int(correct.sum()),
+        other_answered=int(other_correct.sum()),
+        only_arm=int((correct & ~other_correct).sum()),
+        only_other=int((other_correct & ~correct).sum()),
+        answers_p_value=sign_flip(int(gain.sum()) for gain in gains),
+        log_probability_difference=difference,
+        standard_error=error,
+        log_probability_p_value=_p_value(difference, error, len(prompts)),
+    )
+
+
+def compare_feedback(
+    arms: Mapping[str, MeasuredArm], tokens: list[int], prompts: Sequence[int]
+) -> list[FeedbackComparison]:
+    """Compare every arm that has error feedback with the nearest codes of its artifact.
+
+    `tokens` counts the tokens of each text, and `prompts` the questions of each prompt.
+    """
+    comparisons = []
+    for other in arms.values():
+        arm = _with_feedback(arms, other)
+        if arm is None:
+            continue
+        answers = compare_answers(arm.tasks, other.tasks, prompts) if prompts else None
+        difference, error = paired_difference(arm.text_losses, other.text_losses, tokens)
+        comparison = FeedbackComparison(
+            arm=arm.name,
+            other=other.name,
+            answers=answers,
+            log_perplexity_difference=difference,
+            standard_error=error,
+        )
+        comparisons.append(comparison)
+    return comparisons
+
+
+def _with_feedback(arms: Mapping[str, MeasuredArm], plain: MeasuredArm) -> MeasuredArm | None:
+    """The arm of the same rotations with error feedback; None if there is none."""
+    if plain.kind == "baseline" or plain.pooled or plain.rounding == "feedback":
+        return None
+    for arm in arms.values():
+        if arm.artifact == plain.artifact and arm.rounding == "feedback":
+            return arm
+    return None
+
+
+# ---- statistics
+
+
+def _pair_up(arms: Iterable[str], judged: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of arms that a verdict compares: each of the `judged` with every other arm."""
+    others = [name for name in arms if name not in judged]
+    return [*combinations(judged, 2), *product(judged, others)]
+
+
+def _p_value(difference: float, error: float | None, texts: int) -> float | None:
     """The two-sided p value of Student's t with `texts - 1` degrees of freedom.
 
     None if there is no standard error.
@@ -129,7 +253,33 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     return corrected
 
 
-def _words(comparisons: list[Comparison], texts: int) -> list[str]:
+def _outcome_of(paired: PairedAnswers) -> Outcome:
+    """The finding of a comparison: by the number of answers if that is clear, and else by their log
+    probability."""
+    if paired.answers_p_value < LEVEL:
+        return "more" if paired.only_arm > paired.only_other else "fewer"
+    value = paired.log_probability_p_value
+    if value is not None and value < LEVEL:
+        return "likelier" if paired.log_probability_difference > 0 else "less likely"
+    return "unclear"
+
+
+def _read_correct(answered: Answered) -> torch.Tensor:
+    digits = "".join(recall.correct for recall in answered.values())
+    return torch.tensor([digit == "1" for digit in digits])
+
+
+def _prompt_means(answered: Answered, prompts: list[int]) -> list[float]:
+    """The mean log probability of each prompt's answers."""
+    logs = [value for recall in answered.values() for value in recall.log_probabilities]
+    parts = torch.tensor(logs, dtype=torch.float64).split(prompts)
+    return [part.mean().item() for part in parts]
+
+
+# ---- words
+
+
+def _perplexity_words(comparisons: list[Comparison], texts: int) -> list[str]:
     """One line per artifact, and one that explains what clear means."""
     if not comparisons:
         return []
@@ -138,11 +288,10 @@ def _words(comparisons: list[Comparison], texts: int) -> list[str]:
             "A single text gives no standard errors: no arm is said to be better than another. "
             "Give more --tokens."
         ]
-    artifacts = dict.fromkeys(comparison["arm"] for comparison in comparisons)
-    lines = [_line(name, comparisons) for name in artifacts]
+    lines = _lines(comparisons, _sign, _PHRASES, _with_difference, ": perplexity ")
     test = (
         f"Student's t over {counted(texts, 'text')}, Holm's correction for "
-        f"{counted(len(comparisons), 'comparison')}, {LEVEL:.0%}"
+        f"{counted(len(comparisons), 'comparison')}, {percent(LEVEL)}"
     )
     lines.append(
         "In brackets: perplexity beside the other's on the same texts, ± standard error. "
@@ -151,31 +300,86 @@ def _words(comparisons: list[Comparison], texts: int) -> list[str]:
     return lines
 
 
-def _line(name: str, comparisons: list[Comparison]) -> str:
-    """`NAME: perplexity clearly better than A (-1% ±0.1%); not clearly different from B ...`"""
-    parts = []
-    for sign, phrase in _PHRASES.items():
-        others = [
-            _with_difference(comparison)
-            for comparison in comparisons
-            if comparison["arm"] == name and _sign(comparison) == sign
-        ]
-        if others:
-            parts.append(f"{phrase} {', '.join(others)}")
-    return f"{name}: perplexity {'; '.join(parts)}"
+def _answer_words(comparisons: list[AnswerComparison], questions: int, prompts: int) -> list[str]:
+    """One line per artifact, and one that explains what clear means."""
+    if not comparisons:
+        return []
+
+    def with_shares(comparison: AnswerComparison) -> str:
+        return f"{comparison.other} ({_shares(comparison, questions)})"
+
+    lines = _lines(comparisons, lambda each: each.outcome, _ANSWER_PHRASES, with_shares, ": ")
+    test, tests = f"the sign-flip test over {counted(prompts, 'prompt')}", len(comparisons)
+    if prompts > 1:  # a single one gives no standard error of log probabilities
+        test += ", or Student's t"
+        tests *= 2
+    lines.append(
+        f"In brackets: the share of {counted(questions, 'question')} answered, beside the other's, "
+        "and the difference in the log probability of right answers, in nats ± standard error. "
+        f"Clear: {test}, Holm's correction for {counted(tests, 'test')}, {percent(LEVEL)}"
+    )
+    return lines
+
+
+def _lines(
+    comparisons: list[Compared],
+    finding: Callable[[Compared], object],
+    phrases: Mapping[Any, str],
+    describe: Callable[[Compared], str],
+    joint: str,
+) -> list[str]:
+    """`NAME: answers clearly more than A (61% beside 44%, p 0.003, +1.20 ±0.25); ...`, for each
+    artifact."""
+    lines = []
+    for name in dict.fromkeys(comparison.arm for comparison in comparisons):
+        parts = []
+        for outcome, phrase in phrases.items():
+            others = [
+                describe(comparison)
+                for comparison in comparisons
+                if comparison.arm == name and finding(comparison) == outcome
+            ]
+            if others:
+                parts.append(f"{phrase} {', '.join(others)}")
+        lines.append(f"{name}{joint}{'; '.join(parts)}")
+    return lines
 
 
 def _sign(comparison: Comparison) -> int:
     """-1 if the artifact is clearly better, 1 if it is clearly worse, and 0 otherwise."""
-    if not comparison["clear"]:
+    if not comparison.clear:
         return 0
-    return -1 if comparison["log_perplexity_difference"] < 0 else 1
+    return -1 if comparison.log_perplexity_difference < 0 else 1
 
 
 def _with_difference(comparison: Comparison) -> str:
     """The other arm's name, followed in brackets by the relative difference in perplexity and its
     standard error."""
-    ratio = math.exp(min(comparison["log_perplexity_difference"], LARGEST))
-    error = comparison["standard_error"]
-    assert error is not None, "two texts and more give an error"
-    return f"{comparison['other']} ({ratio - 1:+.2%} ±{ratio * error:.2%})"
+    return f"{comparison.other} ({_relative(comparison)})"
+
+
+def _relative(comparison: Comparison | FeedbackComparison) -> str:
+    """The relative difference in perplexity, with its standard error if there is one."""
+    ratio = math.exp(min(comparison.log_perplexity_difference, _LARGEST))
+    error = comparison.standard_error
+    return change(ratio - 1, error=None if error is None else ratio * error)
+
+
+def _shares(paired: AnswerComparison, questions: int) -> str:
+    share, other = percent(paired.answered / questions), percent(paired.other_answered / questions)
+    difference = nats(paired.log_probability_difference, paired.standard_error, sign=True)
+    return f"{share} beside {other}, p {paired.answers_p_value:.2g}, {difference}"
+
+
+def _feedback_line(comparison: FeedbackComparison, questions: int) -> str:
+    """`a+feedback beside a, the same bytes: 60% of the questions answered beside 44% (...)`."""
+    parts = []
+    if answers := comparison.answers:
+        share, other = answers.answered / questions, answers.other_answered / questions
+        test = f"p {answers.answers_p_value:.2g}"
+        parts += [
+            f"{percent(share)} of the questions answered beside {percent(other)} ({test})",
+            f"{nats(answers.log_probability_difference, answers.standard_error, sign=True)} nats",
+        ]
+    parts.append(f"perplexity {_relative(comparison)}")
+    return f"{comparison.arm} beside {comparison.other}, the same bytes: {', '.join(parts)}"

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import rotations_for
-from rotationzoo.artifact.writer import is_remembered
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import check_artifacts, check_rope, other_weights_note
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import Source, config_hash, has_weights
 from rotationzoo.rotations import Rotations
+from rotationzoo.writer import is_remembered
 from rotationzoo.zoo.by_name import pull
 
 _LOG = logging.getLogger(__name__)

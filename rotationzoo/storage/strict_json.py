@@ -4,9 +4,9 @@ that it expects."""
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
@@ -15,6 +15,8 @@ LIMIT = 16 << 20  # bytes; an index entry has 400, an evaluation of the demo mod
 DEPTH = 32
 _HINT = "fetch or make it again"
 T = TypeVar("T")
+Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Strict(BaseModel):

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rotationzoo.artifact.manifest import ROTATIONS, Sha256
-from rotationzoo.artifact.results import EvaluationSummary
+from rotationzoo.artifact.manifest import ROTATIONS
+from rotationzoo.artifact.measured import Summary
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe.rope_scaling import normalize
 from rotationzoo.storage import files, strict_json
+from rotationzoo.storage.strict_json import Count, Sha256
 from rotationzoo.zoo.hubs.registry import HubName
 from rotationzoo.zoo.signing.signer import Signer
-from rotationzoo.zoo.summary import Summary
 
 SCHEMA = 1
 NAME = "zoo_index.json"
@@ -29,6 +29,8 @@ RepoId = Annotated[str, Field(pattern=REPOSITORY, max_length=200)]
 Place = Annotated[str, AfterValidator(files.plain)]
 """A relative path inside a folder. It is checked, because it becomes a path on this machine."""
 PlainName = Annotated[Place, Field(pattern="^[^/]*$")]
+BITS_FORMAT = "sglang"
+"""The format whose bits are stated, so that rotations in one list can be compared."""
 _OTHER_INDEX_HINT = "tell its owners, or name another one with --index"
 
 
@@ -75,6 +77,30 @@ class File(_Frozen):
     sha256: Sha256 | None = None
 
 
+class Listed(BaseModel):
+    """The figures that a list of published rotations shows of each, taken from its manifest when it
+    is published; None where nothing was measured."""
+
+    # Later versions may have more figures.
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    answered: Count | None = None
+    """How many questions of the recall tasks it answered: of all tasks that the exact model could
+    do, together."""
+    questions: Count | None = None
+    perplexity_increase: float | None = None
+    """Relative: 0.01 is 1 %."""
+    bits_per_element: Annotated[float, Field(gt=0)] | None = None
+    """Bits per cached element at 131,072 tokens, at the recipe's windows, in `BITS_FORMAT`."""
+
+    @property
+    def share_answered(self) -> float | None:
+        """The share of the questions that were answered, from 0 to 1; None if none was asked."""
+        if self.answered is None or not self.questions:
+            return None
+        return self.answered / self.questions
+
+
 class Entry(_Growing):
     """One published rotation of one model."""
 
@@ -102,7 +128,7 @@ class Entry(_Growing):
     evaluation: dict[str, Any] | None = None
     """A summary of what `evaluate` measured."""
     validation: dict[str, Any] | None = None
-    summary: Summary | None = None
+    summary: Listed | None = None
     """The figures to list it with. None in entries of files that others made."""
     created: Annotated[str, Field(pattern=r"^[0-9T:Z.+-]{1,40}$")] | None = None
     """The day of publication, in ISO 8601."""
@@ -130,7 +156,7 @@ class Entry(_Growing):
     @classmethod
     def _as_in_a_manifest(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is not None:
-            EvaluationSummary.model_validate(value)
+            Summary.model_validate(value)
         return value
 
     @property

@@ -10,7 +10,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import remember
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.rotation_checks import check_matrices
@@ -19,6 +18,7 @@ from rotationzoo.progress import Progress, silent
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import disk_errors, sha256, write_new
 from rotationzoo.storage.folders import install, recover, temporary_sibling
+from rotationzoo.writer import remember
 from rotationzoo.zoo.download import (
     LOCK,
     WAY_OUT,

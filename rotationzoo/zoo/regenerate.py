@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from rotationzoo import recipe as recipes
+from rotationzoo.artifact.measured import Measured, MeasuredArm, plain_arm
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.report import prompt_sizes
-from rotationzoo.evaluation.tasks.verdict import judge_answers
+from rotationzoo.evaluation.verdict import judge_answers, prompt_sizes
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Recipe
-from rotationzoo.words import counted
+from rotationzoo.words import change, counted, nats, percent
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 from rotationzoo.zoo.index import Entry, Index
 from rotationzoo.zoo.lookup import LoadedIndex
@@ -181,26 +181,24 @@ def regenerate(
     """
     artifact = calibrate(job, progress)
     published = _pull_published(loaded, job, progress)
-    if published is not None and Artifact.open(published).identity == artifact.identity:
+    if published is not None and published.identity == artifact.identity:
         published = None  # these are the same rotations
     folders = [artifact.folder]
     if published is not None:
-        folders.append(published)
+        folders.append(published.folder)
     report = evaluate(_complete_evaluation(evaluation, job, folders), progress)
     verdict: dict[str, Any] = {
         "artifact": str(artifact.folder),
         "identity": artifact.identity,
-        "compared_with": str(published) if published else None,
+        "compared_with": str(published.folder) if published else None,
     }
     if published is not None:
-        verdict |= compare_rotations(report, job.model, artifact.folder)
+        identities = artifact.identity, published.identity
+        verdict |= compare_rotations(report, identities, job.model, artifact.folder)
     # Open the artifact again, because the evaluation has changed its manifest.
     on_device = Validation(device=job.device)
     validation = validate_kernel(Artifact.open(artifact.folder), on_device, progress)
-    return verdict | {
-        "report": report,
-        "validated_on": validation["device"] if validation["on_gpu"] else None,
-    }
+    return verdict | {"validated_on": validation["device"] if validation["on_gpu"] else None}
 
 
 def is_worse(difference: float, error: float | None) -> bool:
@@ -213,29 +211,33 @@ def is_worse(difference: float, error: float | None) -> bool:
     return math.expm1(difference) > _WORSE and is_significant
 
 
-def compare_rotations(report: dict[str, Any], model: str, folder: Path) -> dict[str, Any]:
-    """Compare the first two arms of a report: the new and the published rotations.
+def compare_rotations(
+    report: Measured, identities: tuple[str, str], model: str, folder: Path
+) -> dict[str, Any]:
+    """Compare the new rotations with the published ones, whose `identities` are these.
 
     Answers decide. Perplexity decides where neither of the two clearly answers better. Raises
     `RotationZooError` if the new ones are worse.
     """
-    new, old = list(report["arms"].values())[:2]
+    new, published = (plain_arm(report.window.arms, identity) for identity in identities)
+    assert new is not None, "the new rotations were evaluated"
+    assert published is not None, "so were the published ones"
     hint = f"look at {folder} before you publish it with: rotationzoo push"
-    answers = _compare_answers(report)
+    answers = _compare_answers(report, new, published)
     if answers is not None and (reason := _fault_of_answers(answers)):
         raise RotationZooError(
             f"the new rotations of {model} answer worse than the published ones: {reason}",
             hint=hint,
         )
     difference, error = paired_difference(
-        new["text_losses"], old["text_losses"], report["exact"]["text_tokens"]
+        new.text_losses, published.text_losses, report.exact.text_tokens
     )
     better = answers is not None and answers["outcome"] in ("more", "likelier")
     if not better and is_worse(difference, error):
-        precision = "" if error is None else f", standard error {error:.2%}"
+        precision = "" if error is None else f", standard error {percent(error, 2)}"
         raise RotationZooError(
             f"the new rotations of {model} are worse than the published ones: "
-            f"perplexity {math.expm1(difference):+.2%} on the new revision{precision}",
+            f"perplexity {change(math.expm1(difference))} on the new revision{precision}",
             hint=hint,
         )
     return {
@@ -245,15 +247,16 @@ def compare_rotations(report: dict[str, Any], model: str, folder: Path) -> dict[
     }
 
 
-def _compare_answers(report: dict[str, Any]) -> dict[str, Any] | None:
+def _compare_answers(
+    report: Measured, new: MeasuredArm, published: MeasuredArm
+) -> dict[str, Any] | None:
     """How the new rotations answer compared with the published ones; None without questions."""
-    names = list(report["arms"])[:2]
-    answered = {name: report["arms"][name]["tasks"] for name in names}
-    prompts = prompt_sizes(report["exact"], answered[names[0]])
+    answered = {arm.name: arm.tasks for arm in (new, published)}
+    prompts = prompt_sizes(report.exact, new.tasks)
     if not prompts:
         return None
-    verdict = judge_answers(answered, names, prompts)
-    return {**verdict["comparisons"][0], "questions": verdict["questions"]}
+    verdict = judge_answers(answered, list(answered), prompts)
+    return {**verdict.comparisons[0].model_dump(), "questions": verdict.questions}
 
 
 def _fault_of_answers(answers: dict[str, Any]) -> str | None:
@@ -266,15 +269,15 @@ def _fault_of_answers(answers: dict[str, Any]) -> str | None:
     difference = answers["log_probability_difference"]
     if answers["outcome"] == "less likely" and difference < -_LESS_LIKELY:
         value = answers["log_probability_p_value"]
-        return f"right answers have {difference:+.2f} nats, p {value:.2g}"
+        return f"right answers have {nats(difference, sign=True)} nats, p {value:.2g}"
     return None
 
 
-def _pull_published(loaded: LoadedIndex, job: Job, progress: Progress) -> Path | None:
+def _pull_published(loaded: LoadedIndex, job: Job, progress: Progress) -> Artifact | None:
     entry = find_newest(loaded.content, job.model, job.recipe)
     if entry is None:
         return None
-    return pull(loaded, entry, entry.copies[0], progress=progress).path
+    return Artifact.open(pull(loaded, entry, entry.copies[0], progress=progress).path)
 
 
 def _complete_evaluation(evaluation: Evaluation, job: Job, folders: list[Path]) -> Evaluation:

@@ -6,26 +6,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.manifest import STATISTICS, parse_manifest
-from rotationzoo.artifact.results import EvaluationSummary
+from rotationzoo.artifact.measured import plain_arm
 from rotationzoo.artifact.store import CARD, MANIFEST, SIGNATURE, Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.report.card import render_card
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import bits_per_element
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest, regular_file, sha256
 from rotationzoo.zoo.hubs.registry import DEFAULT_HUB
-from rotationzoo.zoo.index import REPOSITORY, Copy, Entry, File
+from rotationzoo.zoo.index import BITS_FORMAT, REPOSITORY, Copy, Entry, File, Listed
 from rotationzoo.zoo.ownership import listed_name
 from rotationzoo.zoo.signing import verifier
 from rotationzoo.zoo.signing.check import read_signature, signed_part
 from rotationzoo.zoo.signing.make import SigningTool
 from rotationzoo.zoo.signing.signer import Signer
 from rotationzoo.zoo.signing.verifier import claimed_signer, parse_bundle
-from rotationzoo.zoo.summary import BITS_FORMAT, Summary
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def prepare_upload(
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     if not artifact.bound:
         raise RotationZooError(
-            f"{artifact.folder} is not published: its model is not known",
+            f"{artifact.folder} is not published: nobody has said which model it is for",
             hint="import its files again with --model MODEL",
         )
     verification = verify(artifact)
@@ -158,29 +157,24 @@ def _make_entry(
         copies=[copy],
         evaluation=metrics.get("evaluation"),
         validation=metrics.get("validation"),
-        summary=_summarize(artifact),
+        summary=_list_figures(artifact),
         created=day.isoformat(),
     )
 
 
-def _summarize(artifact: Artifact) -> Summary:
+def _list_figures(artifact: Artifact) -> Listed:
     """The figures that a list of published rotations shows."""
     layout = CacheLayout.of_recipe(artifact.recipe, FORMATS[BITS_FORMAT])
     bits = bits_per_element(artifact.geometry, layout)
-    figures = _measured(artifact.manifest.metrics.evaluation)
-    return Summary(bits_per_element=round(bits, 4), **figures)
-
-
-def _measured(evaluation: EvaluationSummary | None) -> dict[str, Any]:
-    if evaluation is None or not evaluation.arms:
-        return {}
-    # `evaluate --save` puts the artifact's own arm before error feedback and baselines.
-    arm = next(iter(evaluation.arms.values()))
-    figures: dict[str, Any] = {"perplexity_increase": arm.perplexity_increase}
-    if scores := arm.tasks.values():
-        figures["answered"] = sum(score.answered for score in scores)
-        figures["questions"] = sum(score.questions for score in scores)
-    return figures
+    figures: dict[str, Any] = {"bits_per_element": round(bits, 4)}
+    evaluation = artifact.manifest.metrics.evaluation
+    arm = None if evaluation is None else plain_arm(evaluation.arms, artifact.identity)
+    if arm is not None:
+        figures["perplexity_increase"] = arm.perplexity_increase
+        if arm.all_tasks is not None:
+            figures["answered"] = arm.all_tasks.answered
+            figures["questions"] = arm.all_tasks.questions
+    return Listed(**figures)
 
 
 def _describe_file(content: Path | bytes) -> File:

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from zoo_entries import Zoo
 
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.pages.page import render_page
-from rotationzoo.pages.zoo_page import COLUMNS
+from rotationzoo.report.page import render_page
+from rotationzoo.zoo.page import COLUMNS
 
 TEMPLATES = Path(__file__).parent / "templates"
 _LARGEST_FORM = 4096  # bytes

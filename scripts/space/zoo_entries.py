@@ -6,20 +6,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planning import check_model
-
 from rotationzoo.artifact.evaluation_file import Evaluation
+
 from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.pages.answers import describe_needles
-from rotationzoo.pages.arms import arms_of
-from rotationzoo.pages.figures import Section
-from rotationzoo.pages.zoo_page import Row, make_row, order_of
+from rotationzoo.report.arms import arms_of
+from rotationzoo.report.figures import Section
+from rotationzoo.report.results import describe_needles
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.registry import open_hub
 from rotationzoo.zoo.index import Entry
-from rotationzoo.zoo.links import Link
 from rotationzoo.zoo.lookup import BUNDLED_INDEX, LoadedIndex, find_index, read_index
+from rotationzoo.zoo.page import Link, Row, make_row, order_of
 
 _FRESH = 300  # seconds for which an index is not read again
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.damage import all_refuse, refused, small_artifact
+from support.reports import summary
 
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
@@ -61,16 +62,8 @@ def test_text_that_is_no_json_of_ours(inside, folder, text):
 
 
 GONE = object()
-ARM = {"perplexity_increase": 0.1, "attention_kl": None, "output_error": 0.1}
-MEASURED = {
-    "text": "x",
-    "tokens": 9,
-    "perplexity": 2.0,
-    "format": "sglang",
-    "sink": 0,
-    "recent": 0,
-    "arms": {"a": ARM},
-}
+MEASURED = summary({"a": 8}, "0" * 64, {"needles": 16})
+ARM = MEASURED["arms"]["a"]
 # A path in the manifest -> what is there instead.
 WRONG: dict[str, tuple] = {
     "model": (None, [], "x"),
@@ -104,8 +97,10 @@ WRONG: dict[str, tuple] = {
         {},
         {"arms": []},
         {**MEASURED, "verdict": "x"},
-        {**MEASURED, "texts": -1},
+        {**MEASURED, "tokens": -1},
         {**MEASURED, "arms": {"a": {**ARM, "standard_error": 3}}},
+        {**MEASURED, "arms": {"a": {**ARM, "kind": "mine"}}},
+        {**MEASURED, "arms": {"another": ARM}},
     ),
     "files": (None, [], {}, {"rotations.safetensors": 3}),
     "files.rotations.safetensors": ({}, None, GONE),
@@ -167,9 +162,9 @@ def test_what_only_some_artifacts_have_may_be_missing(folder):
     "text",
     [
         b"{}",
-        b'{"own_arm": 1, "windows": []}',
+        b'{"model": 1, "windows": []}',
         b"[" * 50_000,
-        b'{"own_arm": "a", "windows": [{"arms": {"a": 3}}]}',
+        b'{"model": "a", "windows": [{"arms": {"a": 3}}]}',
     ],
 )
 def test_an_evaluation_of_wrong_types(inside, folder, text):

@@ -9,11 +9,11 @@ import pytest
 from support.damage import edit_manifest, refused, small_artifact
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
+from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo.upload import prepare_upload
 

@@ -17,7 +17,6 @@ import torch
 from support.damage import small_artifact
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files, write_artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.calibration.soundness import Verification
@@ -28,6 +27,7 @@ from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.recipe import PRESETS
 from rotationzoo.storage import files, folders
 from rotationzoo.storage.locks import locked
+from rotationzoo.writer import add_files, write_artifact
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from support.models import save_tiny
 
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors
 from rotationzoo.artifact.manifest import ROTATIONS
-from rotationzoo.artifact.spectra import summarize
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.claim import Claim
 from rotationzoo.calibration.fit import add_factors, fit
@@ -26,6 +25,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.report.spectra import summarize
 from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.text.rows import read_corpus

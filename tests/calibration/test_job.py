@@ -5,14 +5,14 @@ import torch
 from support.jobs import RECIPE, SMALL, job, rotation_bytes
 
 from rotationzoo.artifact.layout import rotations_from, statistics_from
-from rotationzoo.artifact.spectra import summarize
-from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration import model_run
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data, Recipe
+from rotationzoo.report.spectra import summarize
+from rotationzoo.writer import write_artifact
 
 
 def test_the_files_keep_their_contract(calibrated):

@@ -106,7 +106,7 @@ def test_the_peak_is_that_of_the_process_itself():
         "import sys, types\n"
         "cuda = types.SimpleNamespace(is_available=lambda: False)\n"
         "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
-        "from rotationzoo.calibration.machine import peak_memory\n"
+        "from rotationzoo.calibration.memory import peak_memory\n"
         "print(peak_memory())\n"
     )
     started = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)

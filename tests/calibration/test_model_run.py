@@ -17,7 +17,6 @@ from support.models import save_tiny
 from support.quantized import quantize_to_fp8
 
 from rotationzoo.artifact.layout import statistics_tensors
-from rotationzoo.artifact.spectra import summarize
 from rotationzoo.calibration import plan as plans
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.job import calibrate
@@ -30,6 +29,7 @@ from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find, weights_fingerprint
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.report.spectra import summarize
 
 
 def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):

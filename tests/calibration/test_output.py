@@ -7,11 +7,11 @@ import pytest
 from support.jobs import RECIPE, job
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import override
+from rotationzoo.writer import write_artifact
 
 
 def test_another_recipes_work_is_kept_until_restart(tiny, tmp_path):

@@ -10,13 +10,13 @@ import torch
 from support.models import save_tiny
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.errors import RotationZooError
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.storage import files
+from rotationzoo.writer import add_files
 
 ON_CPU = Validation(rows=64, device="cpu")
 

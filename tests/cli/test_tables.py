@@ -4,7 +4,22 @@ import json
 import re
 
 import pytest
+from support import reports
 
+from rotationzoo.artifact.measured import (
+    BucketMeasures,
+    DistanceScore,
+    Exact,
+    HarnessRecord,
+    HarnessScore,
+    Measured,
+    Pairing,
+    RecallDetails,
+    Tasks,
+    Text,
+    Verdict,
+    Window,
+)
 from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output, table
 from rotationzoo.cli.plan import plan_command
@@ -22,49 +37,51 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def evaluation(arms: int = 3) -> dict:
-    """A report of `evaluate` with every task, eight distances, and tasks of the harness."""
+def evaluation(arms: int = 3) -> Measured:
+    """A report of `evaluate` with every task, ten distances, and tasks of the harness."""
     score = {"answered": 123, "questions": 128, "log_probability": -12.3}
-    tasks = dict.fromkeys(("needles", "key-value", "quote", "copy", "assignments"), score)
     starts = [256 << number for number in range(10)]
     error = {"answered": 0.012, "log_probability": 0.12}
-    distances = [{"from": start, **score} for start in starts]
-    summary = {**score, "standard_error": error, "by_distance": distances}
+    distances = [DistanceScore(from_=start, to=2 * start, **score) for start in starts]
+    parts = {"standard_error": error, "by_distance": distances}
+    recall = RecallDetails.model_construct(**score, **parts)
+    tasks = dict.fromkeys(("needles", "key-value", "quote", "copy", "assignments"), recall)
     metrics = {f"metric_{number},strict-match": 0.5123 for number in range(3)}
-    harness = {
-        "gsm8k_cot_zeroshot": {
-            **metrics,
-            "standard_error": dict.fromkeys(metrics, 0.0123),
-            "paired": {name: {"lost": 12, "gained": 10, "p_value": 0.83} for name in metrics},
-            "questions": 128,
-            "answer_tokens": 123.4,
-            "truncated": 0.123,
-        }
-    }
-    exact = {"perplexity": 12.3456, "tasks": tasks, "all_tasks": summary, "harness": harness}
+    harness = HarnessScore(
+        metrics=metrics,
+        standard_error=dict.fromkeys(metrics, 0.0123),
+        paired=dict.fromkeys(metrics, Pairing(lost=12, gained=10, p_value=0.83)),
+        questions=128,
+        answer_tokens=123.4,
+        truncated=0.123,
+    )
+    answers = {"tasks": tasks, "all_tasks": recall, "harness": {"gsm8k_cot_zeroshot": harness}}
     costs = {"perplexity_increase": 0.1234, "attention_kl": 0.1234, "output_error": 0.1234}
-    lengths = [{"from": start, "perplexity_increase": 0.123} for start in starts]
     bits = {"bits_per_element": 2.53, "bits_at_length": 3.21}
-    arm = {**exact, **costs, **bits, "standard_error": costs, "by_length": lengths}
-    verdict = {"feedback": [], "words": ["nothing differs"]}
+    lengths = [BucketMeasures.model_construct(from_=start, **costs) for start in starts]
+    figures = {**answers, **costs, **bits, "standard_error": costs, "by_length": lengths}
     names = [f"{NAME}-feedback-{number}" for number in range(arms)]
-    window = {"sink": 64, "recent": 256, "arms": dict.fromkeys(names, arm), "verdict": verdict}
-    return {
-        "model": NAME,
-        "notes": [],
-        "tokens": 123456,
-        "first_position": 320,
-        "text": {"rows": 12, "length": 131072},
-        "tasks": {"lengths": [131072]},
-        "real_cache": False,
-        "format": "sglang",
-        "prefill_chunk": None,
-        "prefill_layout": None,
-        "exact": exact,
-        "arms": window["arms"],
-        "harness": {"version": "0.4.12", "tasks": list(harness)},
-        "windows": [window],
-    }
+    window = Window.model_construct(
+        sink=64,
+        recent=256,
+        arms={name: reports.arm(name, [], **figures) for name in names},
+        verdict=Verdict.model_construct(words=["nothing differs"]),
+    )
+    return Measured.model_construct(
+        model=NAME,
+        notes=[],
+        tokens=123456,
+        first_position=320,
+        text=Text(source="x", fingerprint="0", rows=12, length=131072),
+        tasks=Tasks(names=list(tasks), lengths=[131072], questions=128, first=64, recent=256),
+        real_cache=False,
+        format="sglang",
+        prefill_chunk=None,
+        prefill_layout=None,
+        exact=Exact.model_construct(perplexity=12.3456, **answers),
+        harness=HarnessRecord(version="0.4.12", tasks=["gsm8k_cot_zeroshot"], limit=1, chat=False),
+        windows=[window],
+    )
 
 
 def show_evaluate():

@@ -19,6 +19,7 @@ from support.command_line import only_error
 from support.equalizers import calibrated_equalizers, equalized, random_equalizers
 from support.models import save_tiny
 from support.places import ROOT
+from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import RECORD, folded_rotations, rotations_for
@@ -32,8 +33,8 @@ from rotationzoo.engines.absorb import absorb, equalizer_changes, fold
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError, UnsupportedModel
-from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.pooled import pooled_rotations
+from rotationzoo.evaluation.arms import pooled_rotations
+from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.model import loading
 from rotationzoo.model.capture import capture, decoder
 from rotationzoo.model.geometry import geometry_on_meta

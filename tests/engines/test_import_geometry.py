@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from support.models import save_tiny
+from support.reports import evaluate
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -14,8 +15,8 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.zoo.upload import prepare_upload
 

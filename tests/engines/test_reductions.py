@@ -10,10 +10,10 @@ from support.engine_artifacts import (
 )
 
 from rotationzoo.artifact.layout import rotations_from
-from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.soundness import Verification
 from rotationzoo.engines import export as exporting
 from rotationzoo.errors import RotationZooError
+from rotationzoo.writer import write_artifact
 
 
 def test_what_an_engine_does_not_take_is_refused_with_the_whole_command(made, tmp_path):

@@ -4,13 +4,14 @@ import pytest
 import torch
 import transformers
 from support.models import save_tiny
+from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.text.documents import BUNDLED
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from support.induction import save_induction
+from support.reports import arm, exact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
@@ -13,9 +14,9 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.cli import evaluate_view
 from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import BASELINES, build_arms
-from rotationzoo.evaluation.feedback import compare_feedback, describe_feedback
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
+from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data
@@ -38,9 +39,10 @@ def mine(model, tmp_path_factory):
 def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(model, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
-    report = evaluate(
+    measured = evaluate(
         Evaluation(str(model), [mine], text, tasks=tasks, device="cpu", save_to=[mine])
     )
+    report = measured.report()
     assert list(report["arms"]) == ["mine", "mine+feedback", *BASELINES]
     nearest, feedback = (report["arms"][name] for name in ("mine", "mine+feedback"))
     assert feedback["bits_at_length"] == nearest["bits_at_length"]
@@ -63,7 +65,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(mode
     )  # records are rounded
     assert verdict["words"][-1].startswith("mine+feedback beside mine, the same bytes: ")
 
-    evaluate_view.show_evaluation(Output(False, False), report)
+    evaluate_view.show_evaluation(Output(False, False), measured)
     printed = capsys.readouterr().out
     assert printed.count("\nmine+feedback ") >= 3
     assert "+feedback: the same rotations and the same bytes" in printed
@@ -78,25 +80,33 @@ def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(mode
 
 
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(model, mine, tmp_path):
-    """`regenerate` compares the first two arms."""
     taken = shutil.copytree(mine, tmp_path / "mine+feedback")
     artifacts = [Artifact.open(folder) for folder in (taken, mine, mine)]
     source = find(str(model))
     arms = build_arms(artifacts, artifacts[0].geometry, source)
     # The second would give its arm with error feedback the name of the first.
     hashed = f"mine {artifacts[0].identity[:8]}"
-    assert [arm.name for arm in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
-    assert len({arm.name for arm in arms}) == len(arms) == 6 + len(BASELINES)
-    assert [arm.rounding for arm in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
+    assert [each.arm.name for each in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]
+    assert len({each.about.name for each in arms}) == len(arms) == 6 + len(BASELINES)
+    assert [each.about.rounding for each in arms[:6]] == ["nearest"] * 3 + ["feedback"] * 3
 
 
 def test_what_feedback_adds_is_paired():
-    losses = {"a": [2.0, 3.0], "a+feedback": [1.9, 2.7], "b": [1.0, 1.0]}
-    (added,) = compare_feedback(losses, {}, [100, 100], [])
-    assert (added["arm"], added["answers"]) == ("a+feedback", None)
-    assert added["log_perplexity_difference"] == pytest.approx(-0.2)
-    assert added["standard_error"] == pytest.approx(0.1)
-    (line,) = describe_feedback([added], 0)
+    """Whatever the arms are called."""
+    made = {"kind": "artifact", "artifact": "a" * 64}
+    arms = {
+        "a": arm("a", [2.0, 3.0], **made),
+        "b": arm("b", [1.0, 1.0], kind="artifact", artifact="b" * 64),
+        "a+pooled": arm("a+pooled", [5.0, 5.0], pooled=True, **made),
+        "c": arm("c", [1.9, 2.7], rounding="feedback", **made),
+    }
+    verdict = judge_window(arms, ["a"], exact([100, 100]))
+    assert [row.other for row in verdict.comparisons] == ["b", "a+pooled"]
+    (added,) = verdict.feedback
+    assert (added.arm, added.answers) == ("c", None)
+    assert added.log_perplexity_difference == pytest.approx(-0.2)
+    assert added.standard_error == pytest.approx(0.1)
+    line = verdict.words[-1]
     ratio = math.exp(-0.2)
     expected = f"perplexity {ratio - 1:+.2%} ±{0.1 * ratio:.2%}"
-    assert line == f"a+feedback beside a, the same bytes: {expected}"
+    assert line == f"c beside a, the same bytes: {expected}"

@@ -19,13 +19,14 @@ from lm_eval.evaluator import evaluate as evaluate_with_harness
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._index import TaskIndex
 
+from rotationzoo.artifact.measured import Measured
 from rotationzoo.cli.evaluate_view import show_evaluation
 from rotationzoo.cli.output import Output
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.forward import Trial
-from rotationzoo.evaluation.harness.measures import compare_answers
 from rotationzoo.evaluation.harness.model import HarnessModel, Row
 from rotationzoo.evaluation.harness.run import run_harness
+from rotationzoo.evaluation.harness.scores import compare_answers
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader, save_without_code
 from rotationzoo.evaluation.verdict import sign_flip
 from rotationzoo.model import loading
@@ -33,7 +34,6 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import Recipe
-from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
@@ -104,7 +104,7 @@ def asked(tiny):
     return model, loading.load_tokenizer(source)
 
 
-def run(asked, folder, windows, names=TASKS, through=None, **settings):
+def run(asked, folder, windows, names=TASKS, real_cache=False, **settings):
     """The measures of the exact model and, as a dictionary, of the baselines."""
     model, tokenizer = asked
     settings = HarnessSettings(names, folder=folder, **settings)
@@ -115,14 +115,20 @@ def run(asked, folder, windows, names=TASKS, through=None, **settings):
     cache = CacheLayout(sink=windows[0], recent=windows[1])
     layers = [layer.index for layer in geometry]
     arms = build_baselines(Recipe(), geometry)[:2]
-    trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, through)
+    trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, real_cache)
     stages = []
     measured = run_harness(
         model, tokenizer, tasks, settings, trial, lambda *stage: stages.append(stage)
     )
     assert random.random() == drawn, "the harness sets seeds, and puts them back"
-    arms = {name: measures for (_, name), measures in measured.arms.items()}
-    return measured.exact, arms, stages
+    arms = {name: flat(scores) for (_, name), scores in measured.arms.items()}
+    return flat(measured.exact), arms, stages
+
+
+def flat(scores):
+    """Task -> its metrics and everything else that was measured."""
+    contents = {task: score.model_dump(exclude_unset=True) for task, score in scores.items()}
+    return {task: content.pop("metrics") | content for task, content in contents.items()}
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +196,8 @@ def test_answers_read_the_2_bit_cache(asked):
 def test_a_real_cache_answers_as_the_simulation_does(asked, folder):
     names = ("local_generate", "local_last")
     reports = []
-    for through in (None, ThroughCache):
-        exact, arms, _ = run(asked, folder, (4, 60), names, through, limit=1)
+    for real_cache in (False, True):
+        exact, arms, _ = run(asked, folder, (4, 60), names, real_cache, limit=1)
         reports.append(arms)
         assert arms["identity"]["local_last"]["perplexity"] != exact["local_last"]["perplexity"]
     simulated, real = reports
@@ -253,7 +259,7 @@ def test_mcnemar():
     exact = [1] * lost + [0] * gained + [1, 0]
     arm = [0] * lost + [1] * gained + [1, 0]
     pairing = compare_answers(dict(enumerate(exact)), dict(enumerate(arm)))
-    assert pairing == {
+    assert pairing.model_dump() == {
         "lost": lost,
         "gained": gained,
         "p_value": sign_flip([-1] * lost + [1] * gained),
@@ -338,9 +344,10 @@ def test_the_command_line(folder, inside, artifacts, tmp_path, capsys):
     ]
     assert report["harness"]["tasks"] == ["local_generate", "local_choice"]
     assert report["exact"]["harness"]["local_generate"]["questions"] == 1
+    assert report["exact"]["harness"]["local_choice"]["metrics"].keys() == {"acc", "acc_norm"}
     arm = report["arms"]["oscar"]["harness"]
     assert arm["local_choice"].keys() == {
-        *("acc", "acc_norm", "standard_error", "questions", "row_tokens", "past_windows", "paired"),
+        *("metrics", "standard_error", "questions", "row_tokens", "past_windows", "paired"),
         "answers",
     }
     (question,) = arm["local_generate"]["answers"]
@@ -351,13 +358,13 @@ def test_the_command_line(folder, inside, artifacts, tmp_path, capsys):
     (choice,) = chosen["answers"]
     assert choice["right"] == documents[0]["answer"]
     assert choice["answer"] in documents[0]["choices"]
-    assert (choice["answer"] == choice["right"]) == chosen["acc"]
+    assert (choice["answer"] == choice["right"]) == chosen["metrics"]["acc"]
     nothing = "the exact model itself scores 0 on local_generate (exact_match): no arm can lose"
     assert sum(nothing in note for note in report["notes"]) == 1
     saved = json.loads((artifact / "evaluation.json").read_text())
     assert saved["windows"][0]["arms"]["oscar"]["harness"] == arm
     assert saved["exact"]["harness"] == report["exact"]["harness"]
-    show_evaluation(Output(), report)
+    show_evaluation(Output(), Measured.model_validate(report))
     table = capsys.readouterr().out
     assert "local_generate, 1 question\n" in table
     assert f"local_generate, question 0, right: {question['right']}\n  exact: " in table

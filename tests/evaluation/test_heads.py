@@ -10,9 +10,9 @@ from support.architectures import WINDOW
 
 from rotationzoo import ranks
 from rotationzoo.calibration.fit import fit
-from rotationzoo.evaluation import heads
+from rotationzoo.evaluation import metrics
 from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.heads import HeadSums
+from rotationzoo.evaluation.metrics import HeadSums
 from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.progress import silent
@@ -33,7 +33,7 @@ TEXTS = [
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
     """Rows as short as these would be compared in one block."""
-    monkeypatch.setattr(heads, "COMPARED_TOKENS", 5)
+    monkeypatch.setattr(metrics, "COMPARED_TOKENS", 5)
 
 
 def arms_of(geometry):
@@ -52,9 +52,9 @@ def trial_of(model, **changes) -> Trial:
 
 def measured(model, trial: Trial, texts=TEXTS, arm="random"):
     """What is reported of an arm's layer."""
-    metrics = run_models(model, texts, trial, silent)
-    [layer] = metrics.arms[CACHE, arm].measure_arm(metrics.exact)["by_layer"]
-    return layer
+    sums = run_models(model, texts, trial, silent)
+    [layer] = sums.arms[CACHE, arm].measure_arm(sums.exact).by_layer
+    return layer.model_dump()
 
 
 def calls_of(model, texts=TEXTS):
@@ -182,4 +182,4 @@ def test_a_head_of_zeros_has_no_error():
     sums = HeadSums([0])
     output = torch.stack([torch.zeros(1, 3, 4), torch.ones(1, 3, 4)], dim=2)
     sums.add_output(0, output, output)
-    assert sums.measure(0)["output_error"] == [None, 0]
+    assert sums.measure(0).output_error == [None, 0]

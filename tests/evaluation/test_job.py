@@ -11,6 +11,7 @@ import torch
 import transformers
 from support import architectures
 from support.models import save_family
+from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -19,9 +20,9 @@ from rotationzoo.cli.options import parse_windows
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation import job as job_module
 from rotationzoo.evaluation.arms import BASELINES
-from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import DEMO, find
@@ -65,13 +66,16 @@ def test_the_report(artifacts):
         saved = Artifact.open(folder)
         assert verify(saved, "demo").ok
         content = json.loads((folder / "evaluation.json").read_text())
-        own = [content["own_arm"]]
+        kept = [folder.name]
         if saved.recipe.feedback:
-            own.append(f"{own[0]}+feedback")
-        assert list(content["windows"][0]["arms"]) == [*own, *BASELINES]
-        assert content["own_arm"] == folder.name
+            kept.append(f"{kept[0]}+feedback")
+        arms = content["windows"][0]["arms"]
+        assert list(arms) == [*kept, *BASELINES]
+        for name, arm in arms.items():
+            assert arm["artifact"] == (saved.identity if name in kept else None)
+        assert saved.measured.content() == content
         apart = content.keys() ^ report.keys()
-        assert apart == {"own_arm", "arms", "verdict"}, "docs/tasks.md says which differ"
+        assert apart == {"arms", "verdict"}, "docs/tasks.md says which differ"
         assert f"| {folder.name} |" in (folder / "README.md").read_text()
     text = Data(tokens=512, length=512)
     narrow = replace(job, artifacts=artifacts[:1], data=text, windows=[(16, 64)], save_to=[])

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from rotationzoo.evaluation.buckets import Buckets
-from rotationzoo.evaluation.metrics import Metrics
+from rotationzoo.evaluation.metrics import Buckets, Metrics
 
 BUCKETS = Buckets.between(2, 6)
 
@@ -38,9 +37,9 @@ def test_an_arm_beside_the_exact_model():
     exact = measured([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     arm = measured([[1.0, 1.2, 1.4, 1.4], [2.0, 2.0, 2.6, 2.6]], exact=2.0)
     arm.add_kl(0, torch.tensor([[[0.1, 0.3]], [[0.1, 0.3]]]), torch.tensor([3, 5]))
-    report = arm.measure_arm(exact)
+    report = arm.measure_arm(exact).model_dump()
     assert exact.tokens == 8
-    assert exact.measure_exact()["text_losses"] == [1, 2]
+    assert exact.measure_exact().text_losses == [1, 2]
     assert report["perplexity"] == pytest.approx(math.exp(1.775))
     assert report["perplexity_increase"] == pytest.approx(math.expm1(0.275))
     assert report["output_error"] == pytest.approx(0.5), "1 of 2"
@@ -62,8 +61,8 @@ def test_an_arm_beside_the_exact_model():
 def test_without_samples_or_a_second_text_there_is_no_figure():
     exact = measured([[1.0, 1.0, 1.0, 1.0]])
     report = measured([[1.0, 1.0, 1.0, 2.0]], exact=2.0).measure_arm(exact)
-    assert report["attention_kl"] is None
-    assert set(report["standard_error"].values()) == {None}
+    assert report.attention_kl is None
+    assert set(report.standard_error.values()) == {None}
 
 
 def test_a_text_that_ends_before_a_bucket_has_no_weight_in_it():
@@ -74,7 +73,7 @@ def test_a_text_that_ends_before_a_bucket_has_no_weight_in_it():
             metrics.add_losses(torch.full((1, length), loss))
             output = torch.ones(1, 2 + length, 1)
             metrics.add_output(0, output, output)
-    first, second = arm.measure_arm(exact)["by_length"]
-    assert first["perplexity_increase"] == pytest.approx(math.expm1(0.3))
-    assert second["perplexity_increase"] == pytest.approx(math.expm1(0.1))
-    assert second["standard_error"]["perplexity_increase"] is None, "a single text is left"
+    first, second = arm.measure_arm(exact).by_length
+    assert first.perplexity_increase == pytest.approx(math.expm1(0.3))
+    assert second.perplexity_increase == pytest.approx(math.expm1(0.1))
+    assert second.standard_error["perplexity_increase"] is None, "a single text is left"

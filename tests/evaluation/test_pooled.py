@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from support.command_line import only_error
 from support.models import save_tiny
+from support.reports import evaluate
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.evaluation.arms import BASELINES, build_arms
-from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data
 
@@ -89,4 +90,4 @@ def test_names_are_unique_beside_those_of_pooled_arms(mine, tmp_path):
     artifact = Artifact.open(mine)
     taken = Artifact.open(shutil.copytree(mine, tmp_path / "mine+pooled"))
     arms = build_arms([artifact, taken], artifact.geometry, find("demo"), baselines=(), pooled=True)
-    assert len({arm.name for arm in arms}) == len(arms) == 6
+    assert len({each.arm.name for each in arms}) == len(arms) == 6

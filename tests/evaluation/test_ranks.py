@@ -6,13 +6,13 @@ import pytest
 from support.induction import save_induction
 from support.jobs import job
 from support.ranks import Beside, silent
+from support.reports import evaluate
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.job import Evaluation, identify
 from rotationzoo.evaluation.judged_text import judged_text
-from rotationzoo.evaluation.sharing import identify
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.ranks import joined

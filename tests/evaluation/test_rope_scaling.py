@@ -9,6 +9,7 @@ import pytest
 import transformers
 from support.engine_artifacts import exported
 from support.models import save_tiny
+from support.reports import evaluate
 
 from rotationzoo import RotatedCache
 from rotationzoo.calibration.job import calibrate
@@ -17,8 +18,8 @@ from rotationzoo.checks.membership import Candidate, check_membership
 from rotationzoo.engines.absorb import absorb
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import settle_rope_scaling
-from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import load_config
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import find

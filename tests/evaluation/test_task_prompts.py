@@ -4,11 +4,11 @@ import pytest
 import torch
 from support.models import save_family
 from support.places import ROOT
+from support.reports import evaluate
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.prompts import plan_tasks
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
 from rotationzoo.recall.prompts import QUOTE, TASKS

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+from support.reports import recall
 
-from rotationzoo.evaluation.tasks.verdict import compare_answers, judge_answers
+from rotationzoo.evaluation import verdict
 from rotationzoo.evaluation.verdict import sign_flip
 
 
@@ -16,9 +17,17 @@ def answered(correct: str, shift: float = 0.0, wobble: float = 0.01) -> dict:
     logs = [-2.0 + shift + wobble * (i % 2) for i in range(len(correct))]
     half = len(correct) // 2
     return {
-        "needles": {"correct": correct[:half], "log_probabilities": logs[:half]},
-        "copy": {"correct": correct[half:], "log_probabilities": logs[half:]},
+        "needles": recall(correct[:half], logs[:half]),
+        "copy": recall(correct[half:], logs[half:]),
     }
+
+
+def compare_answers(*given) -> dict:
+    return verdict.compare_answers(*given).model_dump()
+
+
+def judge_answers(*given) -> dict:
+    return verdict.judge_answers(*given).model_dump()
 
 
 def test_whole_prompts_are_flipped():
@@ -65,8 +74,8 @@ def test_equal_arms_are_seldom_told_apart_though_a_prompts_questions_fail_togeth
 def test_log_probabilities_are_compared_by_prompts():
     """Three prompts of two, two and four questions: the standard error is that of their means."""
     logs = [-1.0, -2.0, -3.0, -3.0, -4.0, -4.0, -5.0, -5.0]
-    zeros = {"copy": {"correct": "0" * 8, "log_probabilities": [0.0] * 8}}
-    first = {"copy": {"correct": "0" * 8, "log_probabilities": logs}}
+    zeros = {"copy": recall("0" * 8, [0.0] * 8)}
+    first = {"copy": recall("0" * 8, logs)}
     paired = compare_answers(first, zeros, [2, 2, 4])
     assert paired["log_probability_difference"] == pytest.approx(-27 / 8)
     squares = [(0.25, -1.5), (0.25, -3.0), (0.5, -4.5)]
@@ -86,10 +95,10 @@ def test_answers_decide_before_log_probabilities():
         "less likely": answered("1" * 32, shift=-1.0, wobble=0.02),
         "same": answered("1" * 31 + "0"),
     }
-    verdict = judge_answers(arms, ["mine"], [1] * 32)
-    outcomes = {row["other"]: row["outcome"] for row in verdict["comparisons"]}
+    judged = judge_answers(arms, ["mine"], [1] * 32)
+    outcomes = {row["other"]: row["outcome"] for row in judged["comparisons"]}
     assert outcomes == {"fewer": "more", "less likely": "likelier", "same": "unclear"}
-    line, method = verdict["words"]
+    line, method = judged["words"]
     assert line.startswith("mine: answers clearly more than fewer (100% beside 50%, p 0.00012, -1")
     assert "; gives right answers clearly more probability than less likely (100% beside" in line
     assert "; no clear difference in answers from same (100% beside 97%, p 1, +0.00" in line
@@ -115,5 +124,5 @@ def test_p_values_are_corrected_for_all_tests():
 
 
 def test_without_artifacts_nothing_is_said():
-    verdict = judge_answers({"identity": answered("1010")}, [], [2, 2])
-    assert verdict["words"] == verdict["comparisons"] == []
+    judged = judge_answers({"identity": answered("1010")}, [], [2, 2])
+    assert judged["words"] == judged["comparisons"] == []

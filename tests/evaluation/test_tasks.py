@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.induction import save_induction
+from support.reports import evaluate
 
-from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.manifest import parse_manifest
+from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -18,12 +19,13 @@ from rotationzoo.cli.evaluate_view import suggest_next
 from rotationzoo.cli.options import parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.evaluation.job import Evaluation, evaluate
+from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recall.answers import Answers
 from rotationzoo.recall.prompts import TASKS
 from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.report.card import render_card
 from rotationzoo.zoo.regenerate import compare_rotations
 
 LENGTH, SHORT = 512, 352
@@ -129,9 +131,17 @@ def check_cells(score):
 
 def test_worse_answers_are_a_reason_not_to_publish(report):
     """As if the rotations of the artifact had been published, and no rotation were the new one."""
-    arms = {name: report["arms"][name] for name in ("identity", "mine")}
+    measured = Measured.model_validate(report)
+    published, new = measured.window.arms["mine"], measured.window.arms["identity"]
+    arms = {
+        "mine": published,
+        "identity": new.model_copy(update={"kind": "artifact", "artifact": "0" * 64}),
+    }
+    window = measured.window.model_copy(update={"arms": arms})
+    measured = measured.model_copy(update={"windows": [window]})
+    identities = "0" * 64, published.artifact
     with pytest.raises(RotationZooError, match="the new rotations of it answer worse"):
-        compare_rotations({**report, "arms": arms}, "it", Path("new"))
+        compare_rotations(measured, identities, "it", Path("new"))
 
 
 def test_an_exact_cache_answers_exactly_as_the_model_does(job):
@@ -161,25 +171,26 @@ def test_the_report_is_saved_and_shown_with_answers_first(report, job):
     summary = Artifact.open(folder).manifest.metrics.evaluation
     score = report["arms"]["mine"]["tasks"]["quote"]
     assert summary.arms["mine"].tasks["quote"].answered == score["answered"]
-    assert summary.exact_tasks["key-value"].questions == 8
+    assert summary.exact.tasks["key-value"].questions == 8
     page = (folder / "README.md").read_text()
-    share = f"{score['answered'] / 16:.0%}, {score['log_probability']:.2f}"
-    assert "| rotation | all | needles | quote |" in page
-    assert f"{share} |" in next(row for row in page.splitlines() if row.startswith("| mine |"))
-    assert page.index("| exact | ") < page.index("| rotation | perplexity |")
+    share = f"{score['answered'] / 16:.0%} {score['log_probability']:.1f}"
+    assert "| arm | needles | quote |" in page
+    rows = [row for row in page.splitlines() if row.startswith("| mine |")]
+    assert rows[1].endswith(f"| {share} |")
+    assert page.index("| exact | ") < page.index("| arm | perplexity |")
 
 
-def test_manifests_of_earlier_versions_hold_no_answers(report, job):
-    """An evaluation without tasks is still read, and its card shows none."""
+def test_an_evaluation_without_tasks_has_none_on_its_card(report, job):
     artifact = Artifact.open(job.artifacts[0])
     evaluation = json.loads(json.dumps(artifact.content["metrics"]["evaluation"]))
-    del evaluation["exact_tasks"]
-    for arm in evaluation["arms"].values():
-        del arm["tasks"]
+    for scores in (evaluation["exact"], *evaluation["arms"].values()):
+        scores |= {"tasks": {}, "all_tasks": None}
     content = artifact.content | {
         "metrics": artifact.content["metrics"] | {"evaluation": evaluation}
     }
-    assert "| exact |" not in render_card(parse_manifest(content, "the manifest"))
+    page = render_card(parse_manifest(content, "the manifest"))
+    assert "| exact |" not in page
+    assert "No questions about a context have been asked." in page
 
 
 def test_the_caches_are_a_stage_of_their_own(report, told):

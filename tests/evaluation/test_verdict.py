@@ -8,15 +8,21 @@ import pytest
 import torch
 from scipy import stats
 from support.models import save_tiny
+from support.reports import arm, exact
 
-from rotationzoo.artifact.card import render_card
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.evaluation.verdict import holm, judge
+from rotationzoo.evaluation.verdict import holm, judge_window
 from rotationzoo.recipe import load, override
+from rotationzoo.report.card import render_card
 
 TEXTS = 12
+
+
+def judge(losses: dict[str, list[float]], judged: list[str], tokens: list[int]) -> dict:
+    arms = {name: arm(name, each) for name, each in losses.items()}
+    return judge_window(arms, judged, exact(tokens)).model_dump()
 
 
 def drawn_losses(**shifts: float) -> dict[str, list[float]]:

@@ -11,6 +11,7 @@ import torch
 from support import architectures
 from support.architectures import families
 from support.models import save_family
+from support.reports import evaluate
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.job import calibrate
@@ -20,8 +21,8 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.job import Evaluation
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import centering, loading
 from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import (

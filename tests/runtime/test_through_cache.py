@@ -8,14 +8,14 @@ from support import architectures
 from support.float64 import CLOSE, to_float64
 from support.induction import save_induction
 
-from rotationzoo.cli.answers_view import explain_answers
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.evaluation.arms import build_baselines
 from rotationzoo.evaluation.job import Evaluation, evaluate
-from rotationzoo.evaluation.tasks.settings import TaskSettings
+from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
-from rotationzoo.runtime.through_cache import ThroughCache
+from rotationzoo.report.conditions import describe_recall
+from rotationzoo.runtime.through_cache import ThroughCache, real_arm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
@@ -60,14 +60,14 @@ def job(tmp_path_factory):
     )
 
 
-def test_recall_tasks_agree_with_the_simulation(job, capsys):
+def test_recall_tasks_agree_with_the_simulation(job):
     chunked = replace(job, prefill_chunk=128)
-    jobs = chunked, replace(chunked, real_cache=True)
-    simulated, real = (evaluate(each, through=ThroughCache) for each in jobs)
+    both = [evaluate(replace(chunked, real_cache=real)) for real in (False, True)]
+    for measured, cache in zip(both, ("a simulated 2-bit", "a cache that stores 2"), strict=True):
+        (said,) = describe_recall(measured)
+        assert f"reads quantized from {cache}" in said
+    simulated, real = (measured.report() for measured in both)
     assert (simulated["real_cache"], real["real_cache"]) == (False, True)
-    for report, cache in ((simulated, "a simulated 2-bit cache"), (real, "a cache that stores 2")):
-        explain_answers(report)
-        assert f"reads quantized from {cache}" in capsys.readouterr().out
     assert list(real["arms"]) == ["identity", "hadamard", "random", "kivi"]
     for name, arm in real["arms"].items():
         score, expected = arm["tasks"]["quote"], simulated["arms"][name]["tasks"]["quote"]
@@ -84,4 +84,4 @@ def test_what_a_real_cache_does_not_store_is_refused(job):
         with pytest.raises(UsageError, match="stores keys and values of all layers"):
             evaluate(replace(job, real_cache=True, **changes))
     with pytest.raises(RotationZooError, match="turboquant is only simulated"):
-        ThroughCache(None, type("Arm", (), {"name": "turboquant"})(), CacheLayout())
+        real_arm(type("Arm", (), {"name": "turboquant"})())

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from support.damage import refused
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import is_remembered, remember
 from rotationzoo.linalg.compositions import (
     ORTHOGONAL,
     ORTHOGONAL_IMPORTED,
     is_orthogonal,
     orthogonality_error,
 )
+from rotationzoo.writer import is_remembered, remember
 
 FACTORS = {"doubled": 2.0, "zero": 0.0, "slightly": 1.0001}
 ROTATIONS = "rotations.safetensors"

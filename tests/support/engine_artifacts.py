@@ -9,16 +9,16 @@ import torch
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import folded_rotations
-from rotationzoo.artifact.writer import write_artifact
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export
 from rotationzoo.engines.payload import Request
-from rotationzoo.evaluation.pooled import pooled_rotations
+from rotationzoo.evaluation.arms import pooled_rotations
 from rotationzoo.linalg.moments import average
 from rotationzoo.model.geometry import Layer, cached_layers, geometry_json, geometry_of
 from rotationzoo.recipe import Recipe
+from rotationzoo.writer import write_artifact
 from support import architectures
 from support import engine_readers as engines
 

@@ -11,12 +11,14 @@ import torch
 
 from rotationzoo.artifact.manifest import STATISTICS
 from rotationzoo.artifact.store import EVALUATION, Artifact
-from rotationzoo.artifact.writer import add_files, library_versions, write_artifact
 from rotationzoo.calibration.fit import fit
 from rotationzoo.model.geometry import Layer, geometry_json
 from rotationzoo.recipe import PRESETS
 from rotationzoo.rotations import Rotation
+from rotationzoo.writer import add_files, library_versions, write_artifact
 
+OF_ARTIFACT = "0123456789abcdef" * 4
+"""Stands in an evaluation for the identity of the artifact that it is stored in."""
 BASELINES = "identity", "hadamard", "random", "kivi"
 _RANGES = [(512, 1024), (1024, 2048), (2048, 4096)]
 _DEPTHS = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)]
@@ -35,8 +37,6 @@ class Made:
     fingerprint: str = "0" * 64
     clips: bool = False
     """Whether the clip ratios of heads differ: 0.5, 0.6, ..."""
-    old: bool = False
-    """Whether to leave out what earlier versions did not measure."""
 
 
 def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
@@ -89,18 +89,25 @@ def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
 
 def store_evaluation(folder: Path, evaluation: dict) -> None:
     """Put an evaluation into an artifact, as `evaluate --save` does."""
-    added = {EVALUATION: json.dumps(evaluation).encode()}
-    add_files(Artifact.open(folder), added, {})
+    artifact = Artifact.open(folder)
+    text = json.dumps(evaluation).replace(OF_ARTIFACT, artifact.identity)
+    add_files(artifact, {EVALUATION: text.encode()}, {})
 
 
 def make_evaluation(made: Made) -> dict:
     """The content of `evaluation.json`: the more to the right an arm stands, the more it costs."""
     names = [made.arm, *BASELINES]
-    arms = {name: _make_arm(made, number) for number, name in enumerate(names, 1)}
-    verdict = {"words": [f"{made.arm}: answers clearly more than identity"], "texts": 2}
+    arms = {name: make_arm(made, name, number) for number, name in enumerate(names, 1)}
+    verdict = {
+        "texts": 2,
+        "words": [f"{made.arm}: answers clearly more than identity"],
+        "level": 0.05,
+        "comparisons": [],
+        "answers": None,
+        "feedback": [],
+    }
     window = {"sink": 64, "recent": 256, "arms": arms, "verdict": verdict}
     return {
-        "own_arm": made.arm,
         "model": made.model,
         "revision": None,
         "weights_fingerprint": "3" * 64,
@@ -112,24 +119,52 @@ def make_evaluation(made: Made) -> dict:
         },
         "tokens": 7000,
         "format": "sglang",
-        "tasks": {"names": ["needles"], "lengths": [4096], "questions": 96},
+        "first_position": 320,
+        "sides": ["key", "value"],
+        "layers": list(made.layers),
+        "real_cache": False,
+        "prefill_chunk": None,
+        "prefill_layout": None,
+        "rope_scaling": None,
+        "notes": [],
+        "tasks": {
+            "names": ["needles"],
+            "lengths": [4096],
+            "questions": 96,
+            "first": 64,
+            "recent": 256,
+        },
         "exact": {
             "perplexity": 3.5,
             "by_length": [],
+            "text_tokens": [3500, 3500],
+            "text_losses": [1.25, 1.25],
             "tasks": {},
-            "all_tasks": _make_summary(made, 0),
+            "all_tasks": _make_recall(made, 0),
         },
         "windows": [window],
     }
 
 
-def _make_arm(made: Made, number: int) -> dict:
+def make_arm(made: Made, name: str, number: int) -> dict:
+    """One arm: of the artifact where it bears its name, and otherwise a baseline."""
     cost = 0.01 * number
+    of_artifact = name not in BASELINES
     buckets = []
     for start, end in _RANGES:
-        measures = {"perplexity_increase": cost * start / 512, "attention_kl": cost / 3}
+        measures = {
+            "perplexity_increase": cost * start / 512,
+            "attention_kl": cost / 3,
+            "output_error": cost * 2,
+            "standard_error": {},
+        }
         buckets.append({"from": start, "to": end, "perplexity": 3.6, **measures})
     return {
+        "name": name,
+        "kind": "artifact" if of_artifact else "baseline",
+        "rounding": "nearest",
+        "artifact": OF_ARTIFACT if of_artifact else None,
+        "pooled": False,
         "perplexity": 3.5 * (1 + cost),
         "perplexity_increase": cost,
         "attention_kl": cost / 3,
@@ -138,8 +173,10 @@ def _make_arm(made: Made, number: int) -> dict:
         "by_length": buckets,
         "by_layer": [_make_layer(made, layer, cost) for layer in made.layers],
         "tasks": {},
-        "all_tasks": _make_summary(made, number),
+        "all_tasks": _make_recall(made, number),
+        "text_losses": [1.25 + cost, 1.25 + cost],
         "bits_per_element": 2.53,
+        "bits_at_length": 3.5,
     }
 
 
@@ -147,17 +184,16 @@ def _make_layer(made: Made, layer: int, cost: float) -> dict:
     heads = range(made.heads)
     kl = [cost * (1 + layer) * math.exp(0.2 * head) for head in heads]
     figures = {"layer": layer, "output_error": cost * 2, "attention_kl": sum(kl) / made.heads}
-    if not made.old:
-        figures["heads"] = {
-            "attention_kl": kl,
-            "output_error": [2 * value for value in kl],
-            "key_row_range": [4 + 30 * cost + 0.1 * head for head in heads],
-            "value_row_range": [None if head else 3 + 30 * cost for head in heads],
-        }
+    figures["heads"] = {
+        "attention_kl": kl,
+        "output_error": [2 * value for value in kl],
+        "key_row_range": [4 + 30 * cost + 0.1 * head for head in heads],
+        "value_row_range": [None if head else 3 + 30 * cost for head in heads],
+    }
     return figures
 
 
-def _make_summary(made: Made, number: int) -> dict:
+def _make_recall(made: Made, number: int) -> dict:
     cells = []
     for distance, (start, end) in enumerate(_RANGES):
         for depth, (top, bottom) in enumerate(_DEPTHS):
@@ -175,10 +211,12 @@ def _make_summary(made: Made, number: int) -> dict:
                     "log_probability": -0.1 * number,
                 }
             )
-    summary = {
+    return {
         "answered": sum(cell["answered"] for cell in cells),
         "questions": sum(cell["questions"] for cell in cells),
         "log_probability": -0.1 * number,
         "standard_error": {"answered": 0.01 * number},
+        "by_distance": [],
+        "by_depth": [],
+        "by_cell": cells,
     }
-    return summary if made.old else {**summary, "by_cell": cells}

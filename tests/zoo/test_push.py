@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from support.hubs.calls import Fault
 from support.published import ZOO, ok, refused
+from support.reports import summary
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli import progress_bar
 from rotationzoo.progress import Bytes
 from rotationzoo.storage import growth
+from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.huggingface import HuggingFace
 
@@ -192,19 +193,12 @@ def test_a_download_tells_how_much_has_arrived(tmp_path, monkeypatch):
 def test_an_index_has_the_figures_of_the_artifact_and_not_of_a_baseline(zoo, made, tmp_path):
     """Also once it is read again, when the arms of its evaluation are sorted by name."""
     artifact = Artifact.open(shutil.copytree(made, tmp_path / "made"))
-    task = {"answered": 7, "questions": 8, "log_probability": -0.5}
-    costs = {"perplexity_increase": 0.5, "attention_kl": None, "output_error": 0.5}
-    arms = {
-        "made": {**costs, "perplexity_increase": 0.01, "tasks": {"needles": task, "copy": task}},
-        "hadamard": {**costs, "tasks": {"needles": {**task, "answered": 1}}},
-    }
-    evaluated = {"text": "x", "tokens": 9, "perplexity": 2.0, "format": "sglang", "arms": arms}
-    summary = {**evaluated, "sink": 64, "recent": 256}
-    add_files(artifact, {"evaluation.json": b"{}"}, {"evaluation": summary})
+    evaluation = summary({"made": 14, "hadamard": 1}, artifact.identity, {"needles": 16})
+    add_files(artifact, {"evaluation.json": b"{}"}, {"evaluation": evaluation})
     ok(zoo.run("push", artifact.folder, ZOO, "--json"))
     (listed,) = ok(zoo.run("list", "--repo", ZOO, "--json"))["entries"]
     assert list(listed["evaluation"]["arms"]) == ["hadamard", "made"]
     bits = listed["summary"].pop("bits_per_element")
     # Measured by `plan` from the model's shape: 388.0625 bytes a token of 1,024 elements.
     assert bits == pytest.approx(388.0625 * 8 / 1024, abs=1e-4)
-    assert listed["summary"] == {"answered": 14, "questions": 16, "perplexity_increase": 0.01}
+    assert listed["summary"] == {"answered": 14, "questions": 16, "perplexity_increase": 0.5}

@@ -4,32 +4,34 @@ perplexity."""
 from pathlib import Path
 
 import pytest
+from support import reports
 
+from rotationzoo.artifact.measured import Measured, MeasuredArm, Window
 from rotationzoo.errors import RotationZooError
 from rotationzoo.zoo.regenerate import compare_rotations
 
 QUESTIONS = 32
 
 
-def arm(answered: int, log_probability: float = -2.0, loss: float = 3.0) -> dict:
+def arm(answered: int, log_probability: float = -2.0, loss: float = 3.0) -> MeasuredArm:
     """An arm of a report with `QUESTIONS` questions and four texts, all with a little noise."""
     noise = [0.001 * (i % 3) for i in range(QUESTIONS)]
     logs = [log_probability * (1 + each) for each in noise]
     correct = "1" * answered + "0" * (QUESTIONS - answered)
-    return {
-        "tasks": {"copy": {"correct": correct, "log_probabilities": logs}},
-        "text_losses": [loss * (1 + each) for each in noise[:4]],
-    }
+    losses = [loss * (1 + each) for each in noise[:4]]
+    return reports.arm("some", losses, tasks={"copy": reports.recall(correct, logs)})
 
 
-def report(new: dict, published: dict, prompts: int = QUESTIONS) -> dict:
-    sizes = [QUESTIONS // prompts] * prompts
-    exact = {"tasks": {"copy": {"prompts": sizes}}, "text_tokens": [100] * 4}
-    return {"arms": {"new": new, "published": published, "identity": arm(0)}, "exact": exact}
-
-
-def compare(new: dict, published: dict) -> dict:
-    return compare_rotations(report(new, published), "someone/model", Path("new"))
+def compare(new: MeasuredArm, published: MeasuredArm) -> dict:
+    """The new rotations stand last, because nothing is to be read from the order of arms."""
+    made = {"identity": arm(0)}
+    for name, each in (("published", published), ("new", new)):
+        about = {"name": name, "kind": "artifact", "artifact": name}
+        made[name] = each.model_copy(update=about)
+    window = Window.model_construct(arms=made)
+    exact = reports.exact([100] * 4, {"copy": [1] * QUESTIONS})
+    measured = Measured.model_construct(windows=[window], exact=exact)
+    return compare_rotations(measured, ("new", "published"), "someone/model", Path("new"))
 
 
 def test_fewer_answers_are_refused_although_the_perplexity_is_better():
@@ -56,8 +58,7 @@ def test_perplexity_decides_where_answers_do_not():
 
 def test_without_questions_perplexity_decides_alone():
     new, published = arm(0, loss=3.1), arm(32)
-    for each in (new, published):
-        each["tasks"] = {}
+    new, published = (each.model_copy(update={"tasks": {}}) for each in (new, published))
     with pytest.raises(RotationZooError, match="perplexity"):
         compare(new, published)
     assert compare(published, new)["answers"] is None

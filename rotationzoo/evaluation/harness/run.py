@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rotationzoo.artifact.measured import HarnessRecord, HarnessScore
 from rotationzoo.errors import as_unavailable
 from rotationzoo.evaluation.forward import Trial
-from rotationzoo.evaluation.harness.answers import keep_answers
-from rotationzoo.evaluation.harness.isolation import SEED, isolated
-from rotationzoo.evaluation.harness.measures import TaskMeasures, measure_tasks, pair_with_exact
-from rotationzoo.evaluation.harness.tasks import HarnessSettings
+from rotationzoo.evaluation.harness.scores import pair_with_exact, score_tasks
+from rotationzoo.evaluation.harness.tasks import SEED, HarnessSettings, isolated
 from rotationzoo.progress import Progress
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
-from rotationzoo.words import counted
+from rotationzoo.words import counted, percent
 
 if TYPE_CHECKING:
     from rotationzoo.evaluation.harness.model import HarnessModel
@@ -28,54 +27,33 @@ _RESAMPLES = 1000  # for the standard errors of metrics that have none in closed
 
 @dataclass(frozen=True)
 class HarnessMeasures:
-    """What the exact model and every arm answered: task -> metric -> value."""
+    """The scores of the exact model and of every arm, by task."""
 
-    version: str
-    """The version of lm-evaluation-harness."""
-    settings: HarnessSettings
-    exact: dict[str, TaskMeasures]
-    arms: dict[tuple[CacheLayout, str], dict[str, TaskMeasures]]
+    record: HarnessRecord
+    exact: dict[str, HarnessScore]
+    arms: dict[tuple[CacheLayout, str], dict[str, HarnessScore]]
     """Keyed by cache and name of the arm."""
 
-    def add_to(self, report: dict[str, Any], trial: Trial) -> None:
-        """Add the measures to a report of `evaluate`: to its exact model and to each arm."""
-        report["harness"] = {
-            "version": self.version,
-            "tasks": list(self.settings.tasks),
-            "limit": self.settings.limit,
-            "chat": self.settings.chat,
-        }
-        report["exact"]["harness"] = self.exact
-        report["notes"] += _notes_of_exact_model(self.exact)
-        for cache, window in zip(trial.caches, report["windows"], strict=True):
-            for name, arm in window["arms"].items():
-                arm["harness"] = self.arms[cache, name]
-            report["notes"] += _notes(cache, next(iter(window["arms"].values()))["harness"])
-
-
-def _notes_of_exact_model(tasks: dict[str, TaskMeasures]) -> list[str]:
-    """Notes on metrics that are 0 already for the exact model."""
-    notes = []
-    for name, measures in tasks.items():
-        if nothing := [metric for metric in measures["standard_error"] if measures[metric] == 0]:
-            notes.append(
-                f"the exact model itself scores 0 on {name} ({', '.join(nothing)}): no arm can "
-                "lose anything there, and the scores of arms say nothing about the cache"
-            )
-    return notes
-
-
-def _notes(cache: CacheLayout, tasks: dict[str, TaskMeasures]) -> list[str]:
-    """Notes on tasks whose questions are mostly too short to read anything in 2 bits."""
-    notes = []
-    for name, measures in tasks.items():
-        share = measures.get("past_windows", 1)
-        if share < _MOST:
-            notes.append(
-                f"{name} says little about this cache: {share:.0%} of its rows are longer than the "
-                f"{counted(cache.first_quantized, 'token')} that are read exactly"
-            )
-    return notes
+    def notes(self, trial: Trial) -> list[str]:
+        """Notes on metrics that are 0 already for the exact model, and on tasks whose questions are
+        mostly too short to read anything in 2 bits."""
+        notes = []
+        for name, score in self.exact.items():
+            if nothing := [metric for metric, value in score.metrics.items() if value == 0]:
+                notes.append(
+                    f"the exact model itself scores 0 on {name} ({', '.join(nothing)}): no arm can "
+                    "lose anything there, and the scores of arms say nothing about the cache"
+                )
+        for cache in trial.caches:
+            for name, score in self.arms[cache, trial.arms[0].name].items():
+                share = score.past_windows
+                if share is not None and share < _MOST:
+                    exact = counted(cache.first_quantized, "token")
+                    notes.append(
+                        f"{name} says little about this cache: {percent(share)} of its rows are "
+                        f"longer than the {exact} that are read exactly"
+                    )
+        return notes
 
 
 class HarnessRun:
@@ -84,8 +62,8 @@ class HarnessRun:
     def __init__(self, model: "HarnessModel", tasks: dict[str, Any], settings: HarnessSettings):
         self.model, self.tasks, self.settings = model, tasks, settings
 
-    def answer(self, cache: CacheLayout | None) -> tuple[dict[str, Any], dict[str, TaskMeasures]]:
-        """What the harness returns, and the measures made of it. `cache` is the one that is
+    def answer(self, cache: CacheLayout | None) -> tuple[dict[str, Any], dict[str, HarnessScore]]:
+        """What the harness returns, and its scores. `cache` is the one that is
         simulated; None for the exact model."""
         from lm_eval.evaluator import evaluate
 
@@ -104,12 +82,8 @@ class HarnessRun:
                 apply_chat_template=self.settings.chat,
                 fewshot_as_multiturn=self.settings.chat,
             )
-        measured = measure_tasks(results, self.model.rows, cache)
-        for name, measures in measured.items():
-            samples = results["samples"].get(name, [])
-            if answers := keep_answers(samples, self.settings.answers):
-                measures["answers"] = answers
-        return results, measured
+        kept = self.settings.answers
+        return results, score_tasks(results, self.model.rows, cache, kept)
 
 
 def run_harness(
@@ -134,7 +108,7 @@ def run_harness(
     asked.reader = "exact"
     exact_results, exact = run.answer(None)
     asked.reads_simulation = True
-    arms: dict[tuple[CacheLayout, str], dict[str, TaskMeasures]] = {}
+    arms: dict[tuple[CacheLayout, str], dict[str, HarnessScore]] = {}
     for cache, arm in product(trial.caches, trial.arms):
         asked.reader = arm.name
         if trial.through:
@@ -142,7 +116,12 @@ def run_harness(
         simulation = Simulation(arm, cache, trial.geometry, set(trial.layers), trial.sides)
         running = nullcontext() if trial.through else simulation.running(model)
         with running:
-            results, measures = run.answer(cache)
-        pair_with_exact(measures, results, exact_results)
-        arms[cache, arm.name] = measures
-    return HarnessMeasures(lm_eval.__version__, settings, exact, arms)
+            results, scores = run.answer(cache)
+        arms[cache, arm.name] = pair_with_exact(scores, results, exact_results)
+    record = HarnessRecord(
+        version=lm_eval.__version__,
+        tasks=list(settings.tasks),
+        limit=settings.limit,
+        chat=settings.chat,
+    )
+    return HarnessMeasures(record, exact, arms)

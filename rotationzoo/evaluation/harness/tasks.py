@@ -1,20 +1,27 @@
-"""The harness' tasks: found by name, and loaded with their data before any weights are fetched."""
+"""The harness' tasks: found by name, and loaded with their data before any weights are fetched; and
+its code, run without its side effects: printing, random seeds, processes."""
 
 import difflib
 import json
-from collections.abc import Sequence
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, UsageError, first_sentence
-from rotationzoo.evaluation.harness.isolation import isolated
 from rotationzoo.network.huggingface_session import asking_huggingface
 
 INSTALL = "pip install 'lm-eval[ruler]>=0.4.12'"
+SEED = 1234  # the harness' own default
+_ONE_PROCESS = "DISABLE_MULTIPROC"  # read by the harness
 _NEAREST = 5  # names in a hint
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -155,3 +162,52 @@ def _check_task(name: str, task: Any) -> None:
             f"the harness' task {name} shows images, and only text is evaluated",
             hint="leave it out",
         )
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Inside the block, nothing is printed, random generators start from `SEED`, and no processes
+    are forked. Afterwards everything is as it was before."""
+    with _hushed(), _seeded(), _in_one_process():
+        yield
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Inside the block, what is printed goes nowhere: the harness prints, and draws bars."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Inside the block, the global random generators start from `SEED`: tasks that make their own
+    prompts make the same ones in every run."""
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            random.seed(SEED)
+            np.random.seed(SEED)
+            torch.manual_seed(SEED)
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    """Inside the block, the harness resamples in this process. Otherwise it would fork, and a
+    process that holds a GPU must not."""
+    before = os.environ.get(_ONE_PROCESS)
+    os.environ[_ONE_PROCESS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ONE_PROCESS]
+        if before is not None:
+            os.environ[_ONE_PROCESS] = before

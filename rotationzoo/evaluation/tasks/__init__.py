@@ -1,5 +1,5 @@
 """Recall tasks inside an evaluation: what the model answers exactly, and through each arm's cache.
 
-`settings` holds what the user chose, `prompts` writes the questions, `answering` asks them,
-`scores` computes the figures, and `verdict` compares the arms.
+`prompts` writes the questions that the user chose, `answering` asks them, and `scores` computes the
+figures.
 """

@@ -1,82 +1,33 @@
 """The score of answers to recall questions: how many are right, and how probable the right ones
-are."""
+are; of the exact model and of every arm, task by task."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import TypedDict
 
 import torch
 
-from rotationzoo.evaluation.buckets import Buckets
-from rotationzoo.evaluation.measures import Range
+from rotationzoo.artifact.measured import (
+    CellScore,
+    DepthScore,
+    DistanceScore,
+    Errors,
+    ExactLengthScore,
+    ExactTaskRecall,
+    LengthScore,
+    RecallDetails,
+    Score,
+    TaskRecall,
+)
+from rotationzoo.evaluation.metrics import Buckets
+from rotationzoo.evaluation.tasks.answering import ExactAnswers, TaskAnswers
 from rotationzoo.evaluation.tasks.prompts import Series
 from rotationzoo.linalg.paired import weighted_mean
 from rotationzoo.recall.answers import Answers
+from rotationzoo.simulation.layout import CacheLayout
 
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DECIMALS = 6  # of the log probabilities that are kept for every question
-
-
-# These types are the JSON of `evaluate`. Other programs rely on their keys.
-class Score(TypedDict):
-    """How some questions were answered."""
-
-    answered: int
-    """Questions whose greedy answer is exactly right."""
-    questions: int
-    log_probability: float
-    """Of the whole right answer, in nats; the mean over questions."""
-
-
-class ScoreErrors(TypedDict):
-    """Standard errors over prompts of the share answered and of the mean log probability; None if
-    there is only one prompt."""
-
-    answered: float | None
-    log_probability: float | None
-
-
-class DistanceScore(Range, Score):
-    """The questions whose statements lie so many tokens before their answers."""
-
-
-Depths = TypedDict("Depths", {"from": float, "to": float})
-"""A part of a prompt: 0 is its start, 1 its end."""
-
-
-class DepthScore(Depths, Score):
-    """The questions whose statements lie in this part of their prompts."""
-
-
-class CellScore(Score):
-    """The questions of prompts of one length, in one bucket of distances and one of depths."""
-
-    length: int
-    """Tokens of the prompts."""
-    distance_from: int
-    distance_to: int
-    depth_from: float
-    depth_to: float
-
-
-class Summary(Score):
-    """How the questions of one or several tasks were answered."""
-
-    standard_error: ScoreErrors
-    by_distance: list[DistanceScore]
-    by_depth: list[DepthScore]
-    by_cell: list[CellScore]
-    """By length, distance and depth at once; only cells that have questions."""
-
-
-class Records(TypedDict):
-    """What was answered to each question, in the order of prompts."""
-
-    correct: str
-    """A digit for each question: 1 if it was answered."""
-    log_probabilities: list[float]
-
 
 Reply = tuple[Series, Answers]
 """The prompts of one task and length, and the answers to all of their questions."""
@@ -118,33 +69,37 @@ class Scorer:
     def score(self, among: torch.Tensor | None = None) -> Score:
         """The score of all questions, or of those `among` selects, `[questions]`."""
         selected = torch.ones_like(self.correct) if among is None else among
-        return {
-            "answered": int(self.correct[selected].sum()),
-            "questions": int(selected.sum()),
-            "log_probability": self.log_probability[selected].mean().item(),
-        }
+        return Score(
+            answered=int(self.correct[selected].sum()),
+            questions=int(selected.sum()),
+            log_probability=self.log_probability[selected].mean().item(),
+        )
 
-    def summarize(self) -> Summary:
+    def recall(self) -> RecallDetails:
         """The score with its standard errors; by distance and by depth, and by both and length."""
-        by_distance: list[DistanceScore] = []
+        by_distance = []
         for (low, high), among in self._distances():
-            by_distance.append({"from": low, "to": high, **self.score(among)})
-        by_depth: list[DepthScore] = []
+            by_distance.append(DistanceScore(from_=low, to=high, **dict(self.score(among))))
+        by_depth = []
         for (begin, end), among in self._depths():
-            by_depth.append({"from": begin, "to": end, **self.score(among)})
-        return {
-            **self.score(),
-            "standard_error": self._standard_errors(),
-            "by_distance": by_distance,
-            "by_depth": by_depth,
-            "by_cell": self._score_cells(),
-        }
+            by_depth.append(DepthScore(from_=begin, to=end, **dict(self.score(among))))
+        return RecallDetails(
+            **dict(self.score()),
+            standard_error=self._standard_errors(),
+            by_distance=by_distance,
+            by_depth=by_depth,
+            by_cell=self._score_cells(),
+        )
 
-    def records(self) -> Records:
-        """What was answered to each question."""
+    def task_recall(self, by_length: Sequence[LengthScore]) -> TaskRecall:
+        """The same of one task, with the answer to each question."""
         digits = map(str, self.correct.int().tolist())
-        logs = [round(value, _DECIMALS) for value in self.log_probability.tolist()]
-        return {"correct": "".join(digits), "log_probabilities": logs}
+        return TaskRecall(
+            **dict(self.recall()),
+            correct="".join(digits),
+            log_probabilities=[round(value, _DECIMALS) for value in self.log_probability.tolist()],
+            by_length=by_length,
+        )
 
     def _distances(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
         """The buckets of distances that have questions, and which these are, `[questions]`."""
@@ -161,24 +116,22 @@ class Scorer:
 
     def _score_cells(self) -> list[CellScore]:
         lengths = [(length, self.length == length) for length in self.length.unique().tolist()]
-        cells: list[CellScore] = []
+        cells = []
         for cell in product(lengths, self._distances(), self._depths()):
             (length, of_length), (distances, near), (depths, deep) = cell
             among = of_length & near & deep
             if among.any():
-                cells.append(
-                    {
-                        "length": length,
-                        "distance_from": distances[0],
-                        "distance_to": distances[1],
-                        "depth_from": depths[0],
-                        "depth_to": depths[1],
-                        **self.score(among),
-                    }
-                )
+                places = {
+                    "length": length,
+                    "distance_from": distances[0],
+                    "distance_to": distances[1],
+                    "depth_from": depths[0],
+                    "depth_to": depths[1],
+                }
+                cells.append(CellScore(**places, **dict(self.score(among))))
         return cells
 
-    def _standard_errors(self) -> ScoreErrors:
+    def _standard_errors(self) -> Errors:
         """Over prompts, because the questions of one prompt share its text."""
         questions = torch.bincount(self.prompt).double()
         errors = []
@@ -191,3 +144,59 @@ class Scorer:
 def _within(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """Which of the values lie from `low` up to, but not at, `high`."""
     return (values >= low) & (values < high)
+
+
+def score_arm(
+    answers: TaskAnswers, cache: CacheLayout, arm: str
+) -> tuple[dict[str, TaskRecall], RecallDetails | None]:
+    """The scores of an arm with one cache: of each task, and of all together."""
+    asked = [exact.series for exact in answers.asked]
+    replies = list(zip(asked, answers.arms[cache, arm], strict=True))
+    tasks: dict[str, TaskRecall] = {}
+    for task in dict.fromkeys(series.task for series in asked):
+        same = [(series, reply) for series, reply in replies if series.task == task]
+        lengths = [_score_length(reply) for reply in same]
+        tasks[task] = Scorer.of(same).task_recall(lengths)
+    return tasks, _recall_all(replies)
+
+
+def score_exact(
+    answers: TaskAnswers,
+) -> tuple[dict[str, ExactTaskRecall], RecallDetails | None]:
+    """The scores of the exact model: of each task, and of all that it can do together."""
+    tasks: dict[str, ExactTaskRecall] = {}
+    for task in dict.fromkeys(exact.series.task for exact in answers.exact):
+        tasks[task] = _score_task([exact for exact in answers.exact if exact.series.task == task])
+    asked = [(exact.series, exact.answers) for exact in answers.asked]
+    return tasks, _recall_all(asked)
+
+
+def _score_task(lengths: list[ExactAnswers]) -> ExactTaskRecall:
+    """The exact model's answers to the prompts of one task, of one length after another."""
+    done = [exact for exact in lengths if exact.can_do]
+    replies = [(exact.series, exact.answers) for exact in done or lengths]
+    questions = [prompt.questions for series, _ in replies for prompt in series.prompts]
+    scorer = Scorer.of(replies)
+    by_length = [_score_exact_length(exact) for exact in lengths]
+    return ExactTaskRecall(
+        **dict(scorer.task_recall(by_length)),
+        can_do=bool(done),
+        prompts=[len(asked) for asked in questions],
+        distances=scorer.distance.tolist(),
+    )
+
+
+def _score_length(reply: Reply) -> LengthScore:
+    return LengthScore(length=reply[0].length, **dict(Scorer.of([reply]).score()))
+
+
+def _score_exact_length(exact: ExactAnswers) -> ExactLengthScore:
+    return ExactLengthScore(
+        **dict(_score_length((exact.series, exact.answers))),
+        can_do=exact.can_do,
+        without_statements=Scorer.of([(exact.series, exact.blind)]).score(),
+    )
+
+
+def _recall_all(replies: list[Reply]) -> RecallDetails | None:
+    return Scorer.of(replies).recall() if replies else None

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rotationzoo.artifact.manifest import Sha256
 from rotationzoo.errors import RotationZooError, first_sentence
 from rotationzoo.network import limits
 from rotationzoo.storage import strict_json
-from rotationzoo.storage.strict_json import Strict
+from rotationzoo.storage.strict_json import Sha256, Strict
 from rotationzoo.zoo.signing.signer import Signer
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

@@ -11,8 +11,8 @@ from support.published import ZOO, ok, refused
 
 from rotationzoo import pull
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.writer import add_files
 from rotationzoo.errors import RotationZooError
+from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo.signed_index import IndexSigner, OwnIndex
 from rotationzoo.zoo.signing import verifier

@@ -1,1 +1,0 @@
-"""Self-contained HTML pages: one file each, with no request to anywhere."""

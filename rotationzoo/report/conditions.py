@@ -1,0 +1,106 @@
+"""How the figures of an evaluation were measured, and what they do not show, in the sentences that
+the terminal, the card and the pages share."""
+
+from collections.abc import Iterable
+
+from rotationzoo.artifact.measured import AboutArm, Conditions, Measured
+from rotationzoo.rotations import SIDES
+from rotationzoo.simulation.size import CONTEXT
+from rotationzoo.words import counted, numbers, sentence
+
+_ABOUT_FEEDBACK = (
+    "+feedback: the same rotations and the same bytes, but whoever writes the cache chooses the "
+    "codes of a row together, by the artifact's factors: RotatedCache does, while engines write "
+    "the nearest codes today"
+)
+_ABOUT_POOLED = (
+    "+pooled: one rotation per layer, fitted from the statistics pooled over KV heads, as "
+    "`export --pooled` writes it for engines that take no other"
+)
+_ABOUT_KIVI = (
+    "kivi is no rotation: whatever the format, 32 tokens of a key channel share a float16 scale, "
+    "and 32 channels of a value (arXiv 2402.02750)"
+)
+ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens included"
+
+
+def describe_arms(arms: Iterable[AboutArm]) -> list[str]:
+    """What some of the arms are, in words for those whose name does not say it."""
+    shown = list(arms)
+    about = []
+    if any(arm.name == "kivi" and arm.kind == "baseline" for arm in shown):
+        about.append(_ABOUT_KIVI)
+    if any(arm.rounding == "feedback" for arm in shown):
+        about.append(_ABOUT_FEEDBACK)
+    if any(arm.pooled for arm in shown):
+        about.append(_ABOUT_POOLED)
+    return about
+
+
+def describe_prefill(conditions: Conditions) -> str:
+    """How an evaluation was prefilled, in words that continue a sentence."""
+    if not conditions.prefill_chunk:
+        return ""
+    exact = "the sink and the recent tokens stay"
+    if conditions.prefill_layout == "server":
+        exact = "only the sink stays"
+    chunk = f"{conditions.prefill_chunk:,}"
+    return f", prefilled in chunks of {chunk} tokens between which {exact} exact"
+
+
+def describe_recall(measured: Measured) -> list[str]:
+    """What the figures of recall tasks are; nothing if no question was asked."""
+    recall = measured.exact.all_tasks
+    if recall is None:
+        return []
+    cache = "a cache that stores 2 bits" if measured.real_cache else "a simulated 2-bit cache"
+    return [
+        f"recall: {counted(recall.questions, 'question')} about statements hidden in "
+        f"{numbers(measured.tasks.lengths)} tokens, which every arm reads quantized from {cache}; "
+        "answered: share that is exactly right ± standard error over prompts; log probability: of "
+        "the right answer, in nats, also beside the shares; distance: tokens from statement to "
+        "answer"
+    ]
+
+
+def describe_harness(measured: Measured) -> list[str]:
+    """What the columns of the harness' tables mean; nothing if it asked nothing."""
+    if measured.harness is None:
+        return []
+    return [
+        f"Tasks: lm-evaluation-harness {measured.harness.version}, ±: its standard error",
+        "-lost +gained: questions beside the exact model's; p: McNemar's exact test",
+        "tokens, truncated: of generated answers, their mean length, and how many reached the "
+        "largest length",
+    ]
+
+
+def describe_conditions(measured: Measured) -> str:
+    """The format, the windows and the text of an evaluation, and what the columns say."""
+    window = measured.window
+    return (
+        f"Format {measured.format}; the first {window.sink} and the last {window.recent} tokens "
+        f"are exact{describe_prefill(measured)}. Perplexity of {measured.tokens:,} tokens in "
+        f"{counted(measured.text.rows, 'text')} ({measured.text.source}); the exact model's is "
+        f"{measured.exact.perplexity:.3f}. Answered: of all questions of the tasks that the exact "
+        "model can do, which need not answer all of them. Log probability: of the right answers, "
+        "the mean in nats. Perplexity: its increase over the exact model. Bits: per cached element "
+        f"at {CONTEXT:,} tokens, and here at {measured.text.length:,}, with scales, offsets and "
+        "the exact tokens. ±: standard errors over prompts and texts."
+    )
+
+
+def list_caveats(measured: Measured, layers: list[int]) -> list[str]:
+    """Sentences on what of a model with these cached `layers` was in 2 bits, on what the arms are,
+    and what else the evaluation noted."""
+    caveats = []
+    if set(measured.sides) != set(SIDES):
+        caveats.append(f"Only {measured.sides[0]}s were in 2 bits; the others stayed exact.")
+    exact = [str(layer) for layer in layers if layer not in measured.layers]
+    if measured.layers and exact:
+        caveats.append(f"Not all layers were in 2 bits: {', '.join(exact)} stayed exact.")
+    if len(measured.windows) > 1:
+        others = [f"{window.sink}/{window.recent}" for window in measured.windows[1:]]
+        caveats.append(f"Also evaluated, and not shown: windows {', '.join(others)}.")
+    caveats += [f"{about}." for about in describe_arms(measured.window.arms.values())]
+    return [*caveats, *map(sentence, measured.notes)]

@@ -1,0 +1,182 @@
+"""The report on an artifact: one page to decide by, and its pictures as files. A page is one HTML
+file with its style and its scripts inside."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
+from rotationzoo.report.arms import gather_arms
+from rotationzoo.report.charts import draw_png, draw_svg
+from rotationzoo.report.commands import name_in_commands
+from rotationzoo.report.figures import Figure, Section
+from rotationzoo.report.heads import describe_heads, describe_ranges
+from rotationzoo.report.origin import (
+    Badge,
+    describe_identity,
+    describe_making,
+    describe_memory,
+    describe_use,
+    validation_badge,
+)
+from rotationzoo.report.results import (
+    DECISION,
+    describe_decision,
+    describe_growth,
+    describe_needles,
+)
+from rotationzoo.report.spectra import describe_clips, describe_spectra
+from rotationzoo.storage import files
+
+_FOLDER = Path(__file__).parent
+_UNMEASURED = (
+    "Nothing has been measured of what these rotations keep and cost. To measure it and to see it "
+    "here, run: rotationzoo evaluate {} ARTIFACT --save"
+)
+_ON_CARD = {"answers": ANSWERS, "spectra-keys": SPECTRA}
+"""The pictures of the page that a card shows -> their files."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report shows of an artifact."""
+
+    model: str
+    recipe: str
+    identity: list[tuple[str, str]]
+    badges: list[Badge]
+    sections: list[Section]
+    version: str
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The pictures of all sections, in their order."""
+        return [figure for section in self.sections for figure in section.figures]
+
+    def html(self) -> str:
+        """The page, as one file."""
+        return render_page("report.html.jinja", report=self)
+
+
+def make_report(
+    artifact: Artifact, others: Sequence[Artifact] = (), signature: Badge | None = None
+) -> Report:
+    """A report from what is stored in an artifact, with the arms of `others` next to its own where
+    they were measured in the same way. No model is read. `signature`: what is known of it, which
+    is a matter of the zoo.
+
+    Raises `RotationZooError` for a damaged file.
+    """
+    arms = gather_arms(artifact, others)
+    model = artifact.manifest.model
+    decision = Section("decide", DECISION, [_UNMEASURED.format(name_in_commands(model))])
+    measured: list[Section] = []
+    format = None
+    if arms is not None:
+        format = arms.evaluation.format
+        decision = describe_decision(arms)
+        measured = [
+            describe_needles(arms),
+            describe_growth(arms),
+            *describe_heads(arms),
+            describe_ranges(arms),
+        ]
+    sections = [
+        decision,
+        *measured,
+        describe_spectra(artifact),
+        describe_clips(artifact),
+        describe_memory(artifact, format),
+        describe_use(artifact),
+        describe_making(artifact),
+    ]
+    validation = validation_badge(artifact.manifest.metrics.validation)
+    return Report(
+        model=model.id if artifact.bound else "a model that nobody has named",
+        recipe=artifact.recipe.name,
+        identity=describe_identity(artifact),
+        badges=[*([] if signature is None else [signature]), validation],
+        sections=sections,
+        version=artifact.manifest.versions.rotationzoo,
+    )
+
+
+def files_of_report(report: Report) -> dict[str, bytes]:
+    """The page and the card's pictures, as files of an artifact."""
+    added = {REPORT: report.html().encode()}
+    for figure in report.figures:
+        if figure.name in _ON_CARD:
+            added[_ON_CARD[figure.name]] = draw_png(figure.chart, figure.title)
+    return added
+
+
+def write_pictures(report: Report, folder: Path, kind: str) -> list[Path]:
+    """Write every picture of a report to a folder, as `png` or `svg` files that are named for what
+    they show. Raises `RotationZooError` if the disk refuses."""
+    draw = {"png": draw_png, "svg": draw_svg}[kind]
+    with files.disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for figure in report.figures:
+            paths.append(folder / f"{figure.name}.{kind}")
+            files.replace(paths[-1], draw(figure.chart, figure.title))
+    return paths
+
+
+# ---- pages
+
+
+def render_page(
+    template: str,
+    scripts: tuple[str, ...] = ("page.js",),
+    folders: tuple[Path, ...] = (),
+    **values: Any,
+) -> str:
+    """The HTML of a template in `report/templates`, or in one of the `folders`, which extends
+    `base.html.jinja`.
+
+    Every value is escaped, unless it is `Markup`. `scripts` are files of this package. The page's
+    own policy allows a browser to run these and nothing else, and to load nothing at all, so a
+    name that slipped through unescaped could still do nothing.
+    """
+    sources = [_read(name) for name in scripts]
+    hashes = " ".join(map(_policy_hash, sources))
+    return (
+        _environment(*folders)
+        .get_template(template)
+        .render(
+            style=Markup(_read("page.css")),
+            scripts=[Markup(source) for source in sources],
+            script_policy=Markup(hashes or "'none'"),
+            **values,
+        )
+    )
+
+
+@cache
+def _environment(*folders: Path) -> Environment:
+    return Environment(
+        loader=FileSystemLoader([*folders, _FOLDER / "templates"]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+@cache
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _policy_hash(script: str) -> str:
+    """A script's hash, as a content security policy writes it."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

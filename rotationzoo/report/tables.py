@@ -1,0 +1,159 @@
+"""The tables of an evaluation, built once: the terminal, the card and the page show the same."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rotationzoo.artifact.measured import (
+    ArmSummary,
+    Column,
+    Exact,
+    HarnessScore,
+    Measured,
+    MeasuredArm,
+    Recall,
+    Score,
+    Window,
+)
+from rotationzoo.words import UNKNOWN, change, counted, nats, number, percent
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as people read them. The first column names the row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """The table as Markdown, without its title."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def columns_of_arms() -> dict[str, Column]:
+    """Field of an arm -> its column, in the order in which tables show them."""
+    columns = {}
+    for name, field in ArmSummary.model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Column):
+                columns[name] = mark
+    return columns
+
+
+def cost_table(arms: Mapping[str, ArmSummary]) -> Table:
+    """The cost of every arm, by the name that the reader sees."""
+    columns = columns_of_arms()
+    rows = []
+    for label, arm in arms.items():
+        cells = []
+        for name, column in columns.items():
+            value: float | None = getattr(arm, name)
+            cells.append(number(value, column.format, arm.standard_error.get(name)))
+        rows.append([label, *cells])
+    return Table("cost", ["arm", *(column.title for column in columns.values())], rows)
+
+
+def recall_table(models: Mapping[str, Recall]) -> Table:
+    """The answers of the exact model and of every arm to all tasks."""
+    rows = []
+    for label, recall in models.items():
+        answered = percent(recall.share, 1, recall.standard_error.get("answered"))
+        error = recall.standard_error.get("log_probability")
+        rows.append([label, answered, nats(recall.log_probability, error)])
+    return Table("recall: all tasks", ["arm", "answered", "log probability"], rows)
+
+
+def task_table(models: Mapping[str, Mapping[str, Score]]) -> Table:
+    """The answers of the exact model and of every arm, task by task: of the tasks that the last of
+    them, an arm, was asked."""
+    tasks = list(list(models.values())[-1])
+    rows = []
+    for label, scores in models.items():
+        rows.append([label, *(_score(scores[task]) for task in tasks)])
+    return Table("recall by task", ["arm", *tasks], rows)
+
+
+def recall_tables(
+    exact_tasks: Mapping[str, Score], exact: Recall | None, arms: Mapping[str, ArmSummary]
+) -> list[Table]:
+    """Both tables, with the exact model in the first row; none where no arm was asked."""
+    asked = {label: arm.all_tasks for label, arm in arms.items() if arm.all_tasks is not None}
+    if exact is None or not asked:
+        return []
+    tasks = {EXACT: exact_tasks} | {label: arms[label].tasks for label in asked}
+    return [recall_table({EXACT: exact, **asked}), task_table(tasks)]
+
+
+def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
+    """The same by the distance from a statement to its answer."""
+    models = {EXACT: exact.all_tasks, **{name: arm.all_tasks for name, arm in arms.items()}}
+    recalls = {name: recall for name, recall in models.items() if recall is not None}
+    starts = [f"from {score.from_:,}" for score in next(iter(recalls.values())).by_distance]
+    rows = [[name, *map(_score, recall.by_distance)] for name, recall in recalls.items()]
+    return Table("recall by distance", ["arm", *starts], rows)
+
+
+def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
+    """The increase of perplexity by context length."""
+    rows = []
+    for name, arm in arms.items():
+        increases = [change(bucket.perplexity_increase, 1) for bucket in arm.by_length]
+        rows.append([name, *increases])
+    some_arm = next(iter(arms.values()))  # the lengths are the same for all
+    starts = [f"from {bucket.from_:,}" for bucket in some_arm.by_length]
+    return Table("by context length", ["arm", *starts], rows)
+
+
+def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
+    """All tables of one pair of windows but those of the harness, answers first."""
+    exact = measured.exact
+    tables = recall_tables(exact.tasks, exact.all_tasks, window.arms)
+    if tables:
+        tables.append(distance_table(exact, window.arms))
+    return [*tables, cost_table(window.arms), length_table(window.arms)]
+
+
+def harness_table(task: str, scores: Mapping[str, HarnessScore]) -> Table:
+    """One task of the harness: the exact model, which comes first, and every arm."""
+    exact = next(iter(scores.values()))
+    paired = {metric for score in scores.values() for metric in score.paired}
+    columns = ["arm"]
+    for metric in exact.metrics:
+        columns.append(metric)
+        if metric in paired:
+            columns.append("-lost +gained")
+    generated = exact.answer_tokens is not None
+    if generated:
+        columns += ["tokens", "truncated"]
+    rows = []
+    for name, score in scores.items():
+        row = [name]
+        for metric, value in score.metrics.items():
+            row.append(number(value, ".4f", score.standard_error[metric]))
+            if metric in paired:
+                row.append(_pairing(score, metric))
+        if generated:
+            row += [number(score.answer_tokens, ".1f"), percent(score.truncated, 1)]
+        rows.append(row)
+    questions = "" if exact.questions is None else f", {counted(exact.questions, 'question')}"
+    return Table(f"{task}{questions}", columns, rows)
+
+
+def _score(score: Score) -> str:
+    return f"{percent(score.share)} {score.log_probability:.1f}"
+
+
+def _pairing(score: HarnessScore, metric: str) -> str:
+    pairing = score.paired.get(metric)
+    if pairing is None:
+        return ""
+    return f"-{pairing.lost} +{pairing.gained} (p {pairing.p_value:.2g})"
+
+
+def pad(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows as long as the longest, with a dash in the cells that a row lacks."""
+    width = max(map(len, rows))
+    return [[*row, *[UNKNOWN] * (width - len(row))] for row in rows]

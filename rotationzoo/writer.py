@@ -1,0 +1,172 @@
+"""Writes an artifact: whole or not at all, with its model card and a checksum of each file."""
+
+import logging
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save, save_file
+
+from rotationzoo import __version__
+from rotationzoo.artifact.layout import rotation_tensors, statistics_tensors
+from rotationzoo.artifact.manifest import ROTATIONS, SCHEMA, STATISTICS, parse_manifest
+from rotationzoo.artifact.store import (
+    CARD,
+    COPY_IT,
+    MANIFEST,
+    SIGNATURE,
+    Artifact,
+    check_permission,
+)
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg.moments import Averages
+from rotationzoo.report.card import render_card
+from rotationzoo.rotations import Rotations
+from rotationzoo.storage import files, folders, strict_json
+from rotationzoo.storage.files import digest, disk_errors, sha256
+from rotationzoo.storage.folders import install, temporary_sibling
+
+
+def write_artifact(
+    folder: Path,
+    rotations: Rotations,
+    statistics: Averages | None,
+    content: dict[str, Any],
+) -> Artifact:
+    """Write a whole artifact to a temporary sibling and rename it into place.
+
+    An artifact that is already there is replaced. `content` is the content of the manifest without
+    `schema` and `files`, which are added here. Raises `RotationZooError` if the disk refuses, and
+    if the folder holds something that is not part of an artifact.
+    """
+    with disk_errors(folder), temporary_sibling(folder) as work:
+        check_replaceable(folder)  # hours may have passed since it was checked first
+        tensors = {ROTATIONS: rotation_tensors(rotations)}
+        if statistics is not None:
+            tensors[STATISTICS] = statistics_tensors(statistics)
+        for name, by_name in tensors.items():
+            save_file(by_name, work / name)
+            (work / name).chmod(0o644)  # safetensors makes files that only their owner can read
+        # The card is not listed: it is prose, and it changes as results are added.
+        written = {
+            path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
+            for path in sorted(work.iterdir())
+        }
+        content = {"schema": SCHEMA, **content, "files": written}
+        _write_manifest_and_card(work, content)
+        install(work, folder)
+    remember(str(written[ROTATIONS]["sha256"]))
+    return Artifact(folder, content)
+
+
+def remember(identity: str) -> None:
+    """Remember that this user made or pulled rotations with this sha256, as well as the disk
+    allows. The artifact itself cannot say so: whoever planted one would have it say the same."""
+    with suppress(OSError, RuntimeError):
+        mark = _mark(identity)
+        mark.parent.mkdir(0o700, parents=True, exist_ok=True)
+        mark.touch()
+
+
+def is_remembered(artifact: Artifact) -> bool:
+    """Whether this user made or pulled the rotations that are in the folder now. False where they
+    cannot be read."""
+    with suppress(RotationZooError, OSError, RuntimeError):
+        return _mark(sha256(files.regular_file(artifact.folder, ROTATIONS))).is_file()
+    return False
+
+
+def _mark(identity: str) -> Path:
+    """An empty file: nothing in it can be damaged, and processes need no lock."""
+    return folders.state_folder() / "artifacts" / identity
+
+
+def add_files(artifact: Artifact, added: dict[str, bytes], metrics: dict[str, Any]) -> Artifact:
+    """Add files named in `ADDED`, or replace earlier ones, and add `metrics` to the manifest's own.
+
+    Files that others have added since the artifact was opened are kept. A signature is not, because
+    it was for the files as they were. The folder is replaced as a whole, so a reader sees either
+    the old artifact or the new one. Raises `RotationZooError` if the disk refuses, and if other
+    rotations have meanwhile taken the artifact's place.
+    """
+    folder = artifact.folder.resolve()
+    with disk_errors(artifact.folder, COPY_IT), temporary_sibling(folder) as work:
+        check_permission(folder)
+        # Another process may have replaced the artifact since it was opened.
+        current = Artifact.open(folder)
+        if current.identity != artifact.identity:
+            raise RotationZooError(
+                f"{artifact.folder} holds other rotations by now, and nothing was added",
+                hint="run the command again",
+            )
+        folders.carry_over(folder, work, {*added, CARD, MANIFEST, SIGNATURE})
+        for name, data in added.items():
+            files.write_new(work / name, data)
+        written = {
+            name: {"size": len(data), "sha256": digest(data)} for name, data in added.items()
+        }
+        content = current.content | {
+            "metrics": current.content["metrics"] | metrics,
+            "files": current.content["files"] | written,
+        }
+        _write_manifest_and_card(work, content)
+        was_signed = os.path.lexists(folder / SIGNATURE)
+        install(work, folder)
+    if was_signed:
+        logging.getLogger("rotationzoo").warning(
+            "Note: %s is no longer signed: its signature was for the files as they were",
+            artifact.folder,
+        )
+    return Artifact(artifact.folder, content)
+
+
+def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
+    """Write both files. Raises `RotationZooError` for a manifest that could not be read back."""
+    manifest = parse_manifest(content, "the manifest")
+    files.write_new(work / CARD, render_card(manifest).encode())
+    files.write_new(work / MANIFEST, strict_json.text(content))
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise `RotationZooError` unless an artifact can be written to `folder`.
+
+    There must be nothing there, an empty folder, or an artifact with no other files beside it.
+    """
+    folders.check_name(folder)
+    if files.size_of(folder / MANIFEST) is not None:
+        if foreign := Artifact.open(folder).foreign_files():
+            raise RotationZooError(
+                f"{folder} also holds {foreign[0]}, which is no part of an artifact",
+                hint="choose another place with --output",
+            )
+        return
+    empty_folder = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty_folder:
+        raise RotationZooError(
+            f"{folder} exists and is no artifact", hint="choose another place with --output"
+        )
+
+
+def replace_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file that replaces `path` whole or not at all.
+
+    The file is serialised in memory, because `save_file` would leave a temporary file with a random
+    name behind if the process were killed. Raises `RotationZooError` if the disk refuses.
+    """
+    files.replace(path, save(tensors, metadata=metadata))
+
+
+def library_versions() -> dict[str, str]:
+    """The `versions` of a manifest: those of the code that is running, whether installed or
+    imported from a path."""
+    import transformers
+
+    return {
+        "rotationzoo": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,171 @@
+"""The page of a zoo: every published rotation of an index in one table, to search and to sort, with
+links to its files and the command that fetches it."""
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from rotationzoo.artifact.store import CARD, REPORT
+from rotationzoo.report.page import render_page
+from rotationzoo.words import UNKNOWN, change, number, percent
+from rotationzoo.zoo.hubs.registry import HUBS
+from rotationzoo.zoo.index import Copy, Entry, Listed
+from rotationzoo.zoo.lookup import LoadedIndex
+
+_KINDS = {
+    "oscar": "a pair of .pt files by OSCAR's makers",
+    "latent": "for a latent cache",
+    "gguf": "a whole model as GGUF",
+}
+"""Format of an entry -> what it is; an artifact needs no words."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A web address with its words."""
+
+    words: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure in words, and the number or text to sort it by; None if it is not known."""
+
+    words: str
+    value: float | str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the page shows of one entry."""
+
+    model: str
+    model_url: str | None
+    recipe: str
+    figures: list[Cell]
+    """One for each of `COLUMNS`."""
+    signed: str
+    kind: str | None
+    note: str | None
+    command: str | None
+    copies: list[tuple[str, list[Link]]]
+    """Where its files are: a repository on a hub, and the addresses to read there."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures: its title, and whether the best are the largest."""
+
+    title: str
+    largest_first: bool = False
+
+
+COLUMNS = (
+    Column("Answers", largest_first=True),
+    Column("Cost"),
+    Column("Bits"),
+    Column("Size"),
+    Column("Date", largest_first=True),
+)
+
+
+def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[str]) -> str:
+    """The HTML page of these entries of an index, sorted by model.
+
+    `place`: the options of `pull` that name the index, as `["--repo", "owner/zoo"]`.
+    """
+    rows = sorted((make_row(loaded, entry, place) for entry in entries), key=order_of)
+    return render_page(
+        "zoo.html.jinja", ("zoo.js",), rows=rows, columns=COLUMNS, origin=loaded.origin
+    )
+
+
+def order_of(row: Row) -> tuple[str, str]:
+    """What rows are sorted by until the reader sorts them."""
+    return row.model.lower(), row.recipe
+
+
+def make_row(loaded: LoadedIndex, entry: Entry, place: list[str]) -> Row:
+    """The row of one entry in `zoo_table.html.jinja`; `place` as for `render_zoo_page`."""
+    copies = []
+    for copy in entry.copies:
+        name = f"{copy.repo} on {HUBS[copy.hub].title}"
+        copies.append((name, copy_links(loaded, entry, copy)))
+    # Models are always fetched from Hugging Face; a name without an owner is on no hub.
+    address = None
+    if "/" in entry.model:
+        address = f"https://huggingface.co/{quote(entry.model)}"
+    return Row(
+        model=entry.model,
+        model_url=address,
+        recipe=", ".join(filter(None, (entry.recipe, entry.rope_scaling))),
+        figures=_figures(entry),
+        signed=f"signed by {entry.signer}" if entry.signer else "not signed",
+        kind=_KINDS.get(entry.format),
+        note=entry.note,
+        command=pull_command(loaded, entry, place),
+        copies=copies,
+    )
+
+
+def _figures(entry: Entry) -> list[Cell]:
+    figures = entry.summary or Listed()
+    share = figures.share_answered
+    answers = Cell(UNKNOWN)
+    if share is not None:
+        answers = Cell(f"{percent(share)} of {figures.questions:,}", share)
+    sizes = [file.size for file in entry.files.values()]
+    size = None
+    if sizes and None not in sizes:
+        size = sum(filter(None, sizes))
+    date = entry.created and entry.created[:10]
+    return [
+        answers,
+        Cell(change(figures.perplexity_increase), figures.perplexity_increase),
+        Cell(number(figures.bits_per_element, ".2f"), figures.bits_per_element),
+        Cell(UNKNOWN) if size is None else Cell(f"{size / 1e6:,.1f} MB", size),
+        Cell(date or UNKNOWN, date),
+    ]
+
+
+def copy_links(loaded: LoadedIndex, entry: Entry, copy: Copy) -> list[Link]:
+    """Where one copy of an entry can be read: its card and its report, or else its repository.
+
+    What an index says is quoted: names may have letters of any script.
+    """
+    hub = HUBS[copy.hub]
+    revision = loaded.revision_of(copy) or hub.main
+
+    def address(template: str, path: str = "") -> str:
+        parts = {"repo": copy.repo, "revision": revision, "path": path}
+        return template.format(**{name: quote(part) for name, part in parts.items()})
+
+    links = []
+    if CARD in entry.files:
+        links.append(Link("card", address(hub.file_page, copy.path_of(CARD))))
+    if REPORT in entry.files:
+        links.append(Link("report", address(hub.file, copy.path_of(REPORT))))
+    return links or [Link("repository", address(hub.repo_page))]
+
+
+def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | None:
+    """The command that fetches an entry; None for one that is only listed.
+
+    `place`: the options that name the index, as `["--repo", "owner/zoo"]`.
+    """
+    if not entry.pullable:
+        return None
+    words = ["rotationzoo", "pull", entry.model, "--recipe", entry.recipe]
+    if entry.rope_scaling:
+        words += ["--rope-scaling", entry.rope_scaling]
+    alike = [other for other in loaded.content.entries if _wanted(other) == _wanted(entry)]
+    if len(alike) > 1 and entry.model_revision:
+        words += ["--revision", entry.model_revision]
+    return shlex.join([*words, *place])
+
+
+def _wanted(entry: Entry) -> tuple[str, str, str | None]:
+    """What a `pull` command without a revision tells apart."""
+    return entry.model, entry.recipe, entry.rope_scaling

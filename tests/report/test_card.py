@@ -1,0 +1,226 @@
+"""The card's words, tried: its Python is run, its numbers are computed again."""
+
+import json
+import re
+import shlex
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from support.models import save_tiny
+from support.places import ROOT
+from support.reports import summary
+
+from rotationzoo.artifact.manifest import parse_manifest
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.calibration.job import calibrate
+from rotationzoo.calibration.plan import Job
+from rotationzoo.codec import int2
+from rotationzoo.recipe import load, override
+from rotationzoo.report.card import render_card
+from rotationzoo.report.commands import reproduce_command
+from rotationzoo.simulation.size import CONTEXT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def made(model, folder, **changes) -> Artifact:
+    recipe = override(load("oscar"), tokens=1024, length=256).model_copy(update=changes)
+    return calibrate(Job(model=str(model), recipe=recipe, output=folder / "out", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"center_keys": False},
+        {},
+        {"center_values": True},
+        {"pooling": "layer", "center_keys": False, "center_values": True},
+        {"equalize": True, "center_values": True},
+        {"equalize": True, "pooling": "layer"},
+    ],
+    ids=["per head", "keys centered", "both centered", "pooled", "equalized", "equalized, pooled"],
+)
+def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, changes):
+    """Its code alone gives the very output of attention, and stores keys and values without their
+    means."""
+    folder = made(model, tmp_path, **changes).folder
+    page = (folder / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(folder)
+    names: dict = {}
+    exec(code, names)
+    torch.manual_seed(0)
+    tensors = load_file("rotations.safetensors")
+    for head in range(2):
+        q, k, v = (torch.randn(12, 16) + 3 for _ in range(3))
+        rotated_q, rotated_k, rotated_v = names["rotate"](q, k, v, head)
+        output = names["restore"](torch.softmax(rotated_q @ rotated_k.mT, -1) @ rotated_v, head)
+        assert torch.allclose(
+            output, torch.softmax(q @ k.mT, -1) @ v, atol=1e-4
+        )  # measured 2.3e-5 at most
+        for side, rows, stored in (("key", k, rotated_k), ("value", v, rotated_v)):
+            mean = tensors.get(f"layers.0.{side}.mean", torch.zeros(2, 16))[head]
+            matrix = tensors[f"layers.0.{side}.rotation"]
+            rows = rows - mean
+            if changes.get("equalize"):
+                assert "up to the rounding of its weights" in page
+                scales = tensors[f"layers.0.{side}.equalizer"][head]
+                rows = rows * scales if side == "key" else rows @ scales
+            assert torch.equal(stored, rows @ matrix[head % len(matrix)])
+        assert ("- key_mean[head]" in code) == changes.get("center_keys", True)
+
+
+def test_the_size_is_said_for_each_format_and_is_right(model, tmp_path):
+    """Of a head dimension of 16 in one group, 64 and 256 of 131,072 tokens exact: computed by
+    hand."""
+    page = render_card(made(model, tmp_path).manifest)
+    exact = 320 / 131072
+    for name, kind, bits in (
+        ("sglang", "float32", 2 + 64 / 16),
+        ("vllm", "float16", 2 + 32 / 16),
+        ("mlx", "float16", 4),
+    ):
+        bits = 16 * exact + bits * (1 - exact)
+        assert f"| {name} | {kind} | {bits:.2f} | {16 / bits:.1f} times |" in page
+
+
+def test_the_readme_says_how_much_smaller_a_cache_is():
+    """Every format, head dimension and pair of windows in use, the published recipe of Qwen3-8B
+    among them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    stored = []
+    for dim, form, (sink, recent) in product(
+        (64, 128, 256), int2.FORMATS.values(), ((64, 256), (128, 2048))
+    ):
+        bits = int2.bits_per_element(dim, None, form, context=CONTEXT, sink=sink, recent=recent)
+        stored.append(bits)
+    assert {round(16 / bits) for bits in stored} == {5, 6, 7}
+    bits = f"{min(stored):.1f} to {max(stored):.1f} bits"
+    words = f"is five to seven times smaller ({bits} an element at 128K"
+    assert words in readme, words
+
+
+def test_the_card_has_what_the_hub_understands(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\nwords")
+    artifact = made(model, tmp_path)
+    page = (artifact.folder / "README.md").read_text()
+    front = yaml.safe_load(page.split("---")[1])
+    assert front == {
+        "library_name": "rotationzoo",
+        "tags": ["kv-cache", "2-bit", "rotation"],
+        "license": "apache-2.0",
+    }
+    on_hub = artifact.content["model"] | {"id": "a/b", "revision": "0" * 40}
+    manifest = parse_manifest(artifact.content | {"model": on_hub}, "the manifest")
+    front = yaml.safe_load(render_card(manifest).split("---")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("a/b", "quantized")
+    for name, file in artifact.content["files"].items():
+        assert f"| {name} | {file['size']:,} | `{file['sha256']}` |" in page
+    calibration = artifact.content["calibration"]
+    for source, names in (("owner/texts", ["owner/texts"]), ("mine.jsonl", None), ("self", None)):
+        described = calibration | {"source": source, "prompts": "bundled", "sampling": "none"}
+        manifest = parse_manifest(artifact.content | {"calibration": described}, "the manifest")
+        front = yaml.safe_load(render_card(manifest).split("---")[1])
+        assert front.get("datasets") == names
+
+
+def evaluated(artifact: Artifact) -> Artifact:
+    """The artifact with the summary of an evaluation."""
+    exact = {"needles": 16, "copy": 0}
+    evaluation = summary({"mine": 15, "identity": 4}, artifact.identity, exact)
+    metrics = artifact.content["metrics"] | {"evaluation": evaluation}
+    return Artifact(artifact.folder, artifact.content | {"metrics": metrics})
+
+
+def test_the_card_begins_with_what_readers_decide_by(model, tmp_path):
+    artifact = evaluated(made(model, tmp_path))
+    picture = artifact.content["files"] | {"answers.png": {"size": 1, "sha256": "0" * 64}}
+    manifest = parse_manifest(artifact.content | {"files": picture}, "the manifest")
+    page = render_card(manifest)
+    places = [
+        page.index(words)
+        for words in (
+            "    rotationzoo generate MODEL --rotations FOLDER --prompt TEXT",
+            "| mine | 93.8% ±1.0% | -0.25 |",
+            "| mine | 94% -0.2 |",
+            "(answers.png)",
+            "## What this is",
+            "## What it costs the model",
+            "## Limits",
+            "## How to make it again",
+            "## Provenance",
+            "## Recipe",
+            "## Files",
+        )
+    ]
+    assert places == sorted(places)
+    assert "Answers: 16 questions in prompts of 2,048 tokens. Longer contexts" in page
+    assert "The exact model itself cannot do: copy." in page
+    assert "(spectra.png)" not in page
+    assert "    rotationzoo pull tiny --repo me/zoo\n" in render_card(manifest, "me/zoo")
+
+
+def test_hubs_read_the_results(model, tmp_path):
+    page = render_card(evaluated(made(model, tmp_path)).manifest)
+    results = ModelCard(page).data.eval_results
+    figures = {(each.metric_type, each.metric_name): each.metric_value for each in results}
+    assert figures == {
+        ("accuracy", "exact cache"): 1.0,
+        ("accuracy", "2-bit cache, mine"): 0.9375,
+        ("perplexity", "exact cache"): 8.0,
+        ("perplexity", "2-bit cache, mine"): 12.0,
+    }
+    assert "not been measured" in render_card(made(model, tmp_path).manifest)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--recipe oscar --no-feedback --tokens 1024 --length 256 --batch 2 --seed 3",
+        "--recipe oscar-v1 --equalize --tokens 1024 --length 256 --dtype bfloat16 --packing mixed",
+        "--recipe random --seed 7",
+        "--recipe recipe.yaml",
+    ],
+    ids=["without feedback", "equalized", "data-free", "a file"],
+)
+def test_the_command_on_the_card_makes_the_same_rotations(inside, options):
+    Path("recipe.yaml").write_text("name: own\nkey_clip: 0.8\ndata: {tokens: 1024, length: 256}\n")
+    assert inside("calibrate", "demo", *options.split(), "-o", "first").returncode == 0
+    page = Path("first/README.md").read_text()
+    (line,) = re.findall(r"## How to make it again\n\n    (.*)\n", page)
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    Path("recipe.yaml").write_text(recipe)
+    program, *words = shlex.split(line)
+    assert program == "rotationzoo"
+    again = inside(*words, "-o", "again", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["identity"] == Artifact.open("first").identity
+    assert ("--recipe recipe.yaml" in line) == ("recipe.yaml" in options)
+
+
+def test_the_command_of_a_run_on_gpus_names_how_it_ran(model, tmp_path):
+    content = made(model, tmp_path).content
+    identity = content["identity"] | {
+        "device": "NVIDIA H200",
+        "dtype": "auto",
+        "device_map": "auto",
+        "batch": "16",
+        "processes": "2",
+    }
+    hub = content["model"] | {"id": "a/b", "revision": "0" * 40}
+    run = content["run"] | {"device": "NVIDIA H200"}
+    manifest = content | {"identity": identity, "run": run, "model": hub}
+    words = reproduce_command(parse_manifest(manifest, "the manifest"))
+    assert words == (
+        f"torchrun --nproc-per-node 2 -m rotationzoo calibrate a/b --revision {'0' * 40} --recipe "
+        "oscar --tokens 1024 --length 256 --batch 16 --device-map auto"
+    )
