@@ -31,7 +31,7 @@ class TextScreen:
         trace: TracebackType | None,
     ) -> None:
         self._close_bar()
-        if not isinstance(error, OSError):  # nobody may be left to read the text
+        if not isinstance(error, OSError):  # the reader of the text may be gone
             self._end_line()
 
     def progress(self, stage: str, done: int, total: int) -> None:
@@ -48,7 +48,7 @@ class TextScreen:
         self._line_is_open = not text.endswith("\n")
 
     def note(self, text: str) -> None:
-        """Show a remark beside the text."""
+        """Show a remark on stderr."""
         self._close_bar()
         self._end_line()
         self._out.notes([text])

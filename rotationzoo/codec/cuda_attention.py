@@ -26,7 +26,7 @@ _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What the kernels are compiled for."""
+    """The layouts, type and columns that the kernels are compiled for."""
 
     key: PageLayout
     value: PageLayout

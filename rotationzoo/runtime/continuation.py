@@ -24,7 +24,7 @@ END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote."""
+    """The text that a model wrote, and its speed."""
 
     text: str
     ids: list[int]
@@ -135,7 +135,7 @@ def _errors(job: Generation) -> Iterator[None]:
             yield
     except ModelUnavailable as error:
         cause = error.__cause__
-        if isinstance(cause, OSError):  # such as a closed pipe, of whoever reads the text
+        if isinstance(cause, OSError):  # such as a closed pipe of the text's reader
             raise cause from None
         if is_out_of_memory(cause):
             smaller = max(1, job.prefill_chunk // 4)
