@@ -307,7 +307,9 @@ class Parts:
         data = Data(tokens=4096, length=1024)
         job = Evaluation("demo", [folders[0]], data, prefill_chunk=256, **self.where)
         for name, each in (("simulated", job), ("real", replace(job, real_cache=True))):
-            change = largest_change(evaluate(each), evaluate(replace(each, **split)))
+            change = largest_change(
+                evaluate(each).report(), evaluate(replace(each, **split)).report()
+            )
             told = f"evaluate with tasks, {name} cache, split: report {change:.1e} from one GPU's"
             self.checks.tell(change <= 1e-6, f"{told} (allowed 1e-6)")
 

@@ -21,8 +21,8 @@ from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.arms import BASELINES
+from rotationzoo.evaluation.compatibility import judged_text
 from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.judged_text import judged_text
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find

@@ -16,7 +16,11 @@ from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, sha
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_layers,
+    check_length,
+    check_positions,
     check_weights,
+    fit_rows,
+    judged_text,
     notes_for_reader,
     rope_notes,
     settle_rope_scaling,
@@ -24,7 +28,6 @@ from rotationzoo.evaluation.compatibility import (
 from rotationzoo.evaluation.forward import Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
-from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
 from rotationzoo.evaluation.report import Results, assemble_report, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks

@@ -10,16 +10,18 @@ import torch
 from scipy.special import stdtr
 
 from rotationzoo.artifact.measured import (
-    AnswerComparison,
-    AnswerVerdict,
     Comparison,
     Exact,
     FeedbackComparison,
     MeasuredArm,
+    Verdict,
+)
+from rotationzoo.artifact.scores import (
+    AnswerComparison,
+    AnswerVerdict,
     Outcome,
     PairedAnswers,
     TaskRecall,
-    Verdict,
 )
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.words import change, counted, nats, percent

@@ -4,7 +4,7 @@ end."""
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rotationzoo.evaluation.judged_text import judged_text
+from rotationzoo.evaluation.compatibility import judged_text
 from rotationzoo.generation.prompt import Prompt
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import Data

@@ -97,12 +97,14 @@ def make_report(
         describe_use(artifact),
         describe_making(artifact),
     ]
-    validation = validation_badge(artifact.manifest.metrics.validation)
+    badges = [validation_badge(artifact.manifest.metrics.validation)]
+    if signature is not None:
+        badges.insert(0, signature)
     return Report(
         model=model.id if artifact.bound else "a model that nobody has named",
         recipe=artifact.recipe.name,
         identity=describe_identity(artifact),
-        badges=[*([] if signature is None else [signature]), validation],
+        badges=badges,
         sections=sections,
         version=artifact.manifest.versions.rotationzoo,
     )

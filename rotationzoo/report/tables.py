@@ -3,17 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rotationzoo.artifact.measured import (
-    ArmSummary,
-    Column,
-    Exact,
-    HarnessScore,
-    Measured,
-    MeasuredArm,
-    Recall,
-    Score,
-    Window,
-)
+from rotationzoo.artifact.measured import ArmSummary, Column, Exact, Measured, MeasuredArm, Window
+from rotationzoo.artifact.scores import HarnessScore, Recall, Score
 from rotationzoo.words import UNKNOWN, change, counted, nats, number, percent
 
 EXACT = "exact"

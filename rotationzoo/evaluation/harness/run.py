@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.artifact.measured import HarnessRecord, HarnessScore
+from rotationzoo.artifact.scores import HarnessRecord, HarnessScore
 from rotationzoo.cache.simulated import Simulation
 from rotationzoo.cache.windows import Cache
 from rotationzoo.errors import as_unavailable

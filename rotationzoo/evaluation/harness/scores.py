@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.artifact.measured import HarnessScore, KeptAnswer, Pairing
+from rotationzoo.artifact.scores import HarnessScore, KeptAnswer, Pairing
 from rotationzoo.cache.windows import Cache
 from rotationzoo.evaluation.verdict import sign_flip
 
