@@ -44,7 +44,7 @@ class Column:
 
 
 class AboutArm(Figures):
-    """What an arm is. `artifact` is the identity of the artifact that it is of, None for a
+    """The nature of an arm. `artifact` is the identity of the artifact that it is of, None for a
     baseline; `pooled` says whether it has one rotation per layer in place of the artifact's own."""
 
     name: str
@@ -134,7 +134,7 @@ class ExactSummary(Figures):
 
     perplexity: float
     tasks: Mapping[str, Score]
-    """Of every task, also of those that it cannot do."""
+    """Of every task, also the ones that it cannot do."""
     all_tasks: Recall | None
     """All tasks that it can do together; None if there is none."""
 

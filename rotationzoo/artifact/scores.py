@@ -189,8 +189,8 @@ class KeptAnswer(Figures):
 class Pairing(Figures):
     """One metric of an arm compared with the exact model's, over the same questions.
 
-    `lost` counts questions that only the exact model gets right, and `gained` those that only the
-    arm does. The p value is McNemar's exact test's: the chance of a split at least as uneven if
+    `lost` counts questions that only the exact model gets right, and `gained` the ones that only
+    the arm does. The p value is McNemar's exact test's: the chance of a split at least as uneven if
     both were as good.
     """
 

@@ -1,4 +1,4 @@
-"""What `demo` prints: what was made, and what the model answers through each cache."""
+"""The output of `demo`: what was made, and what the model answers through each cache."""
 
 from typing import Any
 

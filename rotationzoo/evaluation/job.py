@@ -65,7 +65,7 @@ class Evaluation:
     prefill_chunk: int | None = None
     """Tokens per prefill chunk. None simulates decoding at every position."""
     prefill_layout: Literal["server", "window"] | None = None
-    """What earlier chunks keep exact, as in `Cache`. None means `server`."""
+    """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
     real_cache: bool = False
     """Whether recall tasks and the harness are read through a real cache, not a simulation."""
     queries: int = 32
@@ -74,7 +74,7 @@ class Evaluation:
     """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
     calibrated."""
     baselines: tuple[str, ...] = BASELINES
-    """The baselines beside the artifacts, names in `BASELINES`."""
+    """The baselines to compare with, names in `BASELINES`."""
     pooled: bool = False
     """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
     writes it."""
@@ -89,7 +89,7 @@ class Evaluation:
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
     fit_length: bool = False
-    """Whether rows too short for the windows are made longer, and those of more tokens than the
+    """Whether rows too short for the windows are made longer, and rows of more tokens than the
     model has positions shorter, instead of refused. True if the length is a default and not the
     user's choice."""
 
@@ -246,7 +246,7 @@ def check_shareable(harness: object, device_map: str | None) -> None:
 
 
 def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """What decides the results, by name. `settings`: all of them, as they are printed."""
+    """The inputs that decide the results, by name. `settings`: all of them, as they are printed."""
     versions = [f"{name} {version}" for name, version in library_versions().items()]
     return {
         "settings": repr(settings),

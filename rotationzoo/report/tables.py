@@ -99,7 +99,7 @@ def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
 
 
 def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
-    """All tables of one pair of windows but those of the harness, answers first."""
+    """All tables of one pair of windows without the harness', answers first."""
     exact = measured.exact
     tables = recall_tables(exact.tasks, exact.all_tasks, window.arms)
     if tables:

@@ -64,8 +64,8 @@ class HarnessRun:
         self.model, self.tasks, self.settings = model, tasks, settings
 
     def answer(self, cache: Cache | None) -> tuple[dict[str, Any], dict[str, HarnessScore]]:
-        """What the harness returns, and its scores. `cache` is the one that is
-        simulated; None for the exact model."""
+        """The harness' own results, and their scores. `cache` is the one that is simulated; None
+        for the exact model."""
         from lm_eval.evaluator import evaluate
 
         for task in self.tasks["tasks"].values():
