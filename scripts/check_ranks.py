@@ -309,7 +309,8 @@ class Parts:
         job = Evaluation("demo", [folders[0]], data, prefill_chunk=256, **self.where)
         for name, each in (("simulated", job), ("real", replace(job, real_cache=True))):
             on_one, on_many = (
-                evaluate(run, through=ThroughCache) for run in (each, replace(each, **split))
+                evaluate(run, through=ThroughCache).report()
+                for run in (each, replace(each, **split))
             )
             change = largest_change(on_one, on_many)
             told = f"evaluate with tasks, {name} cache, split: report {change:.1e} from one GPU's"

@@ -19,7 +19,7 @@ from loading import load
 
 from rotationzoo import Artifact, calibrate
 from rotationzoo.codec.int2 import dequantize, quantize
-from rotationzoo.evaluation.judged_text import judged_text
+from rotationzoo.evaluation.compatibility import judged_text
 from rotationzoo.model.capture import capture
 from rotationzoo.recipe import Data
 from rotationzoo.rotations import Rotation

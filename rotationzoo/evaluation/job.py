@@ -15,7 +15,11 @@ from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, sha
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_layers,
+    check_length,
+    check_positions,
     check_weights,
+    fit_rows,
+    judged_text,
     notes_for_reader,
     rope_notes,
     settle_rope_scaling,
@@ -23,7 +27,6 @@ from rotationzoo.evaluation.compatibility import (
 from rotationzoo.evaluation.forward import Through, Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
-from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
 from rotationzoo.evaluation.report import Results, assemble_report, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
@@ -61,7 +64,7 @@ class Evaluation:
     prefill_chunk: int | None = None
     """Tokens per prefill chunk. None simulates decoding at every position."""
     prefill_layout: Literal["server", "window"] | None = None
-    """What earlier chunks keep exact, as in `Cache`. None means `server`."""
+    """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
     real_cache: bool = False
     """Whether recall tasks and the harness are read through a real cache, not a simulation."""
     queries: int = 32
@@ -70,7 +73,7 @@ class Evaluation:
     """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
     calibrated."""
     baselines: tuple[str, ...] = BASELINES
-    """The baselines beside the artifacts, names in `BASELINES`."""
+    """The baselines to compare with, names in `BASELINES`."""
     pooled: bool = False
     """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
     writes it."""
@@ -85,7 +88,7 @@ class Evaluation:
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
     fit_length: bool = False
-    """Whether rows too short for the windows are made longer, and those of more tokens than the
+    """Whether rows too short for the windows are made longer, and rows of more tokens than the
     model has positions shorter, instead of refused. True if the length is a default and not the
     user's choice."""
 
@@ -250,7 +253,7 @@ def check_shareable(harness: object, device_map: str | None) -> None:
 
 
 def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """What decides the results, by name. `settings`: all of them, as they are printed."""
+    """The inputs that decide the results, by name. `settings`: all of them, as they are printed."""
     versions = [f"{name} {version}" for name, version in library_versions().items()]
     return {
         "settings": repr(settings),

@@ -10,16 +10,18 @@ import torch
 from scipy.special import stdtr
 
 from rotationzoo.artifact.measured import (
-    AnswerComparison,
-    AnswerVerdict,
     Comparison,
     Exact,
     FeedbackComparison,
     MeasuredArm,
+    Verdict,
+)
+from rotationzoo.artifact.scores import (
+    AnswerComparison,
+    AnswerVerdict,
     Outcome,
     PairedAnswers,
     TaskRecall,
-    Verdict,
 )
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.words import change, counted, nats, percent
@@ -110,7 +112,7 @@ def judge_perplexity(
 def judge_answers(
     arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sequence[int]
 ) -> AnswerVerdict:
-    """Compare the answers of each of the `judged` arms with those of every other arm.
+    """Compare the answers of each of the `judged` arms with every other arm's.
 
     `prompts` has the number of questions of each prompt, in the order of tasks and prompts. Both
     tests of all comparisons together are corrected for their number (Holm 1979).
@@ -141,8 +143,8 @@ def judge_answers(
 def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -> PairedAnswers:
     """Two arms' answers to the same questions, with the p values of single tests.
 
-    Both tests compare prompt by prompt, because the questions of one prompt share its text: those
-    of answers by `sign_flip`, and those of log probabilities by Student's t, where a prompt counts
+    Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
+    by `sign_flip`, and log probabilities by Student's t, where a prompt counts
     for as many questions as it asks.
     """
     correct, other_correct = _read_correct(first), _read_correct(second)

@@ -61,7 +61,7 @@ and of {CONTEXT:,} tokens the first
 def _describe_model(manifest: Manifest) -> str:
     model = manifest.model
     if model.config_sha256 is None:
-        return "nobody has said which"
+        return "not named yet"
     return f"`{model.id}`, revision `{model.revision or 'local folder'}`, {model.architecture}"
 
 
@@ -80,7 +80,7 @@ def _formulas(recipe: Recipe) -> tuple[str, str, str, str]:
 
 
 def _equalizer_section(recipe: Recipe) -> str:
-    """What an equalized artifact needs, as a paragraph; empty for others."""
+    """The needs of an equalized artifact, as a paragraph; empty for others."""
     if not recipe.equalize:
         return ""
     return """
@@ -95,7 +95,7 @@ rotations alone. No engine applies equalizers itself, so an export for one asks 
 
 
 def _feedback_section(recipe: Recipe) -> str:
-    """What the factors of error feedback are for, as a paragraph; empty for others."""
+    """The use of the factors of error feedback, as a paragraph; empty for others."""
     if not recipe.feedback:
         return ""
     return """

@@ -25,7 +25,7 @@ ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens inc
 
 
 def describe_arms(arms: Iterable[AboutArm]) -> list[str]:
-    """What some of the arms are, in words for those whose name does not say it."""
+    """Sentences on the arms whose names do not say what they are."""
     shown = list(arms)
     about = []
     if any(arm.name == "kivi" and arm.kind == "baseline" for arm in shown):
@@ -49,7 +49,7 @@ def describe_prefill(conditions: Conditions) -> str:
 
 
 def describe_recall(measured: Measured) -> list[str]:
-    """What the figures of recall tasks are; nothing if no question was asked."""
+    """The meaning of the figures of recall tasks; nothing if no question was asked."""
     recall = measured.exact.all_tasks
     if recall is None:
         return []
@@ -64,7 +64,7 @@ def describe_recall(measured: Measured) -> list[str]:
 
 
 def describe_harness(measured: Measured) -> list[str]:
-    """What the columns of the harness' tables mean; nothing if it asked nothing."""
+    """The meaning of the columns of the harness' tables; nothing if it asked nothing."""
     if measured.harness is None:
         return []
     return [

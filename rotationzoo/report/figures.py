@@ -36,7 +36,7 @@ class Section:
     anchor: str
     title: str
     lead: str = field(default="", kw_only=True)
-    """What to take away, set apart."""
+    """The conclusion, set apart."""
     words: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()

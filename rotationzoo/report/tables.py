@@ -3,17 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rotationzoo.artifact.measured import (
-    ArmSummary,
-    Column,
-    Exact,
-    HarnessScore,
-    Measured,
-    MeasuredArm,
-    Recall,
-    Score,
-    Window,
-)
+from rotationzoo.artifact.measured import ArmSummary, Column, Exact, Measured, MeasuredArm, Window
+from rotationzoo.artifact.scores import HarnessScore, Recall, Score
 from rotationzoo.words import UNKNOWN, change, counted, nats, number, percent
 
 EXACT = "exact"
@@ -108,7 +99,7 @@ def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
 
 
 def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
-    """All tables of one pair of windows but those of the harness, answers first."""
+    """All tables of one pair of windows without the harness', answers first."""
     exact = measured.exact
     tables = recall_tables(exact.tasks, exact.all_tasks, window.arms)
     if tables:
