@@ -44,11 +44,6 @@ class Arms:
     shown: list[ShownArm]
     notes: list[str]
 
-    @property
-    def own_arm(self) -> ShownArm:
-        """The arm of this artifact, with the nearest codes."""
-        return next(arm for arm in self.shown if arm.is_own)
-
 
 def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | None:
     """The arms of an artifact's evaluation, its own first, then the arms of `others` that can be
