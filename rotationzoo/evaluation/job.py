@@ -32,7 +32,8 @@ from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
-from rotationzoo.model.placement import memory_limits, place_weights
+from rotationzoo.model.loading import RunSettings
+from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
@@ -45,7 +46,7 @@ from rotationzoo.writer import library_versions
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(RunSettings):
     """The settings of one evaluation, as the user gave them."""
 
     model: str
@@ -79,12 +80,7 @@ class Evaluation:
     writes it."""
     harness: HarnessSettings | None = None
     """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
-    revision: str | None = None
     batch: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    device_map: str | None = None
-    max_memory: str | None = None
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
     fit_length: bool = False
@@ -126,9 +122,9 @@ def evaluate(
         job = replace(job, data=fit_rows(job.data, start, config))
     lengths = job.tasks.lengths or (job.data.length,)
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
-    device = loading.torch_device(job.device)
+    device = job.torch_device
     check_loadable(config, source.name, device)
-    dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
+    dtype = job.torch_dtype
     on_meta = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(on_meta)
     if geometry is not None:
@@ -208,7 +204,7 @@ def _check_settings(job: Evaluation) -> None:
     job.tasks.check()
     if job.harness:
         job.harness.check()
-    memory_limits(job.device_map, job.max_memory)
+    _ = job.memory_limits  # for its errors
 
 
 def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
