@@ -15,7 +15,7 @@ Errors = dict[str, float | None]
 """Figure -> its standard error; None if there is only one text, or one prompt."""
 Outcome = Literal["more", "fewer", "likelier", "less likely", "unclear"]
 """How an arm's answers compare with another's: it answers clearly more or fewer questions; or it
-answers about as many, and gives the right answers clearly more or less probability; or neither is
+answers about as many, and finds the right answers clearly likelier or less likely; or neither is
 clear."""
 
 

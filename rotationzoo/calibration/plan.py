@@ -133,7 +133,7 @@ class Job(RunSettings):
 
     @property
     def checkpoint(self) -> Path:
-        """The main file of the checkpoint, beside the output."""
+        """The main file of the checkpoint, next to the output."""
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
 
     @property
@@ -150,7 +150,7 @@ class Job(RunSettings):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known about a job before any weights are read.
+    """A job as it is known before any weights are read.
 
     `job` is the job to run, with rows that fit the model. `config` and `geometry` are None if the
     model is refused; `geometry` is also None if only the weights can tell. Sizes are estimates in
@@ -165,7 +165,7 @@ class Plan:
     weights_bytes: int = 0
     artifact_bytes: int = 0
     pass_bytes: int = 0
-    """Memory that a forward pass takes beside the weights where the layers run, with the sums."""
+    """Memory that a forward pass takes besides the weights where the layers run, with the sums."""
     peak_memory_bytes: int = 0
     memory_bytes: int = 0
     """Memory that this machine has where the job would run."""

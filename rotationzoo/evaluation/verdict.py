@@ -38,8 +38,8 @@ _PHRASES = {
 _ANSWER_PHRASES: dict[Outcome, str] = {
     "more": "answers clearly more than",
     "fewer": "answers clearly fewer than",
-    "likelier": "gives right answers clearly more probability than",
-    "less likely": "gives right answers clearly less probability than",
+    "likelier": "finds right answers clearly likelier than",
+    "less likely": "finds right answers clearly less likely than",
     "unclear": "no clear difference in answers from",
 }
 Answered = Mapping[str, TaskRecall]
@@ -296,7 +296,7 @@ def _perplexity_words(comparisons: list[Comparison], texts: int) -> list[str]:
         f"{counted(len(comparisons), 'comparison')}, {percent(LEVEL)}"
     )
     lines.append(
-        "In brackets: perplexity beside the other's on the same texts, ± standard error. "
+        "In brackets: perplexity against the other's on the same texts, ± standard error. "
         f"Clear: {test}"
     )
     return lines
@@ -316,8 +316,8 @@ def _answer_words(comparisons: list[AnswerComparison], questions: int, prompts: 
         test += ", or Student's t"
         tests *= 2
     lines.append(
-        f"In brackets: the share of {counted(questions, 'question')} answered, beside the other's, "
-        "and the difference in the log probability of right answers, in nats ± standard error. "
+        f"In brackets: the share of {counted(questions, 'question')} answered, "
+        "against the other's, and the difference in the log probability of right answers, in nats ± standard error. "
         f"Clear: {test}, Holm's correction for {counted(tests, 'test')}, {percent(LEVEL)}"
     )
     return lines
@@ -330,7 +330,7 @@ def _lines(
     describe: Callable[[Compared], str],
     joint: str,
 ) -> list[str]:
-    """`NAME: answers clearly more than A (61% beside 44%, p 0.003, +1.20 ±0.25); ...`, for each
+    """`NAME: answers clearly more than A (61% against 44%, p 0.003, +1.20 ±0.25); ...`, for each
     artifact."""
     lines = []
     for name in dict.fromkeys(comparison.arm for comparison in comparisons):
@@ -370,18 +370,18 @@ def _relative(comparison: Comparison | FeedbackComparison) -> str:
 def _shares(paired: AnswerComparison, questions: int) -> str:
     share, other = percent(paired.answered / questions), percent(paired.other_answered / questions)
     difference = nats(paired.log_probability_difference, paired.standard_error, sign=True)
-    return f"{share} beside {other}, p {paired.answers_p_value:.2g}, {difference}"
+    return f"{share} against {other}, p {paired.answers_p_value:.2g}, {difference}"
 
 
 def _feedback_line(comparison: FeedbackComparison, questions: int) -> str:
-    """`a+feedback beside a, the same bytes: 60% of the questions answered beside 44% (...)`."""
+    """`a+feedback against a, the same bytes: 60% of the questions answered against 44% (...)`."""
     parts = []
     if answers := comparison.answers:
         share, other = answers.answered / questions, answers.other_answered / questions
         test = f"p {answers.answers_p_value:.2g}"
         parts += [
-            f"{percent(share)} of the questions answered beside {percent(other)} ({test})",
+            f"{percent(share)} of the questions answered against {percent(other)} ({test})",
             f"{nats(answers.log_probability_difference, answers.standard_error, sign=True)} nats",
         ]
     parts.append(f"perplexity {_relative(comparison)}")
-    return f"{comparison.arm} beside {comparison.other}, the same bytes: {', '.join(parts)}"
+    return f"{comparison.arm} against {comparison.other}, the same bytes: {', '.join(parts)}"

@@ -96,7 +96,7 @@ def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
 
 
 def _implementations(config: "PretrainedConfig") -> dict[str, str | None]:
-    """How attention and experts are computed. `config.json` does not decide: it may name somebody's
+    """How attention and experts are computed. `config.json` does not decide: it may name another's
     repository of kernels, whose code would be fetched and run.
 
     None is the library's own choice, sdpa or eager for each part of a model. Models with a soft cap

@@ -71,7 +71,7 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     shown = with_unique_labels([*of_artifact, *compared, *baselines])
     if not any(_is_published(one) for one in (artifact, *others)):
         notes.append(
-            f"The published recipe {PUBLISHED} is not beside it: name an artifact of that recipe, "
+            f"The published recipe {PUBLISHED} is no arm: name an artifact of that recipe, "
             "evaluated on the same text, with --compare."
         )
     return Arms(evaluation, shown, notes)

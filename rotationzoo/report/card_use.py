@@ -159,7 +159,7 @@ def _rotating_code(recipe: Recipe, layer: int) -> str:
         f"    return {rotated}",
         "", "",
         "def restore(output, head):",
-        '    """What attention makes of the stored values [T, D], turned back."""',
+        '    """The attention output over stored values [T, D], rotated back."""',
         f"    return output @ value[{head}].mT{undone}{mean}",
     ]  # fmt: skip
     return "\n".join(lines)

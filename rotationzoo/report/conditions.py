@@ -58,7 +58,7 @@ def describe_recall(measured: Measured) -> list[str]:
         f"recall: {counted(recall.questions, 'question')} about statements hidden in "
         f"{numbers(measured.tasks.lengths)} tokens, which every arm reads quantized from {cache}; "
         "answered: share that is exactly right ± standard error over prompts; log probability: of "
-        "the right answer, in nats, also beside the shares; distance: tokens from statement to "
+        "the right answer, in nats, also next to the shares; distance: tokens from statement to "
         "answer"
     ]
 
@@ -69,7 +69,7 @@ def describe_harness(measured: Measured) -> list[str]:
         return []
     return [
         f"Tasks: lm-evaluation-harness {measured.harness.version}, ±: its standard error",
-        "-lost +gained: questions beside the exact model's; p: McNemar's exact test",
+        "-lost +gained: questions against the exact model's; p: McNemar's exact test",
         "tokens, truncated: of generated answers, their mean length, and how many reached the "
         "largest length",
     ]
