@@ -317,7 +317,8 @@ def _answer_words(comparisons: list[AnswerComparison], questions: int, prompts: 
         tests *= 2
     lines.append(
         f"In brackets: the share of {counted(questions, 'question')} answered, "
-        "against the other's, and the difference in the log probability of right answers, in nats ± standard error. "
+        "against the other's, and the difference in the log probability of right answers, in nats "
+        "± standard error. "
         f"Clear: {test}, Holm's correction for {counted(tests, 'test')}, {percent(LEVEL)}"
     )
     return lines
