@@ -146,8 +146,8 @@ def generate_command(
 def _choose_rotations(
     out: Output, model: str, rotations: str | None, revision: str | None
 ) -> "str | Artifact | None":
-    """The rotations that the user named; without a name, the newest artifact that the user made or
-    pulled for this model."""
+    """The rotations that the user named, or the newest artifact that the user made or pulled for
+    this model."""
     if rotations == NO_ROTATION:
         return None
     if rotations is not None:

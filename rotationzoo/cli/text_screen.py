@@ -48,7 +48,7 @@ class TextScreen:
         self._line_is_open = not text.endswith("\n")
 
     def note(self, text: str) -> None:
-        """Show a remark next to the text."""
+        """Show a remark on stderr."""
         self._close_bar()
         self._end_line()
         self._out.notes([text])

@@ -113,7 +113,7 @@ def attend(
         sinks = scores.sinks.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sinks], dim=-1)
     weights = logits.softmax(-1)[..., : value.shape[2]]
-    # What nobody reads may be anything, even no number.
+    # Unread values may be anything, even NaN.
     unread = ~mask.any(1)[:, None, :, None]
     return (weights @ value.masked_fill(unread, 0)).to(query.dtype)
 

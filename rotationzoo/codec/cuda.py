@@ -36,7 +36,7 @@ _EARLY = "programmatic_stream_serialization"
 _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
 
 Argument = torch.Tensor | float | None
-"""What a kernel can be given. None is a null pointer."""
+"""An argument of a kernel. None is a null pointer."""
 
 
 @cache
@@ -95,7 +95,7 @@ class Launcher:
 
 
 def _value(argument: Argument) -> int | float:
-    """What a kernel gets: an address, a 64-bit integer or a double."""
+    """The number that a kernel receives: an address, a 64-bit integer or a double."""
     if argument is None:
         return 0
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
@@ -113,8 +113,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for: the shape and type of the rows, the format, and the optional
-    steps."""
+    """The shape and type of the rows, the format and the optional steps that a kernel is compiled
+    for."""
 
     dim: int
     group: int

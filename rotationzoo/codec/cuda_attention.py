@@ -25,8 +25,8 @@ _MOST_BLOCKS = 65_535  # of a grid in its second and third dimension
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernels are compiled for."""
+class AttentionVariant:
+    """The layouts, type and columns that the kernels are compiled for."""
 
     key: PageLayout
     value: PageLayout
@@ -110,7 +110,8 @@ def supports(key: PageLayout, value: PageLayout, dtype: torch.dtype, exact_token
     """Whether the kernels read pages of these layouts with queries of this type, and windows that
     have room for so many exact tokens together."""
     # Windows are cut into parts one by one, and packed tokens are at least one more.
-    parts = exact_tokens // Variant(key, value, dtype, soft_cap=False, columns=4).window + 3
+    window = AttentionVariant(key, value, dtype, soft_cap=False, columns=4).window
+    parts = exact_tokens // window + 3
     return (
         parts <= _MOST_TOTALS
         and dtype in TYPES
@@ -161,7 +162,7 @@ def choose_splits(blocks: int, heads: int, windows: int, tokens: int) -> int:
 
 
 @cache
-def compiled(variant: Variant, device: torch.device) -> Kernels:
+def compiled(variant: AttentionVariant, device: torch.device) -> Kernels:
     """The kernels of a variant, compiled for this GPU or taken from the cache. Raises
     `RotationZooError` where cuda.core or NVRTC is missing."""
     code = build(variant.source, variant.macros(), device)
@@ -206,7 +207,7 @@ def attend(
     soft_cap = scores.soft_cap is not None
     width = choose_columns(columns, layout, packed.value.layout)
     tiles = -(-columns // width)
-    variant = Variant(layout, packed.value.layout, dtype, soft_cap, width)
+    variant = AttentionVariant(layout, packed.value.layout, dtype, soft_cap, width)
     _check(variant, (batch, layout.heads * tiles), head, tail)
     result = query.new_empty(batch, query_heads, tokens, variant.value.dim)
     if not result.numel():  # CUDA refuses an empty grid
@@ -258,7 +259,9 @@ def attend(
     return result.to(result_type)
 
 
-def _check(variant: Variant, grid: tuple[int, int], head: ExactWindow, tail: ExactWindow) -> None:
+def _check(
+    variant: AttentionVariant, grid: tuple[int, int], head: ExactWindow, tail: ExactWindow
+) -> None:
     """Raise `RotationZooError` for what the kernels cannot take."""
     key, value, dtype = variant.key, variant.value, variant.dtype
     exact = head.key.shape[2] + tail.key.shape[2]

@@ -1,6 +1,6 @@
 """Rows quantized on an NVIDIA GPU, as `int2.quantize` and `feedback.quantize` define it: once, or
-call after call as a cache does it, where nothing waits for the GPU until somebody asks whether a
-row was refused."""
+call after call as a cache does it, where nothing waits for the GPU until `check` asks whether a row
+was refused."""
 
 import importlib.util
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ class Encoder:
     variant: cuda.Variant
     kernel: cuda.Kernel
     inputs: tuple[torch.Tensor | None, ...]
-    """What the kernel reads besides the rows."""
+    """The tensors that the kernel reads in addition to the rows."""
     refused: torch.Tensor
     """Set on the GPU where a row was not finite, or too large."""
 
     def __call__(self, rows: torch.Tensor) -> int2.Quantized:
         """The packed codes `[B, H, T, D / 4]` of rows `[B, H, T, D]`, with their scales and offsets
-        `[B, H, T, G]`: those of the definition, bit by bit."""
+        `[B, H, T, G]`: equal to the definition's, bit by bit."""
         packed = self.store(rows.transpose(0, 1).flatten(1, 2))
         parts = packed.codes, *packed.metadata.unbind(-1)
         by_row = (part.unflatten(1, (len(rows), -1)).transpose(0, 1) for part in parts)
@@ -122,7 +122,7 @@ def quantize_with_feedback(
     format: Format = SGLANG,
 ) -> cuda.Packed:
     """Quantize and pack rows `[H, N, D]` on a GPU, as `feedback.quantize` and `int2.pack` do. The
-    factor and errors are those of `feedback_encoder`, and refused rows those of `quantize`."""
+    factor is as in `feedback_encoder`, and refused rows are as in `quantize`."""
     _check_factor(factor, len(rows), rows.shape[-1])
     encoder = feedback_encoder(factor, _variant(rows, group_size, format), rows.device)
     packed = encoder.store(rows)

@@ -80,7 +80,7 @@ def measure_feedback(
     rows: int = 4 << 20,
 ) -> dict[str, float]:
     """The rows and bytes that error feedback encodes per second, next to nearest codes without a
-    clip and a copy in the same run. Rows, bytes and figures are those of `measure`."""
+    clip and a copy in the same run. Rows, bytes and figures are as in `measure`."""
     group = group_size or dim
     buffers = _allocate(rows, dim, group, format, dtype)
     exact, packed, count = buffers.exact, buffers.packed, buffers.rows
@@ -115,7 +115,7 @@ class _Buffers:
 
     @property
     def bytes(self) -> int:
-        """What a kernel reads and writes."""
+        """The bytes that a kernel reads and writes."""
         tensors = self.exact, self.packed.codes, self.packed.metadata
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 

@@ -108,7 +108,7 @@ def _source_of(model: PreTrainedModel) -> Source | None:
 
 def _is_path(given: str | Path) -> bool:
     """Whether this names a folder of this machine, even one that is missing, and not an entry of
-    the zoo: whoever mistypes a folder should not be told about a hub."""
+    the zoo: a user who mistypes a folder should not be told about a hub."""
     path = Path(given).expanduser()
     if path.exists() or path.is_absolute() or isinstance(given, Path) or given.startswith("."):
         return True

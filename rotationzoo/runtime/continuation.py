@@ -24,7 +24,7 @@ END, LENGTH, INTERRUPTED = "end", "length", "interrupted"
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote."""
+    """The text that a model wrote, and its speed."""
 
     text: str
     ids: list[int]
@@ -135,7 +135,7 @@ def _errors(job: Generation) -> Iterator[None]:
             yield
     except ModelUnavailable as error:
         cause = error.__cause__
-        if isinstance(cause, OSError):  # such as a closed pipe, of whoever reads the text
+        if isinstance(cause, OSError):  # such as a closed pipe of the text's reader
             raise cause from None
         if is_out_of_memory(cause):
             smaller = max(1, job.prefill_chunk // 4)
@@ -146,24 +146,15 @@ def _errors(job: Generation) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class Parting:
-    """The first place at which two texts differ."""
-
-    character: int
-    """How many characters are the same before it."""
-    token: int
-    """How many tokens are the same before it."""
-
-
-def find_parting(one: Continuation, other: Continuation) -> Parting | None:
-    """Where two continuations part, or None if they are the same as far as both go: one that was
-    interrupted is only compared up to there."""
+def find_parting(one: Continuation, other: Continuation) -> dict[str, int] | None:
+    """How many characters and tokens of two continuations are the same before the first difference,
+    or None if they are the same as far as both go: one that was interrupted is only compared up to
+    there."""
     token = _common(one.ids, other.ids)
     cut_short = [len(each.ids) for each in (one, other) if each.stop == INTERRUPTED]
     if token in (*cut_short, max(len(one.ids), len(other.ids))):
         return None
-    return Parting(_common(one.text, other.text), token)
+    return {"character": _common(one.text, other.text), "token": token}
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -194,14 +185,10 @@ def describe_text(prompt: Prompt, text: Continuation) -> dict[str, Any]:
 def compare_texts(text: Continuation, exact: Continuation) -> dict[str, Any]:
     """The exact model's text, and how many characters and tokens are the same before the two
     part."""
-    parting = find_parting(text, exact)
-    parted_at = None
-    if parting is not None:
-        parted_at = {"character": parting.character, "token": parting.token}
     return {
         "exact_text": exact.text,
         "exact_tokens": len(exact.ids),
         "exact_tokens_per_second": exact.tokens_per_second,
         "exact_stop": exact.stop,
-        "parted_at": parted_at,
+        "parted_at": find_parting(text, exact),
     }

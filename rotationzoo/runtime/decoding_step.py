@@ -36,7 +36,7 @@ class MaskCheck:
 
 @dataclass(eq=False)
 class DecodingStep:
-    """What the new tokens of a call read in one layer, until the next call."""
+    """The tokens that the new ones of a call read in one layer, until the next call."""
 
     streams: Sequence[Stream]
     starts: Sequence[int]

@@ -13,7 +13,7 @@ from rotationzoo.words import nearest
 
 
 class GenerationOptions(CacheOptions, total=False):
-    """Further options of `generate`, beside those of the cache."""
+    """Further options of `generate`, in addition to the options of the cache."""
 
     chat: bool
     """Put the prompt into the tokenizer's chat template, as a user's message."""
@@ -56,7 +56,7 @@ def generate(
     * `options`: see `GenerationOptions`.
 
     Returns the report that `rotationzoo generate --json` prints: `text`, `tokens_per_second`,
-    `cache_bytes` beside `bf16_cache_bytes`, and with `compare` also `exact_text` and `parted_at`.
+    `cache_bytes` and `bf16_cache_bytes`, and with `compare` also `exact_text` and `parted_at`.
     The model is loaded for this one text; for several, load it yourself and give `RotatedCache` to
     its own `generate`. Raises `RotationZooError` where model, rotations and prompt do not fit
     together.
@@ -81,5 +81,5 @@ def generate(
 
 
 def _taken(settings: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Those of the settings that have the names of a type's fields; `settings` loses them."""
+    """Take the settings that are fields of a type out of `settings`."""
     return {name: settings.pop(name) for name in kind.__annotations__ if name in settings}

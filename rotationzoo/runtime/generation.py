@@ -62,7 +62,7 @@ class Generation:
     """`MAX_NEW_TOKENS` by default; for the demo's question, as many as its answer has."""
     sampling: Sampling = field(default_factory=Sampling)
     cache: CacheOptions = field(default_factory=CacheOptions)
-    """The format, the windows and the rounding, where they are not to be those of the recipe."""
+    """The format, the windows and the rounding, where they differ from the recipe's."""
     prefill_chunk: int = 2048
     """The prompt is read in chunks of so many tokens, each of which reads the ones before it from
     the cache. Longer ones need more memory, and read fewer tokens quantized."""

@@ -40,7 +40,7 @@ from rotationzoo.runtime.text_stream import TextStream, Write
 
 
 def _ignore(note: str) -> None:
-    """What becomes of a note where nobody reads it."""
+    """Drop a note that has no reader."""
 
 
 def generate(
@@ -127,7 +127,7 @@ class _Writer:
         return continue_prompt(self.model, self.prompt, self.job, stream, self.progress, cache)
 
     def counting(self, stage: str) -> Write:
-        """What shows no text, but tells of each piece of it, usually a token, as progress."""
+        """A writer that reports each piece of text, usually a token, as progress."""
         pieces, total = 0, Tokens(self.prompt.max_new_tokens)
 
         def count(text: str) -> None:
@@ -139,7 +139,7 @@ class _Writer:
 
 
 def _rotations(artifact: Artifact | None, source: Source) -> dict[str, Any]:
-    """What the report says of the rotations."""
+    """The report's entries on the rotations."""
     if artifact is None:
         return {"rotations": None, "notes": []}
     note = other_weights_note(artifact, source)

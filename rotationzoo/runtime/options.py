@@ -41,12 +41,12 @@ class CacheOptions(TypedDict, total=False):
     """How rows get their codes: by error `feedback` where the artifact was calibrated for it, which
     loses fewer answers, and else the `nearest`, as engines write them. Not for `kivi`."""
     prefill_layout: Layout
-    """What a chunk of a prompt reads exact of earlier tokens: with `server`, the default, the sink
+    """Which earlier tokens a chunk of a prompt reads exact: with `server`, the default, the sink
     alone; with `window` the `recent` tokens before it as well."""
     reading: Reading
-    """What a decoding step reads: `rows` that are restored and rotated back, layer by layer, or the
-    `pages` of codes themselves. `auto`, the default, reads pages where there is a kernel for it:
-    on an NVIDIA GPU. Whatever cannot read pages reads rows."""
+    """The form in which a decoding step reads: `rows` that are restored and rotated back, layer by
+    layer, or the `pages` of codes themselves. `auto`, the default, reads pages where there is a
+    kernel for it: on an NVIDIA GPU. Whatever cannot read pages reads rows."""
     slack: int
     """How many candidate tokens assisted decoding may take back, 64 by default."""
 

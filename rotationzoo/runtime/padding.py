@@ -12,7 +12,7 @@ class Padding:
     """How many columns of padding each row of the batch begins with. All layers share it."""
 
     starts: list[int] = field(default_factory=list)
-    """Empty where nobody said: then no row begins with padding."""
+    """Empty where no mask was seen: then no row begins with padding."""
     settled: bool = False
     """Whether every row has had a token that is no padding."""
 

@@ -44,7 +44,7 @@ class PageReading:
     wanted: bool
     masks: MaskCheck = field(default_factory=MaskCheck)
     readers: list["PageReader"] = field(default_factory=list)
-    """What takes the pages while the model runs with this cache."""
+    """The functions that take the pages while the model runs with this cache."""
 
     @property
     def is_open(self) -> bool:
@@ -158,8 +158,8 @@ def _returns_weights(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _reader(registry: AttentionInterface, name: str) -> PageReader | None:
-    """What reads pages under this name; None where the function of this name may do anything, such
-    as that of a capture or a simulation."""
+    """The reader of pages under this name; None where the function of this name may do anything,
+    as a capture's or a simulation's does."""
     entry = registry.get(name)
     reader = entry if isinstance(entry, PageReader) else PageReader(registry, name)
     if entry is not reader and entry is not reader.original:

@@ -19,7 +19,7 @@ TOKENS = 2048
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model reads, and how much it may write."""
+    """The tokens that a model reads, and how many it may write."""
 
     ids: torch.Tensor
     """Token ids `[T]`."""
@@ -107,8 +107,8 @@ def _apply_template(text: str, tokenizer: PreTrainedTokenizerBase, model: str) -
 def write_example(
     tokenizer: PreTrainedTokenizerBase, sink: int, recent: int, max_new_tokens: int | None
 ) -> Prompt:
-    """The demo model's own prompt, for whoever gives none: nearly `TOKENS` tokens of held-out code,
-    whose last line asks for a statement that lies between the exact windows.
+    """The demo model's own prompt, for a user who gives none: nearly `TOKENS` tokens of held-out
+    code, whose last line asks for a statement that lies between the exact windows.
 
     The model may write as many tokens as the answer has, unless `max_new_tokens` says otherwise.
     Raises `RotationZooError` for windows that leave no room.

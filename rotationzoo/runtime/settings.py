@@ -27,7 +27,7 @@ class CacheSettings:
     block: int = 256
     """Tokens per block, at least."""
     reading: Reading = "auto"
-    """What a decoding step of a layer with full attention reads."""
+    """The form in which a decoding step of a layer with full attention reads."""
 
     def __post_init__(self) -> None:
         if self.layout.format.bits != 2:

@@ -76,7 +76,7 @@ class Stream:
         read_from: int | None,
     ) -> Rows | None:
         """Add the keys and values of new tokens, and return what their queries read from token
-        `read_from` on, or None for whoever reads pages.
+        `read_from` on, or None for a model that reads pages.
 
         `now` is what these queries need, and `later` what the next ones do: a token is quantized
         once, as soon as it leaves the tokens that must stay exact.
@@ -91,8 +91,7 @@ class Stream:
         return read
 
     def _leave(self, reach: Reach) -> None:
-        """Free what is stored of tokens that nobody will read, and quantize those that need not be
-        exact."""
+        """Free tokens that will not be read again, and quantize tokens that need not be exact."""
         self.first = max(self.first, reach.needed)
         for blocks in self.blocks.values():
             blocks.free_before(self.first - self.layout.sink)
@@ -100,8 +99,8 @@ class Stream:
 
     @torch.no_grad()
     def _quantize_before(self, token: int) -> None:
-        """Quantize the exact tokens between the sink and this one, in complete groups. Those that
-        nobody will read are forgotten instead. Where memory runs out, all tokens stay exact."""
+        """Quantize the exact tokens between the sink and this one, in complete groups. Tokens
+        that will not be read again are forgotten instead. Where memory runs out, all stay exact."""
         sink, step, format = self.layout.sink, self.settings.block_tokens, self.layout.format
         start = max(self.tail_start, sink)
         end = self._whole_groups(token)
@@ -117,8 +116,8 @@ class Stream:
         for side in SIDES:
             leaving = self.tail[side][:, :, start - self.tail_start : end - self.tail_start]
             blocks = self.blocks[side]
-            # A call that ran out of memory may have written some of them. Tokens that nobody will
-            # read are left out.
+            # A call that ran out of memory may have written some of them. Forgotten tokens are
+            # left out.
             blocks.length = forgotten - sink
             # A block at a time, because the codec takes float32 copies of what it quantizes.
             for begin in range(forgotten - start, end - start, step):
@@ -127,7 +126,7 @@ class Stream:
             if end - start > self.arm.token_group or blocks.length % step == 0:
                 # Not after each token of decoding, because it waits for the GPU.
                 self.arm.check_packed(self.layer, side, format, leaving.device)
-            # A copy, so that a long prompt is freed when nobody reads it any more.
+            # A copy, so that a long prompt is freed after its last reader.
             tail[side] = self.tail[side][:, :, end - self.tail_start :].clone()
         self.head, self.tail, self.tail_start = head, tail, end
 

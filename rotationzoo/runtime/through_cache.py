@@ -45,7 +45,7 @@ class ThroughCache:
         for piece in ids.split(self._pieces(left), dim=1):
             length = piece.shape[1]
             if self.layout.prefill_chunk and length == 1 and kept:
-                # A chunk of one token would count as a decoding step. Nobody reads the second one.
+                # A chunk of one token would count as a decoding step. The second one is not read.
                 piece = piece.repeat(1, 2)
             left -= length
             wanted = piece.shape[1] if left < kept else 1

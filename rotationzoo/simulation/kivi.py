@@ -56,7 +56,7 @@ class KiviArm(Arm):
         return torch.cat([super().store(stored, layer, side, format), rest], dim=2)
 
     def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """Those of values. Keys have none, because they are rounded over tokens."""
+        """The ranges of values. Keys have none, because they are rounded over tokens."""
         return None if side == "key" else super().row_range(rows, layer, side)
 
     def quantize(

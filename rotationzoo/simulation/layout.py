@@ -23,8 +23,8 @@ class CacheLayout:
     `prefill_layout` says what it reads exact of earlier chunks. None simulates decoding, where each
     query's `recent` tokens end with the query's own."""
     prefill_layout: Literal["server", "window"] = "server"
-    """What stays exact of earlier chunks. With `server` it is only the sink, which is how OSCAR's
-    fork of SGLang writes chunks (`_mixed_extend_layout_counts`); there, `recent` applies to
+    """Which tokens of earlier chunks stay exact. With `server` it is only the sink, which is how
+    OSCAR's fork of SGLang writes chunks (`_mixed_extend_layout_counts`); there, `recent` applies to
     decoding only. With `window` the `recent` tokens before a chunk stay exact too."""
     token_group: int = 1
     """How many tokens are quantized together, counted from the end of the sink. The tokens of a

@@ -16,7 +16,7 @@ from rotationzoo.model.long_masks import LongMask, query_blocks, seen_keys
 from rotationzoo.simulation.layout import CacheLayout
 
 KEPT_BYTES = 2**28
-"""Bytes of blocks that are kept for the layers that follow: all blocks of 16,384 tokens. Those of
+"""Bytes of blocks that are kept for the layers that follow: all blocks of 16,384 tokens. Blocks of
 longer rows, 8.6 GB at 131,072 tokens, are made for each layer again."""
 
 
@@ -104,7 +104,7 @@ class TwoCopyMasks:
         for mask in self._masks:
             if mask.fits(attend, lengths, device):
                 return mask
-        # Nobody asks again for the masks of an earlier row, or of an answer before its last token.
+        # Masks of an earlier row, or of an answer before its last token, are not asked for again.
         self._masks = [mask for mask in self._masks if mask.lengths == lengths]
         mask = TwoCopyMask(attend, self.cache, device, lengths)
         self._masks.append(mask)

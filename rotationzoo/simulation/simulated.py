@@ -82,8 +82,8 @@ class Simulation:
            copies of keys and values, reports the ranges of their rows and the KL divergence of the
            attention, and returns the output from the 2-bit cache.
         2. After each observed attention module, a `_BlockComparison` runs the module again on the
-           same input with the simulation switched off, and reports both outputs: those of the
-           attention function, head by head, and those of the module.
+           same input with the simulation switched off, and reports both outputs: of the attention
+           function, head by head, and of the module.
 
         Parameters:
 
@@ -278,7 +278,7 @@ def _attention_kl(
     """`KL(exact || simulated)` `[B, H, Q]` of selected queries' attention, averaged over the query
     heads that read each of H KV heads.
 
-    * `query`, `key`: those of the exact model, before any mean is subtracted;
+    * `query`, `key`: of the exact model, before any mean is subtracted;
     * `keys`: `[exact; quantized]`, as the simulated cache holds them;
     * `mask`: the two-copy mask of the call;
     * `queries`: the positions `[Q]` of the queries to compare.

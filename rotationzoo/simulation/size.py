@@ -29,7 +29,7 @@ def arm_bits(
     """Bits per element of an arm's cache that holds `length` tokens, averaged over every element
     that the model caches.
 
-    Exact tokens count 16 bits, including those of a group of tokens that is not complete yet.
+    Exact tokens count 16 bits, including tokens of a group that is not complete yet.
     Arms with as many of these bits take equal bytes.
     """
     grouped = replace(layout, token_group=arm.token_group)

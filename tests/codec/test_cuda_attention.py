@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotationzoo.codec import cuda_attention
 from rotationzoo.codec.attention import ExactWindow, PackedTokens
 from rotationzoo.codec.cuda_attention import (
+    AttentionVariant,
     Kernels,
-    Variant,
     choose_columns,
     choose_splits,
     supports,
@@ -47,8 +47,10 @@ def layouts(format: str, dim: int, groups: int = 1) -> tuple[PageLayout, PageLay
     return replace(value, groups=dim, tokens_per_scale=KIVI_TOKENS), value
 
 
-def variant(format: str, dim: int, groups: int = 1) -> Variant:
-    return Variant(*layouts(format, dim, groups), torch.bfloat16, soft_cap=False, columns=4)
+def variant(format: str, dim: int, groups: int = 1) -> AttentionVariant:
+    return AttentionVariant(
+        *layouts(format, dim, groups), torch.bfloat16, soft_cap=False, columns=4
+    )
 
 
 @pytest.mark.parametrize("format", LAYOUTS)

@@ -56,7 +56,7 @@ def attend(
 def _compiled(
     folder: Path,
     packed: PackedTokens,
-    variant: cuda_attention.Variant,
+    variant: cuda_attention.AttentionVariant,
     device: torch.device,
 ) -> cuda_attention.Kernels:
     source, library = folder / "kernels.cpp", folder / "kernels.so"
