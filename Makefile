@@ -57,14 +57,14 @@ coverage: $(VENV)/.ready-dev  ## all tests with coverage: the lines that no test
 
 docs: $(VENV)/.ready  ## write what docs/ takes from the code, and build the site into build/docs
 	$(BIN)/python -m pip $(INSTALL) -e '.[docs]'
-	$(BIN)/python scripts/write_architecture.py
-	$(BIN)/python scripts/write_cli_reference.py
-	$(BIN)/python scripts/engines_table.py
+	$(BIN)/python scripts/tools/write_architecture.py
+	$(BIN)/python scripts/tools/write_cli_reference.py
+	$(BIN)/python scripts/tools/engines_table.py
 	$(BIN)/python -m sphinx -q -W --keep-going -n docs build/docs
 	@echo "Open build/docs/index.html"
 
 security: $(VENV)/.ready-dev  ## print the table of hostile inputs for docs/security.md
-	$(BIN)/python scripts/count_hostile.py
+	$(BIN)/python scripts/tools/count_hostile.py
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
