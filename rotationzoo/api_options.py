@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from rotationzoo.evaluation.harness.tasks import HarnessSettings
+from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress
 
 
@@ -26,23 +27,16 @@ class Text(TypedDict, total=False):
     prompts: str
 
 
-class Run(TypedDict, total=False):
-    """How a model is loaded and run."""
+class Rows(RunOptions, total=False):
+    """How rows of text run through a model."""
 
-    revision: str
     batch: int
     """Rows per forward pass."""
-    device: str
-    """`auto`, `cpu` or `cuda`."""
-    dtype: str
-    """`auto`, `bfloat16` or `float32`."""
-    device_map: str
-    max_memory: str
     rope_scaling: str
     """Scale RoPE to more positions than the config has, as `yarn:4`."""
 
 
-class CalibrationOptions(Text, Run, total=False):
+class CalibrationOptions(Text, Rows, total=False):
     """Further options of `calibrate`."""
 
     equalize: bool
@@ -56,7 +50,7 @@ class CalibrationOptions(Text, Run, total=False):
     """Called as `(stage, done, total)` while the job runs."""
 
 
-class EvaluationOptions(Text, Run, total=False):
+class EvaluationOptions(Text, Rows, total=False):
     """Further options of `evaluate`."""
 
     tasks: Sequence[str]

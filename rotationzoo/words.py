@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 _LEAST_ALIKE = 0.5  # of two names, as `difflib` measures it; lower, and anything is near
-_LINE = 80  # characters of what somebody else wrote
+_LINE = 80  # characters of a text that others wrote
 UNKNOWN = "-"
 """A figure that was not measured."""
 

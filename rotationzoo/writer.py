@@ -133,7 +133,7 @@ def _write_manifest_and_card(work: Path, content: dict[str, Any]) -> None:
 def check_replaceable(folder: Path) -> None:
     """Raise `RotationZooError` unless an artifact can be written to `folder`.
 
-    There must be nothing there, an empty folder, or an artifact with no other files beside it.
+    There must be nothing there, an empty folder, or an artifact with no other files in it.
     """
     folders.check_name(folder)
     if files.size_of(folder / MANIFEST) is not None:
@@ -160,7 +160,7 @@ def replace_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict
 
 
 def library_versions() -> dict[str, str]:
-    """The `versions` of a manifest: those of the code that is running, whether installed or
+    """The `versions` of a manifest: of the code that is running, whether installed or
     imported from a path."""
     import transformers
 

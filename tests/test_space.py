@@ -14,7 +14,7 @@ from support.browser import scrolls_sideways, serious_findings
 from support.places import ROOT
 from support.published import ok
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
-from support.stored_figures import Made, make_evaluation
+from support.stored_figures import OF_ARTIFACT, Made, make_evaluation
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network import tokens
@@ -24,7 +24,12 @@ pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
 
 MODEL = "someone/Model-8B"
 LISTED, OLDER, CHANGED = "a" * 64, "b" * 64, "c" * 64  # the sha256 of what the zoo lists
-EVALUATION = make_evaluation(Made())
+EVALUATION, UNASKED = (
+    json.loads(json.dumps(make_evaluation(Made())).replace(OF_ARTIFACT, identity))
+    for identity in (LISTED, OLDER)
+)
+for scores in (UNASKED["exact"], *UNASKED["windows"][0]["arms"].values()):
+    scores["all_tasks"] = None
 
 
 def describe(content: bytes) -> dict:
@@ -47,7 +52,7 @@ def space(tmp_path_factory):
     with running_space(tmp_path_factory.mktemp("space") / "log") as running:
         publish_model(running.hub, MODEL)
         running.hub.create(ZOO)
-        older = json.dumps(make_evaluation(Made(old=True))).encode()
+        older = json.dumps(UNASKED).encode()
         files = {}
         for sha256, content, listed in (
             (LISTED, json.dumps(EVALUATION).encode(), None),
@@ -120,7 +125,7 @@ def test_answers_by_distance_and_depth(space, browser, width):
         .locator("[aria-label*=distance]")
         .evaluate_all("marks => marks.map(mark => mark.getAttribute('aria-label'))")
     )
-    cells = window["arms"][EVALUATION["own_arm"]]["all_tasks"]["by_cell"]
+    cells = window["arms"]["made"]["all_tasks"]["by_cell"]
     for cell in cells:
         distance = f"distance {cell['distance_from']:,} to {cell['distance_to']:,}"
         place = f"{distance}, depth {cell['depth_from']:.0%} to {cell['depth_to']:.0%}"

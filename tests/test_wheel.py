@@ -29,8 +29,8 @@ NEEDED = {
     "data/demo/calibration.jsonl",
     "data/demo/model/model.safetensors",
     "data/zoo_index.json",
-    "pages/page.css",
-    "pages/templates/report.html.jinja",
+    "report/page.css",
+    "report/templates/report.html.jinja",
 }
 # How the files of a distribution are named by setuptools, besides those of the package.
 ADDED = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}

@@ -108,7 +108,7 @@ class Equalization(Strict):
     """Which weights an equalized artifact is for."""
 
     weights: Literal["published"]
-    """Statistics, means and equalizers are those of the model as it was published. Either its cache
+    """Statistics, means and equalizers describe the model as it was published. Either its cache
     applies the equalizers, or a copy of it carries them and says so itself."""
 
 

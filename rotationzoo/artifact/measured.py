@@ -5,22 +5,31 @@ the index and `regenerate` read it.
 field that is annotated with a `Column` is a column of every table of arms.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isclose
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from rotationzoo.storage.strict_json import Count, Sha256, Strict
+from rotationzoo.artifact.scores import (
+    AnswerVerdict,
+    Errors,
+    ExactTaskRecall,
+    Figures,
+    HarnessRecord,
+    HarnessScore,
+    PairedAnswers,
+    Range,
+    Recall,
+    RecallDetails,
+    Score,
+    TaskRecall,
+    trim,
+)
+from rotationzoo.storage.strict_json import Count, Sha256
 
 _SAME = 1e-3  # of the exact model's perplexity, which another dtype may change more
-Errors = dict[str, float | None]
-"""Figure -> its standard error; None if there is only one text, or one prompt."""
-Outcome = Literal["more", "fewer", "likelier", "less likely", "unclear"]
-"""How an arm's answers compare with another's: it answers clearly more or fewer questions; or it
-answers about as many, and gives the right answers clearly more or less probability; or neither is
-clear."""
 
 
 @dataclass(frozen=True)
@@ -31,188 +40,11 @@ class Column:
     format: str
 
 
-class Figures(Strict):
-    """Figures under the keys of the JSON, where `from_` is `from`.
-
-    A figure may be NaN until it is written: readers and writers of JSON refuse it.
-    """
-
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.removesuffix("_"),
-        validate_by_name=True,
-        serialize_by_alias=True,
-        allow_inf_nan=True,
-    )
-
-
-Kind = TypeVar("Kind", bound=Figures)
-
-
-def trim(kind: type[Kind], figures: Figures) -> Kind:
-    """The figures that `kind` has too, and no others."""
-    return kind(**{name: getattr(figures, name) for name in kind.model_fields})
-
-
-# ---- answers to recall tasks
-
-
-class Score(Figures):
-    """How some questions were answered."""
-
-    answered: Count
-    """Questions whose greedy answer is exactly right."""
-    questions: Annotated[int, Field(gt=0)]
-    log_probability: float
-    """Of the whole right answer, in nats; the mean over questions."""
-
-    @property
-    def share(self) -> float:
-        """The share of the questions that was answered."""
-        return self.answered / self.questions
-
-
-class Range(Figures):
-    """Positions or distances: the first, and the one after the last."""
-
-    from_: Count
-    to: Count
-
-
-class DistanceScore(Score, Range):
-    """The questions whose statements lie so many tokens before their answers."""
-
-
-class DepthScore(Score):
-    """The questions whose statements lie in this part of their prompts: 0 is the start, 1 the
-    end."""
-
-    from_: float
-    to: float
-
-
-class CellScore(Score):
-    """The questions of prompts of one length, in one bucket of distances and one of depths."""
-
-    length: Count
-    distance_from: Count
-    distance_to: Count
-    depth_from: float
-    depth_to: float
-
-
-class LengthScore(Score):
-    """How the prompts of one length were answered."""
-
-    length: Count
-
-
-class Recall(Score):
-    """How the questions of one task, or of all, were answered. The standard errors are over
-    prompts, of the share answered and of the log probability."""
-
-    standard_error: Errors
-
-
-class RecallDetails(Recall):
-    """The same by distance and by depth, and by length, distance and depth at once: only cells that
-    have questions."""
-
-    by_distance: list[DistanceScore]
-    by_depth: list[DepthScore]
-    by_cell: list[CellScore]
-
-
-class TaskRecall(RecallDetails):
-    """How one task was answered, question by question in the order of prompts."""
-
-    correct: str
-    """A digit for each question: 1 if it was answered."""
-    log_probabilities: list[float]
-    by_length: Sequence[LengthScore]
-
-
-class ExactLengthScore(LengthScore):
-    """How the exact model answered the prompts of one length, with and without the statements."""
-
-    can_do: bool
-    without_statements: Score
-
-
-class ExactTaskRecall(TaskRecall):
-    """How the exact model answered one task, at the lengths at which it can do it. Of a task that
-    it can do at no length, all lengths are reported."""
-
-    by_length: Sequence[ExactLengthScore]
-    """All lengths."""
-    can_do: bool
-    prompts: list[int]
-    """How many questions each prompt asks."""
-    distances: list[int]
-    """Tokens from each question's statement to its answer."""
-
-
-# ---- tasks of lm-evaluation-harness
-
-
-class KeptAnswer(Figures):
-    """One answer and the right one. `question` is its number in the task's data."""
-
-    question: int
-    right: str
-    answer: str
-
-
-class Pairing(Figures):
-    """One metric of an arm compared with the exact model's, over the same questions.
-
-    `lost` counts questions that only the exact model gets right, and `gained` those that only the
-    arm does. The p value is McNemar's exact test's: the chance of a split at least as uneven if
-    both were as good.
-    """
-
-    lost: int
-    gained: int
-    p_value: float
-
-
-class HarnessScore(Figures):
-    """How one task of the harness was answered."""
-
-    metrics: Errors
-    """Each metric under the harness' own name (`acc`, or `exact_match,strict-match` where a filter
-    has a name); None where it is no number."""
-    standard_error: Errors
-    """The harness' own."""
-    questions: int | None = None
-    row_tokens: float | None = None
-    """The mean length of prompt and answer, in tokens."""
-    past_windows: float | None = None
-    """For an arm, the share of these rows that are longer than the exact windows, so that something
-    in them is read in 2 bits."""
-    answer_tokens: float | None = None
-    """The mean length of generated answers, in tokens."""
-    truncated: float | None = None
-    """The share of generated answers that reached the task's largest length without a stop string
-    or an end token."""
-    answers: list[KeptAnswer] = Field(default=[])
-    paired: dict[str, Pairing] = Field(default={})
-    """For an arm, of each metric that is 0 or 1 for each question."""
-
-
-class HarnessRecord(Figures):
-    """How the harness asked. `version` is lm-evaluation-harness' own."""
-
-    version: str
-    tasks: list[str]
-    limit: int | None
-    chat: bool
-
-
 # ---- arms
 
 
 class AboutArm(Figures):
-    """What an arm is. `artifact` is the identity of the artifact that it is of, None for a
+    """The nature of an arm. `artifact` is the identity of the artifact that it is of, None for a
     baseline; `pooled` says whether it has one rotation per layer in place of the artifact's own."""
 
     name: str
@@ -302,7 +134,7 @@ class ExactSummary(Figures):
 
     perplexity: float
     tasks: Mapping[str, Score]
-    """Of every task, also of those that it cannot do."""
+    """Of every task, also the ones that it cannot do."""
     all_tasks: Recall | None
     """All tasks that it can do together; None if there is none."""
 
@@ -353,42 +185,6 @@ class Comparison(Figures):
     standard_error: float | None
     p_value: float | None
     clear: bool
-
-
-class PairedAnswers(Figures):
-    """An arm's answers compared with another arm's. Positive differences favor the first."""
-
-    answered: int
-    other_answered: int
-    only_arm: int
-    """Questions that the arm answers and the other does not."""
-    only_other: int
-    answers_p_value: float
-    """Of the sign-flip permutation test over prompts."""
-    log_probability_difference: float
-    """In nats an answer."""
-    standard_error: float | None
-    log_probability_p_value: float | None
-    """Of Student's t over prompts; None for a single prompt."""
-
-
-class AnswerComparison(PairedAnswers):
-    """The answers of an artifact's arm compared with another arm's, with p values corrected for all
-    comparisons."""
-
-    arm: str
-    other: str
-    outcome: Outcome
-
-
-class AnswerVerdict(Figures):
-    """All comparisons of answers in a window."""
-
-    questions: int
-    prompts: int
-    level: float
-    comparisons: list[AnswerComparison]
-    words: list[str]
 
 
 class FeedbackComparison(Figures):

@@ -2,7 +2,7 @@
 equalizer is folded.
 
 An equalized artifact fits both. With the published weights the cache applies the equalizer; with
-the folded ones, which the record beside them names, only the rotation is left to apply.
+the folded ones, which a record in their folder names, only the rotation is left to apply.
 """
 
 import os
@@ -21,10 +21,10 @@ EQUALIZER, VALUE_ROTATION = "equalizer", "value rotation"
 
 
 class Record(strict_json.Strict):
-    """What a changed copy of a model says about itself."""
+    """The record that a changed copy of a model has of itself."""
 
     absorbed: str = VALUE_ROTATION
-    """What its weights carry: `EQUALIZER` or `VALUE_ROTATION`."""
+    """The part that its weights carry: `EQUALIZER` or `VALUE_ROTATION`."""
     artifact: str
     """The identity of the artifact that this is from."""
     weights: str | None = None

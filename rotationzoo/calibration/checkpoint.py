@@ -118,7 +118,7 @@ def rank_files(path: Path) -> list[Path]:
 
 
 class _SoFar(BaseModel):
-    """What a file keeps of the run beside its tensors."""
+    """The state of the run that a file keeps with its tensors."""
 
     rows: PositiveInt | None = None
     passes: dict[str, NonNegativeInt] = {}
@@ -206,7 +206,7 @@ class Checkpoint:
         self._save(self._text_path, lambda: tensors, {"texts": len(texts)})
 
     def remove(self) -> None:
-        """Remove all files, also those of other processes. The sums go first: sums that outlived
+        """Remove all files, also of other processes. The sums go first: sums that outlived
         their text would be joined to another."""
         for path in (*rank_files(self.path), *reversed(checkpoint_files(self.path))):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a manifest claims about the tensors beside it, and where they contradict it."""
+"""The claims of a manifest about its tensors, and where they contradict it."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _Layers = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Claim:
-    """What a manifest or a recipe says about rotations and statistics.
+    """The statements of a manifest or a recipe about rotations and statistics.
 
     The methods return one sentence for each kind of problem, with the layers that have it.
     """
@@ -67,7 +67,7 @@ class Claim:
         return sentences(layers)
 
     def clip_problems(self, rotations: Rotations) -> list[str]:
-        """Clip ratios that differ from those of the recipe."""
+        """Clip ratios that differ from the recipe's."""
         clips = {"key": self.recipe.key_clip, "value": self.recipe.value_clip}
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
@@ -90,7 +90,7 @@ class Claim:
         return self._eigenbasis_problems(rotations, statistics)
 
     def mean_problems(self, rotations: Rotations, statistics: Averages) -> list[str]:
-        """Means that differ from those of the statistics."""
+        """Means that differ from the statistics'."""
         layers: _Layers = defaultdict(list)
         for layer, side, rotation in rotations.each():
             average = statistics.get(layer, {}).get(side)
@@ -105,8 +105,8 @@ class Claim:
         return equalizer_problems(rotations, statistics, self.recipe, self.geometry)
 
     def factor_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """Factors of error feedback that are none, or not those of the statistics and the
-        rotations."""
+        """Factors of error feedback that are not triangular, or that the statistics and the
+        rotations do not make."""
         return factor_problems(rotations, statistics, self.recipe)
 
     def centering_problems(self, rotations: Rotations) -> list[str]:
@@ -148,7 +148,7 @@ class Claim:
             if self._diagonalise(sides, averages, {"key": "value", "value": "key"}):
                 layers["key and value swapped"].append(layer)
             else:
-                what = "rotations that do not come from the statistics beside them"
+                what = "rotations that do not come from the stored statistics"
                 layers[what].append(layer)
         return sentences(layers)
 

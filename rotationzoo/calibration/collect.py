@@ -28,7 +28,7 @@ _TOGETHER = 16  # layers whose sums are sent at once: few waits for others, and 
 
 
 def sum_over_ranks(statistics: Statistics, kinds: Sequence[str] | None = None) -> Statistics:
-    """The sums over all processes, or those of some kinds alone. A process that is alone gets its
+    """The sums over all processes, of all kinds or of some. A process that is alone gets its
     statistics as they are.
 
     Every process calls this with the same layers and kinds. Float64 sums of other parts differ by

@@ -137,7 +137,7 @@ def add_projections(statistics: Statistics, model: "PreTrainedModel", geometry: 
         moments["projection"].add(columns.flatten(1, 2))
 
 
-# Factors are rounded to powers of two, so those of averages that were divided and summed again may
+# Factors are rounded to powers of two, so factors of re-summed averages may
 # fall on the other side of a half.
 _ROUNDED = 2.0
 # Relative, for value matrices. 0 was measured with the kernels and the number of threads that wrote
@@ -169,13 +169,13 @@ def equalizer_problems(
         except RotationZooError as error:
             return [str(error)]
         if not _agree(stored[layer.index], expected):
-            what = "equalizers that do not come from the statistics beside them"
+            what = "equalizers that do not come from the stored statistics"
             layers[what].append(layer.index)
     return sentences(layers)
 
 
 def _layer_problems(stored: Equalizers, layer: Layer) -> list[str]:
-    """What is wrong with the equalizers of one layer, whatever the statistics are."""
+    """The faults of one layer's equalizers that show without statistics."""
     classes = key_classes(layer)
     if classes is None:
         return ["equalized, and the geometry does not say which key channels share a factor"]

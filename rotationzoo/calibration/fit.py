@@ -38,7 +38,7 @@ def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     `y = (x - mean) @ transform`, so an error e of y is the error `e @ inverse` of x, and
     `M = inverse @ C @ inverse^T`. For keys, `e M e^T` is the mean square of the change of a score;
     it is the same where an equalizer is folded into the weights, because queries are then divided
-    by it. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured it beside
+    by it. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured it against
     the metric of the output projection.
     """
     inverse = rotation.inverse.double()

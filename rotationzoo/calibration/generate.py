@@ -23,7 +23,7 @@ _BARE_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 # Two passes over the same text may differ in their logits by this fraction of the logits' spread.
 # Measured: up to 4e-5 in float32 and 0.05 in bfloat16 for a sound model, 0.9 and more otherwise.
 _TOLERANCE = 0.2
-_SEED_STRIDE = 1_000_003  # keeps the batches of one seed apart from those of the next
+_SEED_STRIDE = 1_000_003  # keeps the batches of one seed apart from the next seed's
 # Generation settings that a model's makers cannot override: exactly one text per prompt, sampled
 # token by token to its end.
 PLAIN: dict[str, Any] = {
@@ -133,7 +133,7 @@ def _usable_batch(model: PreTrainedModel, prompt: torch.Tensor, batch: int) -> i
 def _decodes_as_in_one_pass(model: PreTrainedModel, prompts: Sequence[torch.Tensor]) -> bool:
     """Whether the two tokens after the first prompt are predicted as in one pass over its text.
 
-    The other prompts are continued beside it in the same batch.
+    The other prompts are continued with it in the same batch.
     """
     options = PLAIN | {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
     generated = model.generate(  # type: ignore[operator]

@@ -128,11 +128,11 @@ class Footprint:
         # On a CPU, the allocator keeps what the passes freed.
         if self.on_cpu:
             return libraries + passing + self.rotations
-        # After the passes, the sums exist beside the averages that are written.
+        # After the passes, the sums exist together with the averages that are written.
         return max(passing, weights + 2 * self.statistics + self.rotations)
 
     def pass_bytes(self, batch: int) -> int:
-        """What a pass over `batch` rows takes beside the weights, with the sums: those of whole
+        """Bytes that a pass over `batch` rows takes on top of the weights, with the sums: of whole
         batches, of the batch under way, and of this batch before its last rows."""
         working = max(self.activations(batch), self.generation_cache(batch))
         return working + 3 * self.statistics

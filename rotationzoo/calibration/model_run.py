@@ -42,7 +42,7 @@ OTHER = "checks"
 class Passes:
     """Tokens by purpose, such as `statistics`, of every pass through a model.
 
-    A pass that ends at an early layer counts like a whole one. `tokens` are those of earlier runs
+    A pass that ends at an early layer counts like a whole one. `tokens`: those of earlier runs
     of the job, to which the passes are added.
     """
 
@@ -91,7 +91,7 @@ _CHECKED_TOKENS = 32  # of the first row; their logits are compared with and wit
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """What a run produces."""
+    """The result of a run."""
 
     recipe: Recipe
     """The recipe that was followed. Keys keep their mean if the loaded model shows that they must;
@@ -103,7 +103,7 @@ class CalibrationResult:
     dtype: str | None = None
     """The dtype that the model was loaded in; None if it was not loaded."""
     passes: Mapping[str, int] = field(default_factory=dict)
-    """Purpose -> the tokens that passed through the model for it. Those of earlier runs count as
+    """Purpose -> the tokens that passed through the model for it. Tokens of earlier runs count as
     far as their checkpoint was saved."""
     notes: Sequence[str] = ()
 

@@ -31,7 +31,8 @@ from rotationzoo.model.geometry import (
     shifted_layers,
 )
 from rotationzoo.model.key_scales import with_equalizing
-from rotationzoo.model.placement import memory_limits, weights_bytes
+from rotationzoo.model.loading import RunSettings
+from rotationzoo.model.placement import weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
 from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.model.source import Source, find
@@ -114,19 +115,14 @@ def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RunSettings):
     """A calibration as the user asked for it."""
 
     model: str
     recipe: Recipe
     output: Path
-    revision: str | None = None
     batch: int = 4
     """Rows per forward pass; `SIZED` leaves them to the plan."""
-    device: str = "auto"
-    dtype: str = "auto"
-    device_map: str | None = None
-    max_memory: str | None = None
     restart: bool = False
     fit_length: bool = False
     """Whether rows longer than the model's positions are shortened instead of refused. True if the
@@ -137,7 +133,7 @@ class Job:
 
     @property
     def checkpoint(self) -> Path:
-        """The main file of the checkpoint, beside the output."""
+        """The main file of the checkpoint, next to the output."""
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
 
     @property
@@ -151,20 +147,10 @@ class Job:
         saved = (*checkpoint_files(self.checkpoint), *rank_files(self.checkpoint))
         return any(files.size_of(path) is not None for path in saved)
 
-    @property
-    def torch_device(self) -> str:
-        """The device to run on, with `auto` resolved."""
-        return loading.torch_device(self.device)
-
-    @property
-    def torch_dtype(self) -> torch.dtype | str:
-        """The dtype to load weights in; `auto` is the dtype of the model's own checkpoint."""
-        return loading.torch_dtype(self.dtype, self.device, self.device_map)
-
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known about a job before any weights are read.
+    """A job as it is known before any weights are read.
 
     `job` is the job to run, with rows that fit the model. `config` and `geometry` are None if the
     model is refused; `geometry` is also None if only the weights can tell. Sizes are estimates in
@@ -179,7 +165,7 @@ class Plan:
     weights_bytes: int = 0
     artifact_bytes: int = 0
     pass_bytes: int = 0
-    """Memory that a forward pass takes beside the weights where the layers run, with the sums."""
+    """Memory that a forward pass takes besides the weights where the layers run, with the sums."""
     peak_memory_bytes: int = 0
     memory_bytes: int = 0
     """Memory that this machine has where the job would run."""
@@ -198,7 +184,7 @@ def plan(job: Job) -> Plan:
     Raises `ModelUnavailable` if there is no such model, and `RotationZooError` if the job cannot be
     done as asked. A model that cannot be calibrated raises nothing: the plan's `refusal` says why.
     """
-    memory_limits(job.device_map, job.max_memory)  # only for the errors that it raises
+    _ = job.memory_limits  # only for the errors that it raises
     source = find(job.model, job.revision)
     try:
         config = loading.load_config(source, job.recipe.rope_scaling)
@@ -265,7 +251,7 @@ def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:
         on_cpu=on_cpu,
     )
     if job.batch == SIZED:
-        limits = memory_limits(job.device_map, job.max_memory)
+        limits = job.memory_limits
         earlier = None if job.restart else earlier_batch(job.checkpoint, job.output)
         job = replace(job, batch=earlier or choose_batch(needs, loaded, limits))
         needs = replace(needs, batch=job.batch)

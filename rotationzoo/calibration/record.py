@@ -1,4 +1,4 @@
-"""What a manifest records about a calibration: the job's identity, its text and its run."""
+"""The record of a calibration in a manifest: the job's identity, its text and its run."""
 
 from typing import Any
 

@@ -28,7 +28,7 @@ class Verification:
     checked: list[str]
     """The names of the checks that were made."""
     misfits: list[str] = field(default_factory=list)
-    """Those of the problems that are about the model beside the artifact, which may be sound."""
+    """The problems that are about the model and not about the artifact."""
 
     @property
     def ok(self) -> bool:
@@ -37,7 +37,7 @@ class Verification:
 
     @property
     def only_misfits(self) -> bool:
-        """Whether the artifact itself is sound, and only the model beside it is another."""
+        """Whether the artifact itself is sound, and only the model is another."""
         return 0 < len(self.misfits) == len(self.problems)
 
     def with_misfits(self, misfits: list[str]) -> "Verification":

@@ -19,7 +19,8 @@ from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import check_transparent
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.model.placement import memory_limits, place_weights
+from rotationzoo.model.loading import RunSettings
+from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.source import Source, fetch, find
 from rotationzoo.progress import Progress, silent
@@ -68,14 +69,10 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(RunSettings):
     """The model that an artifact may belong to, and where to run it."""
 
     model: str
-    revision: str | None = None
-    device: str = "auto"
-    device_map: str | None = None
-    max_memory: str | None = None
 
     @property
     def source(self) -> Source:
@@ -91,7 +88,7 @@ def check_membership(
     Raises `RotationZooError` for rotations that contain no eigenbasis, and for artifacts that are
     bound to no model.
     """
-    memory_limits(candidate.device_map, candidate.max_memory)
+    _ = candidate.memory_limits  # for its errors
     bases = _recover_bases(artifact)
     if not artifact.bound:
         raise RotationZooError(

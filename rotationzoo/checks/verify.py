@@ -86,7 +86,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
     if fingerprint and has_weights(source):
         compared = f"the {_which_weights(artifact, record)} of {model}"
         if weights_fingerprint(source) != fingerprint:
-            return [f"made for other weights than those of {model}: {expected.id}"], compared
+            return [f"made for other weights than {model} has: {expected.id}"], compared
         return [], compared
     if fingerprint:
         compared += ", whose weights are not on this machine"
@@ -98,7 +98,7 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
 
 
 def _which_weights(artifact: Artifact, record: Record | None) -> str:
-    """What the weights of a model are to an equalized artifact."""
+    """The relation of a model's weights to an equalized artifact."""
     if not artifact.recipe.equalize:
         return "weights"
     return "folded weights" if record else "published weights"

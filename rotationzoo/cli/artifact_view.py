@@ -1,4 +1,4 @@
-"""What `calibrate` and `import` print about the artifact that they wrote."""
+"""The output of `calibrate` and `import` about the artifact that they wrote."""
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.artifact.weights import model_words
@@ -64,7 +64,7 @@ def suggest_step(out: Output, artifact: Artifact) -> None:
 def suggest_text(out: Output, artifact: Artifact, model: list[str] | None = None) -> None:
     """Suggest to write text through a cache with these rotations.
 
-    `model`: the words that name it, by default those of the artifact's own model.
+    `model`: the words that name it, by default the words of the artifact's own model.
     """
     words = model or model_words(artifact)
     prompt = [] if words == ["demo"] else ["--prompt", "TEXT"]

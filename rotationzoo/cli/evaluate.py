@@ -3,20 +3,12 @@
 import shlex
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rotationzoo import ranks
 from rotationzoo.cli.completion import complete_artifact, complete_data
-from rotationzoo.cli.harness_options import (
-    HarnessAnswers,
-    HarnessChat,
-    HarnessLimit,
-    HarnessPath,
-    HarnessTasks,
-    parse_harness,
-)
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     Column,
@@ -43,6 +35,26 @@ from rotationzoo.cli.options import (
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
+
+if TYPE_CHECKING:
+    from rotationzoo.evaluation.harness.tasks import HarnessSettings
+
+HarnessTasks = Annotated[
+    str | None,
+    typer.Option("--harness", help="Tasks of lm-evaluation-harness, as gsm8k,niah_single_1."),
+]
+HarnessLimit = Annotated[
+    int | None, typer.Option(min=1, help="Questions of each of these tasks; all by default.")
+]
+HarnessPath = Annotated[
+    Path | None, typer.Option(help="A folder of your own task files, which may run code.")
+]
+HarnessChat = Annotated[
+    bool, typer.Option("--harness-chat", help="Ask them in the model's chat template.")
+]
+HarnessAnswers = Annotated[
+    int, typer.Option("--harness-answers", min=0, help="Answers to each task that are shown, too.")
+]
 
 
 def evaluate_command(
@@ -233,3 +245,23 @@ def parse_layers(text: str | None) -> set[int] | None:
             f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7"
         ) from error
     return layers
+
+
+def parse_harness(
+    names: str | None, limit: int | None, folder: Path | None, chat: bool, answers: int = 0
+) -> "HarnessSettings | None":
+    """The settings of `--harness NAME,NAME`; None without it. Raises `UsageError`."""
+    from rotationzoo.evaluation.harness.tasks import HarnessSettings
+
+    if names is None:
+        if folder is not None or limit is not None or chat or answers:
+            raise UsageError(
+                "--harness-limit, --harness-path, --harness-chat and --harness-answers are for the "
+                "tasks of --harness",
+                hint="name them: --harness gsm8k",
+            )
+        return None
+    tasks = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
+    if not tasks:
+        raise UsageError("--harness names no task", hint="write it as: --harness gsm8k,hellaswag")
+    return HarnessSettings(tuple(tasks), limit, folder, chat, answers)

@@ -1,4 +1,4 @@
-"""What `evaluate` prints: the tables of each pair of windows, and which arms clearly differ."""
+"""The output of `evaluate`: the tables of each pair of windows, and which arms clearly differ."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def show_evaluation(out: Output, report: Measured) -> None:
 
 def suggest_next(out: Output, model: list[str], artifacts: list[Path], saved: bool) -> None:
     """Suggest what to do after an evaluation of these artifacts: the report on one that keeps it,
-    or a text through this cache beside the exact model's.
+    or a text through this cache to compare with the exact model's.
 
     `model`: its name and, if the user gave one, the option for its revision.
     """

@@ -101,7 +101,7 @@ def _save_report(artifact: "Artifact", report: "Report") -> "Artifact":
 
 
 def _describe_signature(artifact: "Artifact") -> "Badge":
-    """What is known of the signature, in the words of a page."""
+    """The state of the signature, in the words of a page."""
     from rotationzoo.report.origin import Badge
     from rotationzoo.zoo.signing.check import Demand, check_artifact
 

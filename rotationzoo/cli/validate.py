@@ -71,7 +71,7 @@ def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -
         for name, rate in report["throughput"].items():
             say(f"  {name:24s} {rate / copy:.1%}")
         if rows := report["feedback_rows"]:
-            say(f"Codes chosen by error feedback: those of feedback.py for {rows:,} rows,")
+            say(f"Codes chosen by error feedback: equal to feedback.py's for {rows:,} rows,")
             say(f"{report['feedback_rows_per_second'] / 1e6:.0f} million rows a second")
 
     out.result(report, artifact.identity, human)

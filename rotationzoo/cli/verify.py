@@ -89,7 +89,13 @@ def verify_command(
         from rotationzoo.checks.membership import Candidate, check_membership
 
         with show_progress(out) as progress:
-            candidate = Candidate(model, revision, device, device_map, max_memory)
+            candidate = Candidate(
+                model,
+                revision=revision,
+                device=device,
+                device_map=device_map,
+                max_memory=max_memory,
+            )
             agreement = check_membership(opened, candidate, progress)
         if agreement.foreign:
             verification = verification.with_misfits(

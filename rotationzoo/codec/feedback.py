@@ -66,7 +66,7 @@ def round_trip(
     group_size: int | None = None,
     format: Format = SGLANG,
 ) -> torch.Tensor:
-    """What a reader gets back from stored rows, float32 `[..., H, T, D]`. The arguments are those
+    """Restore stored rows as a reader does, float32 `[..., H, T, D]`. The arguments are those
     of `quantize`."""
     return int2.dequantize(quantize(rows, factor, group_size, format), format)
 

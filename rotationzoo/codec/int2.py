@@ -120,7 +120,7 @@ def round_trip(
     group_size: int | None = None,
     format: Format = SGLANG,
 ) -> torch.Tensor:
-    """What a reader gets back from stored rows, float32 `[..., D]`. The arguments are those of
+    """Restore stored rows as a reader does, float32 `[..., D]`. The arguments are those of
     `quantize`."""
     return dequantize(quantize(rows, clip, group_size, format), format)
 

@@ -170,7 +170,7 @@ def _write(artifact: Artifact, model: str, output: Path, progress: Progress, abs
     # For a model from the hub, `verify` had no weights yet to compare fingerprints with.
     if made_for.weights_fingerprint not in (None, weights_fingerprint(source)):
         raise RotationZooError(
-            f"{artifact.folder} was made for other weights than those of {model}", hint=calibrate
+            f"{artifact.folder} was made for other weights than {model} has", hint=calibrate
         )
 
     def record_of(copy: Source) -> bytes:

@@ -42,11 +42,11 @@ class SideMatrices:
 
 @dataclass(frozen=True)
 class Payload:
-    """What an engine receives: an artifact, reduced as far as the engine needs and the user
+    """The input of an engine: an artifact, reduced as far as the engine needs and the user
     agreed."""
 
     model: str | None
-    """None if nobody has named the artifact's model. The numbers of heads are then unknown."""
+    """None if the artifact's model is not known. The numbers of heads are then unknown."""
     geometry: Geometry
     key: SideMatrices
     value: SideMatrices | None
@@ -92,7 +92,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can serve. Anything else stops an export, unless the user leaves it out."""
+    """The features of an engine. Anything else stops an export, unless the user leaves it out."""
 
     heads: bool
     """Whether it takes one matrix per KV head."""
@@ -106,14 +106,14 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Description:
-    """What docs/engines.md says about an engine besides its `Capabilities`, in Markdown."""
+    """The entries of docs/engines.md about an engine besides its `Capabilities`, in Markdown."""
 
     cache: str
     """The fork or pull request that implements its 2-bit cache."""
     reads: str
     """The files that it reads."""
     limits: str
-    """What else it cannot serve or does differently."""
+    """Other things that it cannot serve or does differently."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Options:
 
 
 class Engine(Protocol):
-    """What each engine's module defines. To add an engine, write such a module in `formats/` and
+    """The interface of an engine's module. To add an engine, write such a module in `formats/` and
     add a row to `registry.py`."""
 
     CAPABILITIES: Capabilities

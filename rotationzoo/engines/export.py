@@ -76,7 +76,7 @@ def install_export(work: Path, target: Path) -> None:
 
 
 def _earlier_files(target: Path) -> list[str]:
-    """The names of files that the earlier export wrote and nobody has changed since.
+    """The names of files that the earlier export wrote and that have not changed since.
 
     Anybody may have written the record, so a name counts only if the file's hash matches.
     """
@@ -126,7 +126,7 @@ def write_command(artifact: Artifact, absorbed: str) -> str:
 
 
 _UNTRIED = (
-    "nobody has tried whether the model's attention ignores the key mean, which is subtracted and "
+    "untested whether the model's attention ignores the key mean, which is subtracted and "
     "never added back: with learned sinks or a soft cap it does not, and --uncentered leaves it out"
 )
 
@@ -141,7 +141,7 @@ class Exported:
     """Name -> sha256."""
     launch: Launch
     reduced: list[str]
-    """What was left out of the artifact, in words."""
+    """The parts of the artifact that were left out, in words."""
 
 
 def export(artifact: Artifact, request: Request) -> Exported:
@@ -205,7 +205,7 @@ def _options(request: Request) -> Options:
 
 
 def as_json(exported: Exported) -> dict[str, Any]:
-    """What `export --json` prints and `export.json` stores."""
+    """The object that `export --json` prints and `export.json` stores."""
     return {
         "engine": exported.engine,
         "path": str(exported.path),
@@ -226,7 +226,7 @@ def launch_line(launch: Launch) -> str:
 
 
 def _describe_pooling(artifact: Artifact, request: Request) -> str:
-    """What one rotation per layer costs the model, as the artifact's evaluation says it, best with
+    """The cost of one rotation per layer, as the artifact's evaluation says it, best with
     these windows; or the command that measures it."""
     served = request.windows or (artifact.recipe.sink, artifact.recipe.recent)
     if evaluation := artifact.measured:
@@ -254,7 +254,7 @@ def _describe_pooling(artifact: Artifact, request: Request) -> str:
     if request.windows is not None:
         words += ["--windows", f"{served[0]}/{served[1]}"]
     return (
-        "one rotation per layer makes some models useless, and nobody has measured what it costs "
+        "one rotation per layer makes some models useless, and its cost has not been measured "
         f"this one; to measure it: {shlex.join([*words, '--save'])}"
     )
 

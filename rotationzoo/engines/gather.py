@@ -74,7 +74,7 @@ def _check_whole(pair: Pair) -> None:
     _, pending, _ = markers(pair.key.path, pair.value.path)
     if pending.exists():
         raise RotationZooError(
-            f"{pending.parent} holds a pair that somebody is writing, or stopped writing half-way "
+            f"{pending.parent} holds a pair that is being written, or was left half-written "
             f"({pending.name})",
             hint="let the server or export that wrote it finish, or run it again",
         )

@@ -58,7 +58,7 @@ def recipe_of_files(
     """The recipe, and remarks on what neither the files nor the user state.
 
     `described` maps each side to what its file states. `composition` is the recognised one.
-    `served` holds the user's clip ratios and windows, which override those of the files. Raises
+    `served` holds the user's clip ratios and windows, which override the files' own. Raises
     `RotationZooError` if the files state something that no recipe allows.
     """
     defaults = PRESETS[_PUBLISHED]
@@ -255,7 +255,7 @@ def _check_centering(job: Import, key: RotationFile, geometry: Geometry) -> None
     """
     if key.content.mean and (moved := shifted_layers(geometry)):
         raise RotationZooError(
-            f"{key.path.name} centers keys, which {job.model} does not bear: "
+            f"{key.path.name} centers keys, which changes what {job.model} computes: "
             f"{centering.reason(moved)}",
             hint="import files that were made without a key mean",
         )
@@ -334,7 +334,7 @@ def _imported_content(pair: Pair, identity: dict[str, str], notes: list[str]) ->
 
 
 def _publishable(file: RotationFile) -> dict[str, Any]:
-    """What a file states about its calibration, without the paths of the machine that made it."""
+    """A file's statement about its calibration, without the paths of the machine that made it."""
     stated: dict[str, Any] = {}
     for key, value in file.calibration.items():
         if isinstance(value, str):

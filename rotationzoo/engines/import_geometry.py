@@ -1,6 +1,6 @@
 """The layers, heads and dimensions of imported rotations.
 
-They are those of the model that the user names, which the files must fit. Without a model they are
+They come from the model that the user names, which the files must fit. Without a model they are
 inferred from the files.
 """
 
@@ -87,7 +87,7 @@ def _check_model(model: str, source: Source, key: RotationFile) -> None:
     weights = key.calibration.get("weights_fingerprint")
     if weights and has_weights(source) and weights != weights_fingerprint(source):
         raise RotationZooError(
-            f"{key.path.name} says that it was made for other weights than those of {model}",
+            f"{key.path.name} says that it was made for other weights than {model} has",
             hint="check the model",
         )
 

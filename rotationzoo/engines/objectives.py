@@ -23,7 +23,7 @@ _VERSION_3 = ("oscar2_perhead", "oscar2_center", "oscar2_v_pre_wo")
 
 @dataclass(frozen=True)
 class Described:
-    """What a file states about its matrices, in a recipe's words."""
+    """A file's statement about its matrices, in a recipe's words."""
 
     statistic: str | None
     """None if the file states none, or needs none."""

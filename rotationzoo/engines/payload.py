@@ -77,7 +77,7 @@ def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Proven
 
 
 PLACEHOLDER = "MODEL"
-"""What a launch command contains in place of a model whose location is unknown."""
+"""The placeholder in a launch command for a model whose location is unknown."""
 
 Clips = Mapping[int, tuple[list[float], list[float]]]
 """Layer -> the distinct clip ratios of its heads, ascending, of keys and of values."""
@@ -199,7 +199,7 @@ def _model_to_serve(artifact: Artifact) -> str | None:
     """The model to put into the launch command.
 
     It is the hub id, the demo's folder, or a placeholder for another local folder, whose path an
-    artifact does not store. None if nobody has named the model.
+    artifact does not store. None if the model is not known.
     """
     if not artifact.bound:
         return None

@@ -136,7 +136,7 @@ def _check_different(pair: Pair, described: Mapping[str, Described]) -> None:
 
 
 def _data_free_kind(matrix: torch.Tensor) -> str | None:
-    """What `[.., D, D]` is, in words, if all of it is data-free: the identity, a permutation up to
+    """The name of `[.., D, D]` if all of it is data-free: the identity, a permutation up to
     signs, or a Hadamard matrix in any order and with any signs. None otherwise."""
     size = matrix.abs()
     is_permutation = ((size < _CLOSE) | ((size - 1).abs() < _CLOSE)).all()

@@ -22,7 +22,7 @@ class RotationFile:
     """`key` or `value`; None if neither the file nor its name says which."""
     content: SideMatrices
     calibration: Mapping[str, Any] = field(default_factory=dict)
-    """What the file states about how it was made."""
+    """The file's own statement of how it was made."""
     notes: tuple[str, ...] = ()
     descending: bool = False
     """Whether the file lists its largest eigenvalue first."""

@@ -30,7 +30,7 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to one parameter."""
+    """The change of one parameter."""
 
     shape: torch.Size
     transform: Transform

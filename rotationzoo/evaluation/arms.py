@@ -105,7 +105,7 @@ def build_baselines(shared: Recipe, geometry: Geometry) -> list[Arm]:
 
 
 def _unique_name(artifact: Artifact, taken: Sequence[str]) -> str:
-    """The name of the artifact's folder, made unique among those that other artifacts have taken.
+    """The name of the artifact's folder, made unique among the names of other artifacts.
 
     If the name is taken, the start of the artifact's hash is appended. If the same artifact is
     given twice, a number follows. Full paths are never used: they are private, and a report may be

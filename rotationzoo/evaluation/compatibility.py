@@ -1,4 +1,4 @@
-"""Checks that the chosen layers and artifacts fit the evaluated model.
+"""Checks that the chosen layers, artifacts and texts fit the evaluated model.
 
 What does not fit is refused. What fits with reservations becomes a note in the report.
 """
@@ -19,10 +19,19 @@ from rotationzoo.model.geometry import (
     shifted_layers,
 )
 from rotationzoo.model.loading import load_config
-from rotationzoo.model.rope import complete_scaling, same_scaling, scaling_of
+from rotationzoo.model.rope import (
+    complete_scaling,
+    longer_rows_hint,
+    position_count,
+    same_scaling,
+    scaling_of,
+)
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
+from rotationzoo.recipe import Data
 from rotationzoo.recipe.rope_scaling import RopeScaling
+from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import Corpus
+from rotationzoo.words import counted
 
 
 def check_layers(model: str, layers: set[int], geometry: Geometry) -> None:
@@ -145,7 +154,7 @@ def notes_for_reader(
             notes.append(f"{name} was calibrated on this very text")
         if artifact.recipe.center_keys and (layers := shifted_layers(geometry)):
             reason = centering.reason(layers)
-            notes.append(f"{name} centers keys, which this model does not bear: {reason}")
+            notes.append(f"{name} centers keys, which changes what this model computes: {reason}")
     return notes
 
 
@@ -183,3 +192,51 @@ def _describe_layers(layers: set[int]) -> str:
     if layers == set(range(first, last + 1)):
         return f"{first} to {last}"
     return str(sorted(layers))
+
+
+# ---- the text that is judged on
+
+
+def judged_text(data: Data) -> Data:
+    """The text to evaluate on. For `bundled` this is the held-out text, not the one that artifacts
+    are calibrated on by default."""
+    if data.source == "bundled":
+        return data.model_copy(update={"source": str(HELD_OUT)})
+    return data
+
+
+def check_positions(length: int, config: PretrainedConfig) -> None:
+    """Raise `RotationZooError` for texts of more tokens than the model has positions."""
+    positions = position_count(config)
+    if positions is not None and length > positions:
+        raise RotationZooError(
+            f"texts of {length} tokens are longer than the {positions} positions of the model",
+            hint=longer_rows_hint(config, length, f"add: --length {positions}"),
+        )
+
+
+def fit_rows(data: Data, start: int, config: PretrainedConfig) -> Data:
+    """Double the length of the rows until a quarter of each lies past `start`, the first position
+    that is measured, and cut it to the positions that the model has."""
+    length = data.length
+    while 3 * length < 4 * start:
+        length *= 2
+    return data.model_copy(update={"length": min(length, position_count(config) or length)})
+
+
+def check_length(data: Data, start: int) -> None:
+    """Raise `RotationZooError` for texts that end before `start`, the first position that is
+    measured, and `UsageError` for fewer tokens than one text."""
+    if data.length < start + 2:
+        raise RotationZooError(
+            f"texts of {data.length} tokens are too short: "
+            f"the first that reads a quantized one is at position {start}",
+            hint="give longer rows with --length, or smaller ones with --windows",
+        )
+    # With fewer tokens than one row there is no row at all. Only with `document` packing is every
+    # document a row, whatever its length.
+    if data.packing != "document" and not data.row_lengths:
+        raise UsageError(
+            f"{counted(data.tokens, 'token')} cannot fill one text of {data.length:,}",
+            hint="more --tokens, or a shorter --length",
+        )

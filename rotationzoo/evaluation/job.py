@@ -15,7 +15,11 @@ from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, sha
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
     check_layers,
+    check_length,
+    check_positions,
     check_weights,
+    fit_rows,
+    judged_text,
     notes_for_reader,
     rope_notes,
     settle_rope_scaling,
@@ -23,13 +27,13 @@ from rotationzoo.evaluation.compatibility import (
 from rotationzoo.evaluation.forward import Through, Trial, run_models
 from rotationzoo.evaluation.harness.run import run_harness
 from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
-from rotationzoo.evaluation.judged_text import check_length, check_positions, fit_rows, judged_text
 from rotationzoo.evaluation.report import Results, assemble_report, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_of, geometry_on_meta
-from rotationzoo.model.placement import memory_limits, place_weights
+from rotationzoo.model.loading import RunSettings
+from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
 from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
@@ -42,7 +46,7 @@ from rotationzoo.writer import library_versions
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(RunSettings):
     """The settings of one evaluation, as the user gave them."""
 
     model: str
@@ -61,7 +65,7 @@ class Evaluation:
     prefill_chunk: int | None = None
     """Tokens per prefill chunk. None simulates decoding at every position."""
     prefill_layout: Literal["server", "window"] | None = None
-    """What earlier chunks keep exact, as in `Cache`. None means `server`."""
+    """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
     real_cache: bool = False
     """Whether recall tasks and the harness are read through a real cache, not a simulation."""
     queries: int = 32
@@ -70,22 +74,17 @@ class Evaluation:
     """How the model's RoPE is scaled, as in a recipe. None means as the artifacts were
     calibrated."""
     baselines: tuple[str, ...] = BASELINES
-    """The baselines beside the artifacts, names in `BASELINES`."""
+    """The baselines to compare with, names in `BASELINES`."""
     pooled: bool = False
     """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
     writes it."""
     harness: HarnessSettings | None = None
     """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
-    revision: str | None = None
     batch: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    device_map: str | None = None
-    max_memory: str | None = None
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
     fit_length: bool = False
-    """Whether rows too short for the windows are made longer, and those of more tokens than the
+    """Whether rows too short for the windows are made longer, and rows of more tokens than the
     model has positions shorter, instead of refused. True if the length is a default and not the
     user's choice."""
 
@@ -123,9 +122,9 @@ def evaluate(
         job = replace(job, data=fit_rows(job.data, start, config))
     lengths = job.tasks.lengths or (job.data.length,)
     loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
-    device = loading.torch_device(job.device)
+    device = job.torch_device
     check_loadable(config, source.name, device)
-    dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
+    dtype = job.torch_dtype
     on_meta = loading.on_meta(config, source.name)
     geometry = geometry_on_meta(on_meta)
     if geometry is not None:
@@ -205,7 +204,7 @@ def _check_settings(job: Evaluation) -> None:
     job.tasks.check()
     if job.harness:
         job.harness.check()
-    memory_limits(job.device_map, job.max_memory)
+    _ = job.memory_limits  # for its errors
 
 
 def _check_model(job: Evaluation, artifacts: list[Artifact], geometry: Geometry) -> None:
@@ -250,7 +249,7 @@ def check_shareable(harness: object, device_map: str | None) -> None:
 
 
 def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """What decides the results, by name. `settings`: all of them, as they are printed."""
+    """The inputs that decide the results, by name. `settings`: all of them, as they are printed."""
     versions = [f"{name} {version}" for name, version in library_versions().items()]
     return {
         "settings": repr(settings),

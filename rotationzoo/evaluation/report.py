@@ -20,8 +20,8 @@ from rotationzoo.writer import add_files
 
 @dataclass(frozen=True)
 class Results:
-    """What the forward passes of an evaluation yielded. `about` says what each of the trial's arms
-    is."""
+    """The results of the forward passes of an evaluation. `about` says what each of the trial's
+    arms is."""
 
     trial: Trial
     about: Sequence[AboutArm]

@@ -10,16 +10,18 @@ import torch
 from scipy.special import stdtr
 
 from rotationzoo.artifact.measured import (
-    AnswerComparison,
-    AnswerVerdict,
     Comparison,
     Exact,
     FeedbackComparison,
     MeasuredArm,
+    Verdict,
+)
+from rotationzoo.artifact.scores import (
+    AnswerComparison,
+    AnswerVerdict,
     Outcome,
     PairedAnswers,
     TaskRecall,
-    Verdict,
 )
 from rotationzoo.linalg.paired import paired_difference
 from rotationzoo.words import change, counted, nats, percent
@@ -36,8 +38,8 @@ _PHRASES = {
 _ANSWER_PHRASES: dict[Outcome, str] = {
     "more": "answers clearly more than",
     "fewer": "answers clearly fewer than",
-    "likelier": "gives right answers clearly more probability than",
-    "less likely": "gives right answers clearly less probability than",
+    "likelier": "finds right answers clearly likelier than",
+    "less likely": "finds right answers clearly less likely than",
     "unclear": "no clear difference in answers from",
 }
 Answered = Mapping[str, TaskRecall]
@@ -110,7 +112,7 @@ def judge_perplexity(
 def judge_answers(
     arms: Mapping[str, Answered], judged: Sequence[str], prompts: Sequence[int]
 ) -> AnswerVerdict:
-    """Compare the answers of each of the `judged` arms with those of every other arm.
+    """Compare the answers of each of the `judged` arms with every other arm's.
 
     `prompts` has the number of questions of each prompt, in the order of tasks and prompts. Both
     tests of all comparisons together are corrected for their number (Holm 1979).
@@ -141,8 +143,8 @@ def judge_answers(
 def compare_answers(first: Answered, second: Answered, prompts: Sequence[int]) -> PairedAnswers:
     """Two arms' answers to the same questions, with the p values of single tests.
 
-    Both tests compare prompt by prompt, because the questions of one prompt share its text: those
-    of answers by `sign_flip`, and those of log probabilities by Student's t, where a prompt counts
+    Both tests compare prompt by prompt, because the questions of one prompt share its text: answers
+    by `sign_flip`, and log probabilities by Student's t, where a prompt counts
     for as many questions as it asks.
     """
     correct, other_correct = _read_correct(first), _read_correct(second)
@@ -294,7 +296,7 @@ def _perplexity_words(comparisons: list[Comparison], texts: int) -> list[str]:
         f"{counted(len(comparisons), 'comparison')}, {percent(LEVEL)}"
     )
     lines.append(
-        "In brackets: perplexity beside the other's on the same texts, ± standard error. "
+        "In brackets: perplexity against the other's on the same texts, ± standard error. "
         f"Clear: {test}"
     )
     return lines
@@ -314,8 +316,9 @@ def _answer_words(comparisons: list[AnswerComparison], questions: int, prompts: 
         test += ", or Student's t"
         tests *= 2
     lines.append(
-        f"In brackets: the share of {counted(questions, 'question')} answered, beside the other's, "
-        "and the difference in the log probability of right answers, in nats ± standard error. "
+        f"In brackets: the share of {counted(questions, 'question')} answered, "
+        "against the other's, and the difference in the log probability of right answers, in nats "
+        "± standard error. "
         f"Clear: {test}, Holm's correction for {counted(tests, 'test')}, {percent(LEVEL)}"
     )
     return lines
@@ -328,7 +331,7 @@ def _lines(
     describe: Callable[[Compared], str],
     joint: str,
 ) -> list[str]:
-    """`NAME: answers clearly more than A (61% beside 44%, p 0.003, +1.20 ±0.25); ...`, for each
+    """`NAME: answers clearly more than A (61% against 44%, p 0.003, +1.20 ±0.25); ...`, for each
     artifact."""
     lines = []
     for name in dict.fromkeys(comparison.arm for comparison in comparisons):
@@ -368,18 +371,18 @@ def _relative(comparison: Comparison | FeedbackComparison) -> str:
 def _shares(paired: AnswerComparison, questions: int) -> str:
     share, other = percent(paired.answered / questions), percent(paired.other_answered / questions)
     difference = nats(paired.log_probability_difference, paired.standard_error, sign=True)
-    return f"{share} beside {other}, p {paired.answers_p_value:.2g}, {difference}"
+    return f"{share} against {other}, p {paired.answers_p_value:.2g}, {difference}"
 
 
 def _feedback_line(comparison: FeedbackComparison, questions: int) -> str:
-    """`a+feedback beside a, the same bytes: 60% of the questions answered beside 44% (...)`."""
+    """`a+feedback against a, the same bytes: 60% of the questions answered against 44% (...)`."""
     parts = []
     if answers := comparison.answers:
         share, other = answers.answered / questions, answers.other_answered / questions
         test = f"p {answers.answers_p_value:.2g}"
         parts += [
-            f"{percent(share)} of the questions answered beside {percent(other)} ({test})",
+            f"{percent(share)} of the questions answered against {percent(other)} ({test})",
             f"{nats(answers.log_probability_difference, answers.standard_error, sign=True)} nats",
         ]
     parts.append(f"perplexity {_relative(comparison)}")
-    return f"{comparison.arm} beside {comparison.other}, the same bytes: {', '.join(parts)}"
+    return f"{comparison.arm} against {comparison.other}, the same bytes: {', '.join(parts)}"

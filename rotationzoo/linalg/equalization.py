@@ -17,7 +17,7 @@ from rotationzoo.linalg.moments import Moment
 _SHIFTS = 64  # by how many parts of an octave the exponents of a head are tried shifted
 CONDITION = 100.0
 """The largest condition number of a value matrix. See `value_matrix`."""
-_FLOOR = 1e-8  # the least energy of a class beside the mean; it bounds factors to about 100
+_FLOOR = 1e-8  # the least energy of a class relative to the mean; it bounds factors to about 100
 
 
 def key_factors(query: torch.Tensor, key: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:

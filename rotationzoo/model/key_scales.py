@@ -33,7 +33,7 @@ class Scaling:
     factors: torch.Tensor
     """`[count]`, float64."""
     offset: float
-    """What the model adds to the weight before it multiplies by it."""
+    """The model adds this to the weight before it multiplies by it."""
 
 
 class KeyScales:
@@ -101,7 +101,7 @@ class KeyScales:
         return any(scaled[self._slots(weight)[0]].any() for weight in shared)
 
     def _classes_of(self, labels: torch.Tensor) -> torch.Tensor:
-        """The classes of labels, with those of their inverses; unknown labels have none."""
+        """The classes of labels and of their inverses; unknown labels have none."""
         slots = torch.searchsorted(self._labels, labels).clamp(max=len(self._labels) - 1)
         return self._nodes[slots[self._labels[slots] == labels]]
 

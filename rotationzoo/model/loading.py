@@ -4,7 +4,8 @@ devices."""
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -17,7 +18,7 @@ from rotationzoo.errors import (
 from rotationzoo.model.files import check_count, read_json, weight_files
 from rotationzoo.model.geometry import CAUSAL_HINT
 from rotationzoo.model.out_of_memory import does_not_fit, is_out_of_memory
-from rotationzoo.model.placement import Placement, is_disk_full
+from rotationzoo.model.placement import Limits, Placement, is_disk_full, memory_limits
 from rotationzoo.model.quantized import check_blocks, dequantize, quantization_of
 from rotationzoo.model.rope import apply_scaling
 from rotationzoo.model.source import Source, config_hash, license_of
@@ -95,7 +96,7 @@ def on_meta(config: "PretrainedConfig", name: str) -> "PreTrainedModel":
 
 
 def _implementations(config: "PretrainedConfig") -> dict[str, str | None]:
-    """How attention and experts are computed. `config.json` does not decide: it may name somebody's
+    """How attention and experts are computed. `config.json` does not decide: it may name another's
     repository of kernels, whose code would be fetched and run.
 
     None is the library's own choice, sdpa or eager for each part of a model. Models with a soft cap
@@ -197,6 +198,47 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     if not tokenizer("a word").input_ids:
         raise missing
     return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How a model is loaded, as the user asked for it. Calibration, evaluation and generation share
+    these settings."""
+
+    revision: str | None = None
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    dtype: str = "auto"
+    """`auto`, `bfloat16` or `float32`."""
+    device_map: str | None = None
+    max_memory: str | None = None
+
+    @property
+    def torch_device(self) -> str:
+        """The device to run on, with `auto` resolved. Raises `UsageError`."""
+        return torch_device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype | str:
+        """The dtype to load weights in; `auto` is the dtype of the model's own checkpoint."""
+        return torch_dtype(self.dtype, self.device, self.device_map)
+
+    @property
+    def memory_limits(self) -> Limits | None:
+        """Bytes of weights by device. Raises `UsageError` for limits that cannot be parsed."""
+        return memory_limits(self.device_map, self.max_memory)
+
+
+class RunOptions(TypedDict, total=False):
+    """`RunSettings` as keywords of the public functions."""
+
+    revision: str
+    device: str
+    """`auto`, `cpu` or `cuda`."""
+    dtype: str
+    """`auto`, `bfloat16` or `float32`."""
+    device_map: str
+    max_memory: str
 
 
 def torch_device(device: str) -> str:

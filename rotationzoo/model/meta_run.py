@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
 
 class Trace(Protocol):
-    """What follows a run. No tensor is freed before its end, so an address stands for a storage."""
+    """A trace of a run. No tensor is freed before its end, so an address stands for a storage."""
 
     def attended(self, layer: int, rows: Rows, output: torch.Tensor) -> None:
         """A layer's attention has read rows, and returned `[B, T, H_q, D_v]`, contiguous."""

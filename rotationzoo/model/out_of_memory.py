@@ -1,4 +1,4 @@
-"""What happens where a device's memory is full: a batch is halved and run again, and where nothing
+"""Running where a device's memory is full: a batch is halved and run again, and where nothing
 is left to halve, one sentence says so."""
 
 import gc

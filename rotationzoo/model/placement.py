@@ -65,7 +65,7 @@ def _make_locked() -> tuple[Path, int]:
 
 def _remove_abandoned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        # No folder, a link, somebody else's, or locked.
+        # No folder, a link, another user's, or locked.
         with suppress(OSError):
             handle = os.open(folder, _FLAGS)
             try:
@@ -105,7 +105,7 @@ def place_weights(
     device_map: str | None, max_memory: str | None, reserved: int = 0
 ) -> Iterator[Placement | None]:
     """Yield where the weights go, or None for a single device. The scratch folder is deleted
-    afterwards, and so are those of processes that were killed.
+    afterwards, and so are folders of processes that were killed.
 
     `reserved` bytes stay free where the layers run, unless `max_memory` says what they may take.
     """
@@ -172,7 +172,7 @@ def free_memory(device: torch.device | int | str) -> int:
 
 
 def _cached_in_container() -> int:
-    """Bytes of files that a container keeps in memory until somebody needs it. They count as used:
+    """Bytes of files that a container keeps in memory until it is needed. They count as used:
     after the weights were read, that is as much as the weights."""
     cached = 0
     with suppress(OSError):

@@ -21,7 +21,7 @@ BLOCK_LOGITS = 2**26
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What a model's decoder returned for rows of token ids, from which its head predicts."""
+    """The hidden states of rows of token ids, from which a model's head predicts."""
 
     model: "PreTrainedModel"
     ids: torch.Tensor
@@ -43,7 +43,7 @@ class HiddenStates:
         return logits
 
     def row(self, number: int) -> "HiddenStates":
-        """Those of one row of the batch."""
+        """The hidden states of one row of the batch."""
         part = copy.copy(self.output)
         part["last_hidden_state"] = self.output.last_hidden_state[number : number + 1]
         return replace(self, ids=self.ids[number : number + 1], output=part)

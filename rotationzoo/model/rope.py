@@ -36,7 +36,7 @@ def scaling_of(config: "PretrainedConfig") -> str | None:
 def apply_scaling(config: "PretrainedConfig", scaling: str | None, name: str) -> None:
     """Change a config so that the model is built with this scaling; None changes nothing.
 
-    The positions that the model was trained on are those that the scaling states, or those of the
+    The positions that the model was trained on are what the scaling states, or those of the
     config. Raises `RotationZooError` for a model without RoPE, and for one whose config has another
     scaling.
     """
@@ -91,7 +91,7 @@ def complete_scaling(scaling: str, config: "PretrainedConfig") -> str:
 
 
 def longer_rows_hint(config: "PretrainedConfig", tokens: int, shorter: str) -> str:
-    """What to do about rows of more tokens than the model has positions: `shorter`, or scale its
+    """The hint for rows of more tokens than the model has positions: `shorter`, or scale its
     RoPE."""
     positions = position_count(config)
     if positions is None or not _parameters(config) or scaling_of(config) is not None:

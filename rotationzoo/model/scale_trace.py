@@ -38,7 +38,7 @@ class Weight:
     """Whether it is the matrix of a linear module, with one label a row, which the bias shares. Any
     other weight has one label an element."""
     shared: bool
-    """Whether it, or the bias beside it, is a parameter of another module too."""
+    """Whether it, or its bias, is a parameter of another module too."""
 
     @property
     def count(self) -> int:
@@ -52,7 +52,7 @@ class Weight:
 
 
 def label_weights(model: torch.nn.Module) -> list[Weight]:
-    """The weights that may carry factors: those of linear modules, and all others of one or two
+    """The weights that may carry factors: of linear modules, and all others of one or two
     dimensions, except embeddings. A shared weight is listed once."""
     weights: dict[int, Weight] = {}
     # Tied parameters are listed once per name, so that sharing shows as a count above 1.
@@ -65,8 +65,8 @@ def label_weights(model: torch.nn.Module) -> list[Weight]:
             unfit = is_bias or parameter.ndim > 2 or isinstance(module, torch.nn.Embedding)
             if unfit or id(parameter) in weights:
                 continue
-            beside = module.parameters(recurse=False) if linear else [parameter]
-            shared = any(uses[id(each)] > 1 for each in beside)
+            together = module.parameters(recurse=False) if linear else [parameter]
+            shared = any(uses[id(each)] > 1 for each in together)
             weight = Weight(path, name, parameter, first, linear, shared)
             weights[id(parameter)] = weight
             first += weight.count
@@ -87,7 +87,7 @@ class AttentionLabels:
 
 @dataclass
 class Constraints:
-    """What a traced run demands of the factors."""
+    """The demands of a traced run on the factors."""
 
     ties: list[torch.Tensor] = field(default_factory=list)
     """Pairs of labels `[n, 2]` with equal factors."""

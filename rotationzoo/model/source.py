@@ -230,6 +230,6 @@ def fetch_weights(source: Source, progress: Progress) -> None:
 
 def _arrived(snapshot: Path) -> Iterable[Path]:
     """The files of a download so far: whole ones are in the snapshot's folder, as links, and the
-    hub's client names others `.incomplete` beside those that the links lead to."""
+    hub's client names others `.incomplete` next to those that the links lead to."""
     yield from snapshot.glob("*.safetensors")
     yield from (snapshot.parent.parent / "blobs").glob("*.incomplete")

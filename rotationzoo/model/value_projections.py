@@ -20,7 +20,7 @@ from rotationzoo.model.scale_trace import ScaleTrace, trace_labels
 
 
 class FusedValues:
-    """The rows of values in projections that are fused with those of queries and keys."""
+    """The rows of values in projections that also compute queries and keys."""
 
     def __init__(self, run: ScaleTrace) -> None:
         self._run = run
@@ -110,9 +110,9 @@ class _ValuePath:
     maker: str | None
     """The path of the linear module that computed the values; None if it was anything else."""
     other_readers: list[str]
-    """What reads the values besides the layer's attention."""
+    """Modules that read the values besides the layer's attention."""
     output_readers: list[str]
-    """What reads the output of the layer's attention."""
+    """Modules that read the output of the layer's attention."""
     are_queries_or_keys: bool
     fused_row: int | None = None
     """Where the values begin among the rows of a fused projection, if they can be told apart."""

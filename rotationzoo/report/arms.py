@@ -1,4 +1,4 @@
-"""The arms of a report: those of the artifact's own evaluation, and of artifacts beside it whose
+"""The arms of a report: the arms of the artifact's own evaluation, and of other artifacts whose
 figures were measured in the same way."""
 
 from collections.abc import Sequence
@@ -38,20 +38,15 @@ class ShownArm:
 
 @dataclass(frozen=True)
 class Arms:
-    """What a report shows of evaluations, and sentences about what it does not."""
+    """The arms that a report shows, and sentences about what it does not show."""
 
     evaluation: Measured
     shown: list[ShownArm]
     notes: list[str]
 
-    @property
-    def own_arm(self) -> ShownArm:
-        """The arm of this artifact, with the nearest codes."""
-        return next(arm for arm in self.shown if arm.is_own)
-
 
 def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | None:
-    """The arms of an artifact's evaluation, its own first, then those of `others` that can be
+    """The arms of an artifact's evaluation, its own first, then the arms of `others` that can be
     compared with it, then the baselines. None if it has not been evaluated.
 
     Raises `RotationZooError` for a damaged file.
@@ -62,7 +57,7 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
     notes = list_caveats(evaluation, [layer.index for layer in cached_layers(artifact.geometry)])
     label = f"this one: {artifact.recipe.name}"
     of_artifact, baselines = _split_arms(evaluation, artifact.identity, label, is_own=True)
-    beside: list[ShownArm] = []
+    compared: list[ShownArm] = []
     for other in others:
         measured = other.measured
         reason = "it has not been evaluated"
@@ -72,18 +67,18 @@ def gather_arms(artifact: Artifact, others: Sequence[Artifact] = ()) -> Arms | N
         if measured is None or reason:
             notes.append(f"{other.folder.name} is not in the pictures: {reason}.")
         else:
-            beside += _split_arms(measured, other.identity, _label(other))[0]
-    shown = with_unique_labels([*of_artifact, *beside, *baselines])
+            compared += _split_arms(measured, other.identity, _label(other))[0]
+    shown = with_unique_labels([*of_artifact, *compared, *baselines])
     if not any(_is_published(one) for one in (artifact, *others)):
         notes.append(
-            f"The published recipe {PUBLISHED} is not beside it: name an artifact of that recipe, "
+            f"The published recipe {PUBLISHED} is no arm: name an artifact of that recipe, "
             "evaluated on the same text, with --compare."
         )
     return Arms(evaluation, shown, notes)
 
 
 def label_arms(evaluation: Measured, identity: str, label: str) -> Arms:
-    """The arms of one evaluation, those of the artifact with this identity under `label`, where
+    """The arms of one evaluation, the artifact with this identity under `label`, where
     there is no folder of it."""
     of_artifact, baselines = _split_arms(evaluation, identity, label, True)
     return Arms(evaluation, with_unique_labels([*of_artifact, *baselines]), [])

@@ -13,14 +13,19 @@ from rotationzoo.codec import int2
 from rotationzoo.model.geometry import cached_layers, geometry_from_json
 from rotationzoo.recipe import SELF, Recipe
 from rotationzoo.report.card_use import matrices_section
-from rotationzoo.report.commands import RECIPE_FILE, name_in_commands, reproduce_command
+from rotationzoo.report.commands import (
+    RECIPE_FILE,
+    model_title,
+    name_in_commands,
+    reproduce_command,
+)
 from rotationzoo.report.conditions import describe_arms, describe_prefill
 from rotationzoo.report.tables import Table, cost_table, recall_tables
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.size import CONTEXT, bits_per_element
 from rotationzoo.words import counted, numbers, perplexity, sentence
 
-UNRECORDED = "a device that nobody recorded"
+UNRECORDED = "an unrecorded device"
 _ANSWERS = "answers.png", "Questions answered from a 2-bit cache"
 _SPECTRA = "spectra.png", "Spectra of the statistics, layer by layer"
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")
@@ -34,7 +39,7 @@ def render_card(manifest: Manifest, repo: str | None = None) -> str:
     """
     recipe = Recipe.model_validate(manifest.recipe)
     cached = cached_layers(geometry_from_json([layer.model_dump() for layer in manifest.geometry]))
-    title = f"2-bit KV cache rotations for {_title(manifest)}"
+    title = f"2-bit KV cache rotations for {model_title(manifest.model)}"
     bits = [
         bits_per_element(cached, CacheLayout.of_recipe(recipe, format))
         for format in int2.FORMATS.values()
@@ -68,14 +73,8 @@ keys and values are multiplied by them first.{"" if repo else " FOLDER is where 
 """
 
 
-def _title(manifest: Manifest) -> str:
-    model = manifest.model
-    unnamed = model.config_sha256 is None or model.id == "MODEL"
-    return "a model that nobody has named" if unnamed else model.id
-
-
 def _first_command(manifest: Manifest, repo: str | None) -> str:
-    """What somebody who reads the card does first."""
+    """The first command that a reader of the card runs."""
     model = name_in_commands(manifest.model)
     if repo is not None:
         return shlex.join(["rotationzoo", "pull", manifest.model.id, "--repo", repo])
@@ -212,7 +211,7 @@ def _describe_errors(texts: int) -> str:
 
 
 def _limits_section(manifest: Manifest, recipe: Recipe) -> str:
-    """The section on what the rotations are for, and what nobody has measured of them."""
+    """The section on what the rotations are for, and what has not been measured of them."""
     points = [
         "For the weights of this model and revision alone. A fine-tuned model, or other attention "
         "settings, need rotations of their own."

@@ -61,7 +61,7 @@ and of {CONTEXT:,} tokens the first
 def _describe_model(manifest: Manifest) -> str:
     model = manifest.model
     if model.config_sha256 is None:
-        return "nobody has said which"
+        return "not named yet"
     return f"`{model.id}`, revision `{model.revision or 'local folder'}`, {model.architecture}"
 
 
@@ -80,7 +80,7 @@ def _formulas(recipe: Recipe) -> tuple[str, str, str, str]:
 
 
 def _equalizer_section(recipe: Recipe) -> str:
-    """What an equalized artifact needs, as a paragraph; empty for others."""
+    """The needs of an equalized artifact, as a paragraph; empty for others."""
     if not recipe.equalize:
         return ""
     return """
@@ -95,7 +95,7 @@ rotations alone. No engine applies equalizers itself, so an export for one asks 
 
 
 def _feedback_section(recipe: Recipe) -> str:
-    """What the factors of error feedback are for, as a paragraph; empty for others."""
+    """The use of the factors of error feedback, as a paragraph; empty for others."""
     if not recipe.feedback:
         return ""
     return """
@@ -159,7 +159,7 @@ def _rotating_code(recipe: Recipe, layer: int) -> str:
         f"    return {rotated}",
         "", "",
         "def restore(output, head):",
-        '    """What attention makes of the stored values [T, D], turned back."""',
+        '    """The attention output over stored values [T, D], rotated back."""',
         f"    return output @ value[{head}].mT{undone}{mean}",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -269,9 +269,9 @@ class Cell:
     row: str
     value: float | None
     label: str
-    """What the cell shows, in words: where it is, and its value with a unit."""
+    """The cell in words: where it is, and its value with a unit."""
     text: str = ""
-    """What is written into it."""
+    """The text that is written into it."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _RUN_FLAGS = {
     "max_memory": "--max-memory",
 }
 """Keys of a job's identity -> their options."""
-_BATCH = "4"  # rows of a forward pass where nobody asked for others
+_BATCH = "4"  # rows of a forward pass by default
 
 
 def name_in_commands(model: Model) -> str:
@@ -43,6 +43,12 @@ def name_in_commands(model: Model) -> str:
     A local folder exists only on one machine, so its name would mean nothing to a reader.
     """
     return shlex.quote(_name(model))
+
+
+def model_title(model: Model) -> str:
+    """The model's name in titles."""
+    unnamed = model.config_sha256 is None or model.id == "MODEL"
+    return "an unnamed model" if unnamed else model.id
 
 
 def export_commands(manifest: Manifest) -> list[str]:

@@ -25,7 +25,7 @@ ABOUT_BITS = f"bits: of a cached element at {CONTEXT:,} tokens, exact tokens inc
 
 
 def describe_arms(arms: Iterable[AboutArm]) -> list[str]:
-    """What some of the arms are, in words for those whose name does not say it."""
+    """Sentences on the arms whose names do not say what they are."""
     shown = list(arms)
     about = []
     if any(arm.name == "kivi" and arm.kind == "baseline" for arm in shown):
@@ -49,7 +49,7 @@ def describe_prefill(conditions: Conditions) -> str:
 
 
 def describe_recall(measured: Measured) -> list[str]:
-    """What the figures of recall tasks are; nothing if no question was asked."""
+    """The meaning of the figures of recall tasks; nothing if no question was asked."""
     recall = measured.exact.all_tasks
     if recall is None:
         return []
@@ -58,18 +58,18 @@ def describe_recall(measured: Measured) -> list[str]:
         f"recall: {counted(recall.questions, 'question')} about statements hidden in "
         f"{numbers(measured.tasks.lengths)} tokens, which every arm reads quantized from {cache}; "
         "answered: share that is exactly right ± standard error over prompts; log probability: of "
-        "the right answer, in nats, also beside the shares; distance: tokens from statement to "
+        "the right answer, in nats, also next to the shares; distance: tokens from statement to "
         "answer"
     ]
 
 
 def describe_harness(measured: Measured) -> list[str]:
-    """What the columns of the harness' tables mean; nothing if it asked nothing."""
+    """The meaning of the columns of the harness' tables; nothing if it asked nothing."""
     if measured.harness is None:
         return []
     return [
         f"Tasks: lm-evaluation-harness {measured.harness.version}, ±: its standard error",
-        "-lost +gained: questions beside the exact model's; p: McNemar's exact test",
+        "-lost +gained: questions against the exact model's; p: McNemar's exact test",
         "tokens, truncated: of generated answers, their mean length, and how many reached the "
         "largest length",
     ]

@@ -1,14 +1,10 @@
 """The sections on layers and KV heads: attention KL, output error, and the ranges of rows."""
 
-from collections.abc import Sequence
 from statistics import fmean
 
-from rotationzoo.artifact.measured import LayerMeasures
 from rotationzoo.report.arms import Arms, ShownArm
-from rotationzoo.report.charts import Axes, Cell, Colours, Point, draw_lines, draw_map
-from rotationzoo.report.figures import Figure, Section
-from rotationzoo.report.tables import Table, pad
-from rotationzoo.words import number
+from rotationzoo.report.charts import Axes, Colours
+from rotationzoo.report.figures import Section, draw_by_layer, map_heads
 
 AGAIN = "Evaluate again to see this: rotationzoo evaluate MODEL ARTIFACT --save"
 _MEASURES = {
@@ -34,47 +30,25 @@ def _describe_measure(arms: Arms, measure: str, about: str) -> Section:
     heading = f"{title.capitalize()} by layer and KV head"
     if measure == "attention_kl":
         heading = "Attention KL by layer and KV head"
-    values: list[float] = []
-    for arm in arms.shown:
-        values += [value for value in _all_values(arm, measure) if value is not None]
-    anchor = measure.replace("_", "-")
-    if not values:
-        return Section(anchor, heading, ["The stored evaluation has no figures by head.", AGAIN])
-    colours = Colours.of(values, scale)
-    figures = []
+    anchor, maps = measure.replace("_", "-"), {}
     for count, arm in enumerate(arms.shown):
-        if any(value is not None for value in _all_values(arm, measure)):
-            figures.append(_draw_heads(f"{anchor}-{count}", arm, measure, colours))
+        maps[f"{anchor}-{count}"] = arm.label, _by_head(arm, measure)
+    known: list[float] = []
+    for _, by_layer in maps.values():
+        known += [value for heads in by_layer.values() for value in heads if value is not None]
+    if not known:
+        return Section(anchor, heading, ["The stored evaluation has no figures by head.", AGAIN])
+    colours = Colours.of(known, scale)
+    figures = []
+    for name, (label, by_layer) in maps.items():
+        if any(value is not None for heads in by_layer.values() for value in heads):
+            figures.append(map_heads((name, label), label, by_layer, colours))
     return Section(anchor, heading, [f"{about} All maps have the same colours."], figures)
 
 
-def _by_head(layer: LayerMeasures, measure: str) -> list[float | None]:
-    """The values of one layer, a number per KV head."""
-    values: list[float | None] = getattr(layer.heads, measure)
-    return values
-
-
-def _all_values(arm: ShownArm, measure: str) -> list[float | None]:
-    values: list[float | None] = []
-    for layer in arm.figures.by_layer:
-        values += _by_head(layer, measure)
-    return values
-
-
-def _draw_heads(name: str, arm: ShownArm, measure: str, colours: Colours) -> Figure:
-    cells, rows = [], []
-    for layer in arm.figures.by_layer:
-        row = [str(layer.layer)]
-        for head, value in enumerate(_by_head(layer, measure)):
-            words = number(value) if value is not None else "not measured"
-            label = f"{arm.label}, layer {layer.layer}, KV head {head}: {words}"
-            cells.append(Cell(str(head), str(layer.layer), value, label))
-            row.append(number(value))
-        rows.append(row)
-    padded = pad(rows)
-    columns = ["layer", *[f"head {head}" for head in range(len(padded[0]) - 1)]]
-    chart = draw_map(cells, "KV head", "layer", colours)
-    return Figure(name, chart, Table(arm.label, columns, padded))
+def _by_head(arm: ShownArm, measure: str) -> dict[int, list[float | None]]:
+    """Layer -> the values of its KV heads."""
+    return {layer.layer: getattr(layer.heads, measure) for layer in arm.figures.by_layer}
 
 
 def describe_ranges(arms: Arms) -> Section:
@@ -91,7 +65,10 @@ def describe_ranges(arms: Arms) -> Section:
         lines = {arm.label: _mean_by_layer(arm, measure) for arm in arms.shown}
         measured = {label: line for label, line in lines.items() if line}
         if measured:
-            figures.append(_draw_ranges(side, measured))
+            axes = Axes("layer", "range / RMS", from_zero=False)
+            words = f"range of {side} {{:.3g}} times the RMS"
+            title_of_side = f"row-ranges-{side}", f"Row ranges of {side}"
+            figures.append(draw_by_layer(title_of_side, measured, axes, words))
     if not figures:
         return Section("row-ranges", title, ["The stored evaluation has no row ranges.", AGAIN])
     return Section("row-ranges", title, [about], figures)
@@ -99,25 +76,8 @@ def describe_ranges(arms: Arms) -> Section:
 
 def _mean_by_layer(arm: ShownArm, measure: str) -> dict[int, float]:
     means = {}
-    for layer in arm.figures.by_layer:
-        values = [value for value in _by_head(layer, measure) if value is not None]
+    for layer, heads in _by_head(arm, measure).items():
+        values = [value for value in heads if value is not None]
         if values:
-            means[layer.layer] = fmean(values)
+            means[layer] = fmean(values)
     return means
-
-
-def _draw_ranges(side: str, lines: dict[str, dict[int, float]]) -> Figure:
-    points = []
-    for label, line in lines.items():
-        for layer, value in line.items():
-            words = f"{label}, layer {layer}: range of {side} {value:.3g} times the RMS"
-            points.append(Point(label, layer, value, words))
-    layers = sorted({layer for line in lines.values() for layer in line})
-    rows = [_row(layer, list(lines.values())) for layer in layers]
-    chart = draw_lines(points, Axes("layer", "range / RMS", from_zero=False))
-    table = Table(f"Row ranges of {side}", ["layer", *lines], rows)
-    return Figure(f"row-ranges-{side}", chart, table)
-
-
-def _row(layer: int, lines: Sequence[dict[int, float]]) -> list[str]:
-    return [str(layer), *[number(line.get(layer)) for line in lines]]

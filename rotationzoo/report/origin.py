@@ -42,7 +42,7 @@ class Badge:
 
 
 def describe_identity(artifact: Artifact) -> list[tuple[str, str]]:
-    """What the artifact is: names and values."""
+    """The artifact in short: names and values."""
     manifest, cached = artifact.manifest, cached_layers(artifact.geometry)
     model = manifest.model
     heads = sorted({layer.kv_heads for layer in cached})
@@ -52,7 +52,7 @@ def describe_identity(artifact: Artifact) -> list[tuple[str, str]]:
         f"{_listed(dims)}"
     )
     return [
-        ("Model", model.id if artifact.bound else "nobody has said which"),
+        ("Model", model.id if artifact.bound else "not named yet"),
         ("Revision", model.revision or "a local folder"),
         ("Shape", f"{model.architecture}, {shape}"),
         ("Recipe", artifact.recipe.name),

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.report.arms import gather_arms
 from rotationzoo.report.charts import draw_png, draw_svg
-from rotationzoo.report.commands import name_in_commands
+from rotationzoo.report.commands import model_title, name_in_commands
 from rotationzoo.report.figures import Figure, Section
 from rotationzoo.report.heads import describe_heads, describe_ranges
 from rotationzoo.report.origin import (
@@ -46,7 +46,7 @@ _ON_CARD = {"answers": ANSWERS, "spectra-keys": SPECTRA}
 
 @dataclass(frozen=True)
 class Report:
-    """What a report shows of an artifact."""
+    """The content of a report on an artifact."""
 
     model: str
     recipe: str
@@ -97,12 +97,14 @@ def make_report(
         describe_use(artifact),
         describe_making(artifact),
     ]
-    validation = validation_badge(artifact.manifest.metrics.validation)
+    badges = [validation_badge(artifact.manifest.metrics.validation)]
+    if signature is not None:
+        badges.insert(0, signature)
     return Report(
-        model=model.id if artifact.bound else "a model that nobody has named",
+        model=model_title(model),
         recipe=artifact.recipe.name,
         identity=describe_identity(artifact),
-        badges=[*([] if signature is None else [signature]), validation],
+        badges=badges,
         sections=sections,
         version=artifact.manifest.versions.rotationzoo,
     )

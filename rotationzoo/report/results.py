@@ -3,7 +3,7 @@ perplexity, with its growth over the context."""
 
 from collections import defaultdict
 
-from rotationzoo.artifact.measured import RecallDetails
+from rotationzoo.artifact.scores import RecallDetails
 from rotationzoo.report.arms import EXACT, Arms
 from rotationzoo.report.charts import (
     Axes,

@@ -12,16 +12,13 @@ from rotationzoo.model.geometry import cached_layers
 from rotationzoo.report.charts import (
     Axes,
     Bar,
-    Cell,
     Colours,
     Point,
     draw_bars,
     draw_bundle,
-    draw_lines,
-    draw_map,
 )
-from rotationzoo.report.figures import Figure, Section
-from rotationzoo.report.tables import Table, pad
+from rotationzoo.report.figures import Figure, Section, draw_by_layer, map_heads
+from rotationzoo.report.tables import Table
 from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.words import number, percent
 
@@ -169,20 +166,14 @@ def _shares(eigenvalues: torch.Tensor) -> dict[int, float]:
 
 
 def _draw_ranks(layers: list[LayerSpectra]) -> Figure:
-    points, rows = [], []
-    for layer in layers:
-        row = [str(layer.layer)]
-        for side in SIDES:
-            spectrum: SideSpectrum = getattr(layer, side)
-            rank = spectrum.effective_rank
-            row.append(number(rank, ".1f"))
-            if rank is not None:
-                words = f"layer {layer.layer}, {side}s: effective rank {rank:.1f}"
-                points.append(Point(f"{side}s", layer.layer, rank, words))
-        rows.append(row)
-    chart = draw_lines(points, Axes("layer", "effective rank"))
-    table = Table("Effective rank by layer", ["layer", "keys", "values"], rows)
-    return Figure("effective-ranks", chart, table)
+    lines: dict[str, dict[int, float]] = {}
+    for side in SIDES:
+        ranks = {layer.layer: getattr(layer, side).effective_rank for layer in layers}
+        lines[f"{side}s"] = {layer: rank for layer, rank in ranks.items() if rank is not None}
+    table = "effective-ranks", "Effective rank by layer"
+    return draw_by_layer(
+        table, lines, Axes("layer", "effective rank"), "effective rank {:.1f}", ".1f"
+    )
 
 
 def describe_clips(artifact: Artifact) -> Section:
@@ -204,7 +195,10 @@ def describe_clips(artifact: Artifact) -> Section:
         figures = [_draw_same(clips)]
     else:
         colours = Colours("clip ratio", min(every), max(every))
-        figures = [_draw_clips(side, by_layer, colours) for side, by_layer in clips.items()]
+        figures = []
+        for side, by_layer in clips.items():
+            table = f"clip-ratios-{side}s", f"Clip ratios of {side}s"
+            figures.append(map_heads(table, f"{side}s", by_layer, colours, "clip ratio "))
     return Section("clip-ratios", "Clip ratios", [about], figures)
 
 
@@ -217,17 +211,3 @@ def _draw_same(clips: dict[str, dict[int, list[float]]]) -> Figure:
     chart = draw_bars(bars, "clip ratio", (0, 1))
     title = "Clip ratios, the same in all layers and heads"
     return Figure("clip-ratios", chart, Table(title, ["", "clip ratio"], rows))
-
-
-def _draw_clips(side: str, by_layer: dict[int, list[float]], colours: Colours) -> Figure:
-    cells, rows = [], []
-    for layer, clips in by_layer.items():
-        for head, clip in enumerate(clips):
-            label = f"{side}s, layer {layer}, KV head {head}: clip ratio {clip:g}"
-            cells.append(Cell(str(head), str(layer), clip, label))
-        rows.append([str(layer), *[f"{clip:g}" for clip in clips]])
-    padded = pad(rows)
-    columns = ["layer", *[f"head {head}" for head in range(len(padded[0]) - 1)]]
-    chart = draw_map(cells, "KV head", "layer", colours)
-    table = Table(f"Clip ratios of {side}s", columns, padded)
-    return Figure(f"clip-ratios-{side}s", chart, table)

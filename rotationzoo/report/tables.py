@@ -3,17 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rotationzoo.artifact.measured import (
-    ArmSummary,
-    Column,
-    Exact,
-    HarnessScore,
-    Measured,
-    MeasuredArm,
-    Recall,
-    Score,
-    Window,
-)
+from rotationzoo.artifact.measured import ArmSummary, Column, Exact, Measured, MeasuredArm, Window
+from rotationzoo.artifact.scores import HarnessScore, Recall, Score
 from rotationzoo.words import UNKNOWN, change, counted, nats, number, percent
 
 EXACT = "exact"
@@ -66,10 +57,8 @@ def recall_table(models: Mapping[str, Recall]) -> Table:
     return Table("recall: all tasks", ["arm", "answered", "log probability"], rows)
 
 
-def task_table(models: Mapping[str, Mapping[str, Score]]) -> Table:
-    """The answers of the exact model and of every arm, task by task: of the tasks that the last of
-    them, an arm, was asked."""
-    tasks = list(list(models.values())[-1])
+def task_table(tasks: Sequence[str], models: Mapping[str, Mapping[str, Score]]) -> Table:
+    """The answers of the exact model and of every arm to some `tasks`, one by one."""
     rows = []
     for label, scores in models.items():
         rows.append([label, *(_score(scores[task]) for task in tasks)])
@@ -83,8 +72,11 @@ def recall_tables(
     asked = {label: arm.all_tasks for label, arm in arms.items() if arm.all_tasks is not None}
     if exact is None or not asked:
         return []
-    tasks = {EXACT: exact_tasks} | {label: arms[label].tasks for label in asked}
-    return [recall_table({EXACT: exact, **asked}), task_table(tasks)]
+    # Arms are asked the tasks that the exact model can do, which are the same for all.
+    of_arms = {task for arm in arms.values() for task in arm.tasks}
+    tasks = [task for task in exact_tasks if task in of_arms]
+    scores = {EXACT: exact_tasks} | {label: arms[label].tasks for label in asked}
+    return [recall_table({EXACT: exact, **asked}), task_table(tasks, scores)]
 
 
 def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
@@ -108,7 +100,7 @@ def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
 
 
 def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
-    """All tables of one pair of windows but those of the harness, answers first."""
+    """All tables of one pair of windows without the harness', answers first."""
     exact = measured.exact
     tables = recall_tables(exact.tasks, exact.all_tasks, window.arms)
     if tables:

@@ -1,4 +1,4 @@
-"""The artifact that a cache reads: opened, pulled by its name, or found among those of this user,
+"""The artifact that a cache reads: opened, pulled by its name, or found among this user's,
 and compared with the model."""
 
 import logging

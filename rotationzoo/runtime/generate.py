@@ -4,6 +4,7 @@ from typing import Any, Unpack
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import UsageError
+from rotationzoo.model.loading import RunOptions
 from rotationzoo.progress import Progress, silent
 from rotationzoo.runtime.generation import Generation, Sampling
 from rotationzoo.runtime.job import generate as run_generation
@@ -12,7 +13,7 @@ from rotationzoo.runtime.text_stream import Write
 from rotationzoo.words import nearest
 
 
-class GenerationOptions(CacheOptions, total=False):
+class GenerationOptions(CacheOptions, RunOptions, total=False):
     """Further options of `generate`, in addition to the options of the cache."""
 
     chat: bool
@@ -27,13 +28,6 @@ class GenerationOptions(CacheOptions, total=False):
     """Tokens of the prompt that are read at a time, 2,048 by default."""
     compare: bool
     """Let the exact model continue the prompt, too."""
-    revision: str
-    device: str
-    """`auto`, `cpu` or `cuda`."""
-    dtype: str
-    """`auto`, `bfloat16` or `float32`."""
-    device_map: str
-    max_memory: str
     write: Write
     """Called with each piece of the text as soon as it is written."""
     progress: Progress

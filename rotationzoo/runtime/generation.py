@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import UsageError
-from rotationzoo.model.placement import memory_limits
+from rotationzoo.model.loading import RunSettings
 from rotationzoo.runtime.options import CacheOptions, check_options
 
 MAX_NEW_TOKENS = 256
@@ -48,7 +48,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(RunSettings):
     """The settings of one text, as the user gave them."""
 
     model: str
@@ -71,11 +71,6 @@ class Generation:
     rope_scaling: str | None = None
     """How the model's RoPE is scaled, as in a recipe. None means as the rotations were
     calibrated."""
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    device_map: str | None = None
-    max_memory: str | None = None
 
     def check(self) -> None:
         """Raise `UsageError` for settings out of range, and for some that exclude each other."""
@@ -92,4 +87,4 @@ class Generation:
             raise UsageError("the prompt is empty", hint="give some text to continue")
         self.sampling.check()
         check_options({**self.cache})
-        memory_limits(self.device_map, self.max_memory)
+        _ = self.memory_limits  # for its errors

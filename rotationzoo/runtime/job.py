@@ -59,7 +59,7 @@ def generate(
     weights are fetched.
     """
     job.check()
-    device = loading.torch_device(job.device)
+    device = job.torch_device
     artifact = _open(job, progress)
     progress("looking at the model", 0, 0)
     source = find(job.model, job.revision)
@@ -84,7 +84,7 @@ def generate(
         note(text)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
-        dtype = loading.torch_dtype(job.dtype, job.device, job.device_map)
+        dtype = job.torch_dtype
         model = loading.load(source, config, device, dtype, placement)
         writer = _Writer(job, model, tokenizer, prompt, progress)
         # Other weights are a note of the report, and need not be logged by the public class.

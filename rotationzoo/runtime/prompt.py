@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError, UsageError, as_unavailable
-from rotationzoo.evaluation.judged_text import judged_text
+from rotationzoo.evaluation.compatibility import judged_text
 from rotationzoo.model.rope import longer_rows_hint, position_count
 from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import Data

@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """What the page shows of one entry."""
+    """The cells of one entry."""
 
     model: str
     model_url: str | None
@@ -83,7 +83,7 @@ def render_zoo_page(loaded: LoadedIndex, entries: Iterable[Entry], place: list[s
 
 
 def order_of(row: Row) -> tuple[str, str]:
-    """What rows are sorted by until the reader sorts them."""
+    """The key that sorts rows until the reader sorts them."""
     return row.model.lower(), row.recipe
 
 
@@ -167,5 +167,5 @@ def pull_command(loaded: LoadedIndex, entry: Entry, place: list[str]) -> str | N
 
 
 def _wanted(entry: Entry) -> tuple[str, str, str | None]:
-    """What a `pull` command without a revision tells apart."""
+    """The part of an entry that a `pull` command without a revision names."""
     return entry.model, entry.recipe, entry.rope_scaling

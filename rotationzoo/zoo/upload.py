@@ -106,7 +106,7 @@ def prepare_upload(
         raise UsageError(f"{repo} is no repository", hint="write it as: owner/name")
     if not artifact.bound:
         raise RotationZooError(
-            f"{artifact.folder} is not published: nobody has said which model it is for",
+            f"{artifact.folder} is not published: its model is not known",
             hint="import its files again with --model MODEL",
         )
     verification = verify(artifact)

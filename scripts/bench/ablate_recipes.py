@@ -35,18 +35,17 @@ from typing import Any
 
 import torch
 from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
-from rotationzoo.calibration.feedback_factors import METRIC_KINDS, error_metric
-from rotationzoo.model.foldable import with_equalizing
 
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.equalizing import add_projections
-from rotationzoo.calibration.fit import fit
+from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit
 from rotationzoo.codec import cuda
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta
+from rotationzoo.model.key_scales import with_equalizing
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.rotations import Rotation, Rotations

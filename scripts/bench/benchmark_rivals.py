@@ -88,7 +88,8 @@ def main() -> int:
     for suffix, loaded in models.items():
         # An artifact is made for the plain weights.
         artifacts = [Artifact.open(folder) for folder in options.artifacts if not suffix]
-        arms = build_arms(artifacts, loaded.geometry, find(names[suffix]))
+        tested = build_arms(artifacts, loaded.geometry, find(names[suffix]))
+        arms = [each.arm for each in tested]
         for name, create in list_readers(loaded, arms, cache, options.length).items():
             if options.arms and name != "exact" and name not in options.arms.split(","):
                 continue

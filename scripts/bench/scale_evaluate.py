@@ -17,8 +17,8 @@ from scale_statistics import Bench, Text
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation.arms import BASELINES
+from rotationzoo.evaluation.compatibility import judged_text
 from rotationzoo.evaluation.forward import Trial, run_models
-from rotationzoo.evaluation.judged_text import judged_text
 from rotationzoo.evaluation.tasks.prompts import TaskPlan, TaskSettings, plan_tasks
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planning import check_model
-from rotationzoo.artifact.evaluation_file import Evaluation
 
+from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
-from rotationzoo.report.arms import arms_of
+from rotationzoo.report.arms import label_arms
 from rotationzoo.report.figures import Section
 from rotationzoo.report.results import describe_needles
 from rotationzoo.storage import strict_json
@@ -65,7 +65,7 @@ class ZooEntries:
             raise RotationZooError("these rotations were published without an evaluation")
         copy = entry.copies[0]
         place = (copy.hub, copy.repo, self.loaded.revision_of(copy), copy.path_of(EVALUATION))
-        return _draw(_read(place, listed.sha256), entry.recipe)
+        return _draw(_read(place, listed.sha256), entry.identity, entry.recipe)
 
 
 # With the hash, so that what has changed on a hub is read again.
@@ -80,10 +80,10 @@ def _read(place: tuple[str, str, str | None, str], sha256: str | None) -> bytes:
 
 # A figure keeps its drawing, so that each is drawn once.
 @lru_cache(maxsize=32)
-def _draw(data: bytes, recipe: str) -> Section:
+def _draw(data: bytes, identity: str, recipe: str) -> Section:
     content = strict_json.parse(data, EVALUATION)
-    evaluation = strict_json.validate(Evaluation, content, EVALUATION)
-    return describe_needles(arms_of(evaluation, recipe))
+    evaluation = strict_json.validate(Measured, content, EVALUATION)
+    return describe_needles(label_arms(evaluation, identity, recipe))
 
 
 class Zoo:

@@ -16,7 +16,7 @@ from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import LayerRotations, Rotations
 
 BATCHES = [torch.randint(3, 59, (4, 32), generator=torch.Generator().manual_seed(0))]
-ELSEWHERE = "rotations that do not come from the statistics beside them"
+ELSEWHERE = "rotations that do not come from the stored statistics"
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,10 @@ DAMAGE = {
         key,
         value * (torch.arange(16) > 0),
     ),
-    "equalizers that do not come from the statistics": lambda key, value: (key, value.flip(0)),
+    "equalizers that do not come from the stored statistics": lambda key, value: (
+        key,
+        value.flip(0),
+    ),
     "key equalizer not finite": lambda key, value: (key * float("nan"), value),
     "key equalizer of another shape": lambda key, value: (key[:1], value),
 }

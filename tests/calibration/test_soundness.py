@@ -86,7 +86,7 @@ def test_a_key_mean_that_no_cache_takes_is_not_imported(pair, tmp_path, mean):
         (
             "layers.0.key.eigenvalues",
             lambda t: t.flip(-1),
-            "rotations that do not come from the statistics beside them: layer 0",
+            "rotations that do not come from the stored statistics: layer 0",
         ),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.command_line import only_error
 
-from rotationzoo.cli.harness_options import parse_harness
+from rotationzoo.cli.evaluate import parse_harness
 from rotationzoo.errors import UsageError
 
 

@@ -8,17 +8,19 @@ from support import reports
 
 from rotationzoo.artifact.measured import (
     BucketMeasures,
-    DistanceScore,
     Exact,
-    HarnessRecord,
-    HarnessScore,
     Measured,
-    Pairing,
-    RecallDetails,
     Tasks,
     Text,
     Verdict,
     Window,
+)
+from rotationzoo.artifact.scores import (
+    DistanceScore,
+    HarnessRecord,
+    HarnessScore,
+    Pairing,
+    RecallDetails,
 )
 from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output, table

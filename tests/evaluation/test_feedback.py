@@ -63,7 +63,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(mode
     assert added["answers"]["log_probability_difference"] == pytest.approx(
         logs[0] - logs[1], abs=1e-5
     )  # records are rounded
-    assert verdict["words"][-1].startswith("mine+feedback beside mine, the same bytes: ")
+    assert verdict["words"][-1].startswith("mine+feedback against mine, the same bytes: ")
 
     evaluate_view.show_evaluation(Output(False, False), measured)
     printed = capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(mode
     card = (mine / "README.md").read_text()
     assert "| mine+feedback |" in card
     assert "+feedback: the same rotations and the same bytes" in card
-    assert "* mine+feedback beside mine, the same bytes: " in card
+    assert "* mine+feedback against mine, the same bytes: " in card
 
 
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(model, mine, tmp_path):
@@ -109,4 +109,4 @@ def test_what_feedback_adds_is_paired():
     line = verdict.words[-1]
     ratio = math.exp(-0.2)
     expected = f"perplexity {ratio - 1:+.2%} ±{0.1 * ratio:.2%}"
-    assert line == f"c beside a, the same bytes: {expected}"
+    assert line == f"c against a, the same bytes: {expected}"

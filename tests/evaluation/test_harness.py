@@ -34,6 +34,7 @@ from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import Recipe
+from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
@@ -104,7 +105,7 @@ def asked(tiny):
     return model, loading.load_tokenizer(source)
 
 
-def run(asked, folder, windows, names=TASKS, real_cache=False, **settings):
+def run(asked, folder, windows, names=TASKS, through=None, **settings):
     """The measures of the exact model and, as a dictionary, of the baselines."""
     model, tokenizer = asked
     settings = HarnessSettings(names, folder=folder, **settings)
@@ -115,7 +116,7 @@ def run(asked, folder, windows, names=TASKS, real_cache=False, **settings):
     cache = CacheLayout(sink=windows[0], recent=windows[1])
     layers = [layer.index for layer in geometry]
     arms = build_baselines(Recipe(), geometry)[:2]
-    trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, real_cache)
+    trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, through)
     stages = []
     measured = run_harness(
         model, tokenizer, tasks, settings, trial, lambda *stage: stages.append(stage)
@@ -196,8 +197,8 @@ def test_answers_read_the_2_bit_cache(asked):
 def test_a_real_cache_answers_as_the_simulation_does(asked, folder):
     names = ("local_generate", "local_last")
     reports = []
-    for real_cache in (False, True):
-        exact, arms, _ = run(asked, folder, (4, 60), names, real_cache, limit=1)
+    for through in (None, ThroughCache):
+        exact, arms, _ = run(asked, folder, (4, 60), names, through, limit=1)
         reports.append(arms)
         assert arms["identity"]["local_last"]["perplexity"] != exact["local_last"]["perplexity"]
     simulated, real = reports

@@ -10,8 +10,8 @@ from support.reports import evaluate
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.errors import RotationZooError
+from rotationzoo.evaluation.compatibility import judged_text
 from rotationzoo.evaluation.job import Evaluation, identify
-from rotationzoo.evaluation.judged_text import judged_text
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find

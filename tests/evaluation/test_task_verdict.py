@@ -99,9 +99,9 @@ def test_answers_decide_before_log_probabilities():
     outcomes = {row["other"]: row["outcome"] for row in judged["comparisons"]}
     assert outcomes == {"fewer": "more", "less likely": "likelier", "same": "unclear"}
     line, method = judged["words"]
-    assert line.startswith("mine: answers clearly more than fewer (100% beside 50%, p 0.00012, -1")
-    assert "; gives right answers clearly more probability than less likely (100% beside" in line
-    assert "; no clear difference in answers from same (100% beside 97%, p 1, +0.00" in line
+    assert line.startswith("mine: answers clearly more than fewer (100% against 50%, p 0.00012, -1")
+    assert "; finds right answers clearly likelier than less likely (100% against" in line
+    assert "; no clear difference in answers from same (100% against 97%, p 1, +0.00" in line
     assert "32 questions" in method
     assert "32 prompts" in method
     assert "Holm's correction for 6 tests" in method

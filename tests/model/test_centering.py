@@ -170,7 +170,7 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
         del content["calibration"]
         torch.save(content, path)
     with pytest.raises(
-        RotationZooError, match=r"centers keys, which .* does not bear: attention depends"
+        RotationZooError, match=r"centers keys, which .* computes: attention depends"
     ):
         import_(
             Import(
@@ -198,7 +198,7 @@ def planted(artifact: Artifact, folder: Path, invariant: bool | None) -> Artifac
 
 def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, tmp_path):
     sound = export(centered, Request("sglang", tmp_path / "sound"))
-    assert not any("nobody has tried" in note for note in sound.launch.notes)
+    assert not any("untested whether" in note for note in sound.launch.notes)
     wrong = planted(centered, tmp_path / "wrong", False)
     assert any(
         "keys are stored without their mean" in problem for problem in verify(wrong).problems
@@ -210,11 +210,11 @@ def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, 
     older = planted(centered, tmp_path / "older", None)
     assert verify(older).ok
     assert any(
-        "nobody has tried" in note
+        "untested whether" in note
         for note in export(older, Request("sglang", tmp_path / "noted")).launch.notes
     )
     left_out = export(older, Request("sglang", tmp_path / "uncentered", uncentered=True))
-    assert not any("nobody has tried" in note for note in left_out.launch.notes)
+    assert not any("untested whether" in note for note in left_out.launch.notes)
 
 
 def test_artifacts_of_earlier_versions_are_evaluated(centered, folders, tmp_path):

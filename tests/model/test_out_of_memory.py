@@ -138,7 +138,7 @@ def test_a_full_main_memory_is_recognised():
 
 def test_an_evaluation_measures_each_text_once(model):
     geometry = geometry_of(model)
-    arms = build_arms([], geometry, find("demo"))
+    arms = [each.arm for each in build_arms([], geometry, find("demo"))]
     caches = [CacheLayout(int2.SIMULATED["sglang"], 4, 8)]
     trial = Trial(geometry, arms, caches, [0, 1, 2], ("key", "value"), 4, 12)
     expected = run_models(model, [IDS[:2], IDS[2:4]], trial, silent)
@@ -150,7 +150,7 @@ def test_an_evaluation_measures_each_text_once(model):
             metrics.measure_arm(halved.exact),
             expected.arms[key].measure_arm(expected.exact),
         )
-        assert mine["text_losses"] == other["text_losses"]
-        assert mine["output_error"] == pytest.approx(other["output_error"], rel=1e-12)
+        assert mine.text_losses == other.text_losses
+        assert mine.output_error == pytest.approx(other.output_error, rel=1e-12)
         # The queries that are compared are drawn once a batch.
-        assert mine["attention_kl"] == pytest.approx(other["attention_kl"], rel=0.2)
+        assert mine.attention_kl == pytest.approx(other.attention_kl, rel=0.2)

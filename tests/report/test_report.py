@@ -194,7 +194,7 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
     assert decide.listed[-1] == (
         "c is not in the pictures: its evaluation differs from this one's in the text."
     )
-    assert "oscar-v1 is not beside it" in " ".join(make_report(artifact).sections[0].listed)
+    assert "oscar-v1 is no arm" in " ".join(make_report(artifact).sections[0].listed)
 
 
 def test_pictures_and_the_page_go_into_files_and_into_the_artifact(tmp_path, inside):

@@ -15,7 +15,7 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.report.conditions import describe_recall
-from rotationzoo.runtime.through_cache import ThroughCache, real_arm
+from rotationzoo.runtime.through_cache import ThroughCache
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
@@ -62,7 +62,8 @@ def job(tmp_path_factory):
 
 def test_recall_tasks_agree_with_the_simulation(job):
     chunked = replace(job, prefill_chunk=128)
-    both = [evaluate(replace(chunked, real_cache=real)) for real in (False, True)]
+    jobs = [replace(chunked, real_cache=real) for real in (False, True)]
+    both = [evaluate(each, through=ThroughCache) for each in jobs]
     for measured, cache in zip(both, ("a simulated 2-bit", "a cache that stores 2"), strict=True):
         (said,) = describe_recall(measured)
         assert f"reads quantized from {cache}" in said
@@ -84,4 +85,4 @@ def test_what_a_real_cache_does_not_store_is_refused(job):
         with pytest.raises(UsageError, match="stores keys and values of all layers"):
             evaluate(replace(job, real_cache=True, **changes))
     with pytest.raises(RotationZooError, match="turboquant is only simulated"):
-        real_arm(type("Arm", (), {"name": "turboquant"})())
+        ThroughCache(None, type("Arm", (), {"name": "turboquant"})(), CacheLayout())

@@ -3,7 +3,8 @@ report, to judge."""
 
 from typing import Any
 
-from rotationzoo.artifact.measured import Exact, ExactTaskRecall, MeasuredArm, TaskRecall
+from rotationzoo.artifact.measured import Exact, MeasuredArm
+from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
 from rotationzoo.evaluation import job
 from rotationzoo.progress import Progress, silent
 

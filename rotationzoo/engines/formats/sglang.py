@@ -96,7 +96,7 @@ def _notes(payload: Payload) -> list[str]:
     if payload.largest_group < largest_dim:
         notes.append(
             f"{largest_dim // payload.largest_group} groups a head: the server's prefill with more "
-            "than one is unverified; compare its answers with those of one group a head first"
+            "than one is unverified; compare its answers with one group a head first"
         )
     if payload.key.mean:
         notes.append(

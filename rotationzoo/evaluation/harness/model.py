@@ -61,7 +61,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.reader = ""
         """The arm that answers, by whose name progress is told."""
         self.rows: list[Row] = []
-        """What was read since this list was last emptied."""
+        """The rows that were read since this list was last emptied."""
         self._task, self._stage, self._done, self._total = "", "", 0, 0
         # The tasks of scored requests, in their order; the windows of a rolling text have no task.
         self._scored_tasks: list[str] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.artifact.measured import HarnessRecord, HarnessScore
+from rotationzoo.artifact.scores import HarnessRecord, HarnessScore
 from rotationzoo.errors import as_unavailable
 from rotationzoo.evaluation.forward import Trial
 from rotationzoo.evaluation.harness.scores import pair_with_exact, score_tasks
@@ -63,8 +63,8 @@ class HarnessRun:
         self.model, self.tasks, self.settings = model, tasks, settings
 
     def answer(self, cache: CacheLayout | None) -> tuple[dict[str, Any], dict[str, HarnessScore]]:
-        """What the harness returns, and its scores. `cache` is the one that is
-        simulated; None for the exact model."""
+        """The harness' own results, and their scores. `cache` is the one that is simulated; None
+        for the exact model."""
         from lm_eval.evaluator import evaluate
 
         for task in self.tasks["tasks"].values():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from rotationzoo.artifact.measured import HarnessScore, KeptAnswer, Pairing
+from rotationzoo.artifact.scores import HarnessScore, KeptAnswer, Pairing
 from rotationzoo.evaluation.verdict import sign_flip
 from rotationzoo.simulation.layout import CacheLayout
 
@@ -129,7 +129,7 @@ def _keep_answers(samples: list[dict[str, Any]], count: int) -> list[KeptAnswer]
 
 
 def _answer(sample: dict[str, Any]) -> str | None:
-    """What the model wrote, or which of several choices it finds most likely."""
+    """The text that the model wrote, or the choice that it finds most likely."""
     responses = [repeats[0] for repeats in sample["resps"]]
     if isinstance(responses[0], str):
         return responses[0]

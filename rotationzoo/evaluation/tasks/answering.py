@@ -131,8 +131,8 @@ class Asking:
 
 
 def answer_tasks(asking: Asking, plan: TaskPlan, trial: Trial) -> TaskAnswers:
-    """Ask the exact model every question, and every arm with every cache those of the tasks that
-    the exact model can do.
+    """Ask the exact model every question, and every arm with every cache the questions of the tasks
+    that the exact model can do.
 
     Raises `RotationZooError` for prompts that do not fit the device's memory.
     """

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import torch
 
-from rotationzoo.artifact.measured import (
+from rotationzoo.artifact.scores import (
     CellScore,
     DepthScore,
     DistanceScore,
