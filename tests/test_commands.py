@@ -57,6 +57,7 @@ def world(tmp_path_factory):
         yield world
 
 
+@pytest.mark.thorough
 @on_linux
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_the_commands_of_a_page(page, world: World, tmp_path):

@@ -20,6 +20,8 @@ from support.places import ROOT
 from rotationzoo import Artifact, __version__
 from rotationzoo.checks.verify import verify
 
+pytestmark = pytest.mark.thorough
+
 NAME = f"rotationzoo-{__version__}"
 NEEDED = {
     "py.typed",
