@@ -12,6 +12,10 @@ TORCH_CPU := install --quiet $(addprefix -c ,$(filter-out constraints-cpu.txt,$(
 # Arguments for pytest: make test ARGS="tests/linalg -x"
 ARGS ?=
 
+# Tests marked `thorough` run in `make check` alone: the linter and the type checker, the wheel, the site,
+# the notebook, pages in a browser, the Space, the documentation's commands, and every model family.
+QUICK := not slow and not thorough
+
 # What decides in which order numbers are summed: the kernels of a processor, and threads. `make test`
 # runs all tests with the processor's own kernels and one thread.
 ORDERS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
@@ -29,14 +33,16 @@ help:  ## list these targets
 demo: $(VENV)/.ready  ## calibrate the demo model and ask it about its context; needs no network
 	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/rotationzoo demo --restart
 
-test: $(VENV)/.ready-dev  ## the linter, the type checker and all tests
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+test: $(VENV)/.ready-dev  ## the tests that CI and developers run first, in five minutes on two cores
+	$(BIN)/python -m pytest -n 2 -m "$(QUICK)" $(ARGS)
 
-check: $(VENV)/.ready-dev  ## the tests that compare numbers, with sums in the orders of other machines
-	@failed=0; for order in $(ORDERS); do \
+# pytest ends with 5 where ARGS name no thorough test.
+check: $(VENV)/.ready-dev  ## the thorough tests, and those that compare numbers with sums in the orders of other machines
+	@failed=0; $(BIN)/python -m pytest -n 2 -m thorough $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	for order in $(ORDERS); do \
 		echo "$$order"; \
-		env OMP_WAIT_POLICY=passive $$order $(BIN)/python -m pytest -n 2 -k "$(UNCHECKED)" $(or $(ARGS),$(CHECKED)) \
-			|| failed=1; \
+		env OMP_WAIT_POLICY=passive $$order $(BIN)/python -m pytest -n 2 -m "$(QUICK)" -k "$(UNCHECKED)" \
+			$(or $(ARGS),$(CHECKED)) || failed=1; \
 	done; exit $$failed
 
 lint: $(VENV)/.ready-dev  ## the linter, the formatter's check and the type checker; pre-commit runs the same
@@ -57,14 +63,14 @@ coverage: $(VENV)/.ready-dev  ## all tests with coverage: the lines that no test
 
 docs: $(VENV)/.ready  ## write what docs/ takes from the code, and build the site into build/docs
 	$(BIN)/python -m pip $(INSTALL) -e '.[docs]'
-	$(BIN)/python scripts/write_architecture.py
-	$(BIN)/python scripts/write_cli_reference.py
-	$(BIN)/python scripts/engines_table.py
+	$(BIN)/python scripts/tools/write_architecture.py
+	$(BIN)/python scripts/tools/write_cli_reference.py
+	$(BIN)/python scripts/tools/engines_table.py
 	$(BIN)/python -m sphinx -q -W --keep-going -n docs build/docs
 	@echo "Open build/docs/index.html"
 
 security: $(VENV)/.ready-dev  ## print the table of hostile inputs for docs/security.md
-	$(BIN)/python scripts/count_hostile.py
+	$(BIN)/python scripts/tools/count_hostile.py
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

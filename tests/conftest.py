@@ -49,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
         move_seeds(offset)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.thorough)
+
+
 def move_seeds(offset: int) -> None:
     """Add `offset` to the seeds that tests set. Those of the package stay as they are, and large
     ones, which belong to an engine's format."""

@@ -43,7 +43,7 @@ NOT_RUN = {
 # Options of scripts and of other programs, which the text names beside ours.
 OF_OTHERS = {
     "--additional-config", "--kv-bits", "--kv-cache-dtype", "--mamba-radix-cache-strategy",
-    "--max-restarts", "--models", "--parts", "--quick", "--truncate", "--write-docs",
+    "--max-restarts", "--models", "--truncate", "--write-docs",
 }  # fmt: skip
 TEXTS = {page: page.read_text("utf-8") for page in PAGES}
 WITH_COMMANDS = [page for page, text in TEXTS.items() if script_of(text, NOT_RUN).strip()]
@@ -57,6 +57,7 @@ def world(tmp_path_factory):
         yield world
 
 
+@pytest.mark.thorough
 @on_linux
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_the_commands_of_a_page(page, world: World, tmp_path):

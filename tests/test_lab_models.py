@@ -4,7 +4,6 @@ same."""
 import random
 
 import add_outliers
-import describe_lab_models
 import lab_rows
 import numpy as np
 import pytest
@@ -117,17 +116,3 @@ def test_a_copy_with_outliers_computes_the_same_bits(config, dtype):
         scaled_by = "k_norm" if hasattr(layer.self_attn, "k_norm") else "k_proj"
         before, after = (getattr(each.self_attn, scaled_by).weight for each in (layer, other))
         assert (after / before).max() >= 4
-
-
-def test_measures_of_keys_see_a_towering_pair():
-    energy = torch.ones(1, 8)
-    energy[:, [2, 6]] = 25.0
-    mean = torch.zeros(1, 8)
-    mean[:, 2] = 4.0
-    measures = describe_lab_models.describe_keys(torch.diag_embed(energy), mean)
-    assert measures["keys: widest pair"] == 5
-    assert measures["kurtosis"] == pytest.approx((6 + 2 * 625) / 8 / 7**2)
-    assert measures["mean / deviation"] == pytest.approx(4 / 3)
-    spectrum = describe_lab_models.describe_spectrum("C_Q", torch.eye(16)[None])
-    assert spectrum["C_Q: effective rank / D"] == pytest.approx(1)
-    assert spectrum["C_Q: 8 strongest"] == pytest.approx(0.5)

@@ -8,6 +8,8 @@ import pytest
 from nbclient import NotebookClient
 from support.places import ROOT
 
+pytestmark = pytest.mark.thorough
+
 STORED = ROOT / "docs" / "notebook.ipynb"
 
 

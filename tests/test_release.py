@@ -75,7 +75,7 @@ def test_what_is_tested_and_what_is_published_is_what_was_built():
     (compare,) = scripts("publish")
     assert scripts("test")[0] == compare
     build, add_up = scripts("build")[-2:]
-    assert build.endswith("python scripts/build_package.py dist")
+    assert build.endswith("python scripts/tools/build_package.py dist")
     assert add_up.startswith("sha256sum dist/*")
 
 

@@ -1,5 +1,4 @@
-"""What the benchmarks of scale rest on: models of published shapes, FLOPs, and the published way
-beside ours."""
+"""What the benchmarks of scale rest on: models of published shapes and FLOPs."""
 
 import json
 import sys
@@ -10,15 +9,12 @@ import scale_evaluate
 import scale_models
 import torch
 from scale_models import SHAPES, Shape, interleave, make_model, measure_peak, median_ratio
-from scale_old_way import measure_old_way
-from scale_statistics import Bench, Text
 from support.popular import CONFIGS
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 DENSE = Shape("none", 2, 64, 96, 4, 2, dim=16, vocabulary=20_000)
 EXPERTS = Shape("none", 2, 64, 32, 4, 2, experts=8, active=2, dim=16, vocabulary=20_000)
-TEXT = Text(tokens=512, length=128, batch=2)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -72,27 +68,6 @@ def test_flops_are_those_of_the_matrix_products():
     assert EXPERTS.matrix_weights == 2 * 64 * 16 * 6 + router + 2 * width
 
 
-def test_the_published_way_computes_the_same_rotations(tmp_path):
-    bench = Bench.of("tiny", DENSE, make_model(DENSE), TEXT, 1.0)
-    result = measure_old_way(bench, 2, tmp_path, 1)
-    # Measured: 6e-8, from storing our eigenvalues in float32.
-    assert 0 < result["eigenvalue_difference"] < 1e-6
-    written = DENSE.activation_bytes(TEXT.rows, TEXT.length)
-    # Each of 24 files has a header.
-    assert written < result["old"]["bytes_written"] < written + 24 * 2048
-    assert not list(tmp_path.iterdir())
-    old = result["old"]
-    a_layer = sum(old["seconds_per_layer"].values())
-    assert old["seconds"] == pytest.approx(old["forward_seconds"] + 2 * a_layer)
-
-
-def test_activations_that_do_not_fit_the_disk_are_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
-    bench = Bench.of("tiny", DENSE, make_model(DENSE), TEXT, 1.0)
-    with pytest.raises(SystemExit, match="fewer --old-layers"):
-        measure_old_way(bench, 2, tmp_path, 1)
-
-
 def test_jobs_take_turns_and_ratios_are_within_a_turn():
     order = []
     times = interleave({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
@@ -112,26 +87,24 @@ def test_the_peak_of_the_host_is_that_of_the_block():
 def test_one_command_measures_and_says_what_it_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scale_models, "SHAPES", {"dense": DENSE, "experts": EXPERTS})
     monkeypatch.setattr(scale_evaluate, "_WARMING", 384)
-    monkeypatch.setitem(benchmark_scale.SCRIPTS, "absent", ["no_script.py"])
     output = tmp_path / "scale.json"
     line = "x --models dense,experts --tokens 512 --length 128 --batch 2 --repeats 1"
-    parts = "--parts statistics,old-way,evaluate,absent --evaluate-length 512 --old-layers 1"
-    monkeypatch.setattr(sys, "argv", [*line.split(), *parts.split(), "--output", str(output)])
-    assert benchmark_scale.main() == 1  # no_script.py
+    length = ["--evaluate-length", "512"]
+    monkeypatch.setattr(sys, "argv", [*line.split(), *length, "--output", str(output)])
+    assert benchmark_scale.main() == 0
     content = json.loads(output.read_text())
     measured = [(result["part"], result.get("model")) for result in content["results"]]
-    names = ["statistics", "old-way", "evaluate"]
-    expected = [*((name, "dense") for name in names), ("statistics", "experts"), ("absent", None)]
+    expected = [("statistics", "dense"), ("evaluate", "dense"), ("statistics", "experts")]
     assert measured == expected
-    _, old_way, evaluated, experts, _ = content["results"]
-    assert old_way["ratio"].keys() == {"oscar", "oscar-v1"}
+    _, evaluated, experts = content["results"]
     assert evaluated["seconds_per_prompt"].keys() == {"exact", "blind", "arm"}
     assert experts["jobs"]["forward"]["flops"] == EXPERTS.forward_flops(4, 128)
     printed = capsys.readouterr().out
     assert "x the forward passes" in printed
-    assert "there is no no_script.py" in printed
-    monkeypatch.setattr(benchmark_scale, "measure_old_way", lambda *_: 1 / 0)
-    monkeypatch.setattr(sys, "argv", [*line.split(), "--parts", "old-way", "--output", str(output)])
+    monkeypatch.setattr(benchmark_scale, "measure_evaluate", lambda *_: 1 / 0)
+    monkeypatch.setattr(
+        sys, "argv", [*line.split(), "--parts", "evaluate", "--output", str(output)]
+    )
     assert benchmark_scale.main() == 1
     (failed,) = json.loads(output.read_text())["results"]
     assert failed["error"].startswith("ZeroDivisionError"), "and the other parts would have run"

@@ -14,6 +14,8 @@ import write_cli_reference
 from support.browser import scrolls_sideways, serious_findings
 from support.places import ROOT
 
+pytestmark = pytest.mark.thorough
+
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -19,6 +19,8 @@ from support.stored_figures import OF_ARTIFACT, Made, make_evaluation
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network import tokens
 
+pytestmark = pytest.mark.thorough
+
 Request = pytest.importorskip("starlette.requests", reason="it is in the extra `dev`").Request
 pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
 

@@ -200,6 +200,7 @@ def test_names_say_what_they_hold():
     assert not vague, "\n".join(sorted(vague))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", recipe_of("lint"))
 def test_linter_and_type_checker(command):
     _, *words = command.split()  # the first is the Python of a fresh clone

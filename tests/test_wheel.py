@@ -20,6 +20,8 @@ from support.places import ROOT
 from rotationzoo import Artifact, __version__
 from rotationzoo.checks.verify import verify
 
+pytestmark = pytest.mark.thorough
+
 NAME = f"rotationzoo-{__version__}"
 NEEDED = {
     "py.typed",
@@ -68,11 +70,11 @@ def built(tmp_path_factory):
     package = files_below(tree / "rotationzoo")
     # Every file of an archive has the same time.
     environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
-    words = [sys.executable, "scripts/build_package.py", folder / "dist"]
+    words = [sys.executable, "scripts/tools/build_package.py", folder / "dist"]
     run(*words, cwd=tree, env=environment)
     direct = "from pathlib import Path; import build_package; build_package.build_wheel"
     direct += f"(Path({str(tree)!r}), Path({str(folder)!r}))"
-    run(sys.executable, "-c", direct, cwd=tree / "scripts", env=environment)
+    run(sys.executable, "-c", direct, cwd=tree / "scripts" / "tools", env=environment)
     (direct_wheel,) = folder.glob("*.whl")
     wheel, sdist = sorted((folder / "dist").iterdir(), key=lambda path: path.suffix != ".whl")
     return SimpleNamespace(package=package, wheel=wheel, sdist=sdist, direct=direct_wheel)

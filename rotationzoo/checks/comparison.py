@@ -211,7 +211,7 @@ class KernelComparison:
         """Compare the kernel of `feedback.cu` on rotated rows.
 
         Its definition runs on the GPU too: it takes D steps for every range, seconds on a CPU.
-        `scripts/check_feedback.py` and the tests compare it with what the CPU computes.
+        The tests compare it with what the CPU computes.
         """
         self.feedback_rows += rotated.shape[0] * rotated.shape[1]
         factor = factor.cuda()

@@ -19,8 +19,8 @@ def read_prompt(text: str | None, file: Path | None, note: Callable[[str], None]
     is neither.
 
     Of a file and of standard input, the last line end is left out: editors and `echo` write it, and
-    a model would go on in a new line. `note` says that the command waits for
-    a prompt. Raises `UsageError` for more than one prompt, and for what is no text.
+    a model would go on in a new line. `note` says that the command waits for a prompt. Raises
+    `UsageError` for more than one prompt, and for what is no text.
     """
     if text is not None and file is not None:
         raise UsageError("--prompt and --file are two prompts", hint="leave out one of them")

@@ -9,10 +9,8 @@ from itertools import product
 import pytest
 import torch
 from decode_caches import KIVI_TOKENS, LAYOUTS
-from decode_case_list import DIMS
-from decode_cases import Case, Drawing, Inputs
-from decode_reference import error_of, reference
 from support import attention_on_cpu
+from support.decode_cases import DIMS, Case, Drawing, Inputs, error_of, reference
 from support.devices import on_cpu, on_gpu
 from support.nvcc import ONLY_COMPILE, compile_kernels
 from torch.utils._python_dispatch import TorchDispatchMode

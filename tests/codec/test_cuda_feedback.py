@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 import torch
-from check_feedback import hostile_rows, metrics
 from support import cuda_on_cpu
 from support.devices import on_cpu, on_gpu
 from support.nvcc import spilled_registers
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
-from rotationzoo.checks.comparison import rows_of_each_type
+from rotationzoo.checks.comparison import draw_rows, rows_of_each_type
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
@@ -27,6 +26,33 @@ COMPILED = [
     (80, 20, torch.float32, "vllm"), (96, 32, torch.bfloat16, "mlx"),
     (320, 64, torch.float32, "mlx"),
 ]  # fmt: skip
+
+
+def metrics(dim: int) -> torch.Tensor:
+    """Metrics `[5, D, D]`: eigenvalues that fall like 1 / n, four directions alone, none, all
+    channels alike, and channels of very different weight."""
+    generator = torch.Generator().manual_seed(dim)
+    normal = torch.randn(3 * dim, dim, generator=generator).double()
+    basis = torch.linalg.qr(normal[:dim]).Q
+    falling = basis @ torch.diag(1 / torch.arange(1, dim + 1)).double() @ basis.mT
+    weighted = normal * torch.randn(dim, generator=generator).double().mul(2).exp()
+    ones = torch.ones(dim, dim).double()
+    return torch.stack(
+        [falling, normal[:4].mT @ normal[:4], 0 * ones, 1e20 * ones, weighted.mT @ weighted]
+    )
+
+
+def hostile_rows(dim: int) -> torch.Tensor:
+    """Rows `[5, N, D]`, float32: heavy tails, ties, magnitudes of all exponents, subnormal numbers,
+    and a small range on a large offset."""
+    generator = torch.Generator().manual_seed(dim)
+    shape = 5, 16, dim
+    normal = torch.randn(shape, generator=generator)
+    ties = torch.randint(-6, 7, shape, generator=generator) / 2
+    exponents = torch.randint(-120, 60, shape, generator=generator).float()
+    subnormal = torch.randint(-50, 51, shape, generator=generator) * 2.0**-149
+    heavy = draw_rows(None, 5, 16, dim, seed=dim)
+    return torch.cat([heavy, ties, normal * exponents.exp2(), subnormal, 300 + normal], dim=1)
 
 
 def sample(dim: int, dtype: torch.dtype) -> torch.Tensor:

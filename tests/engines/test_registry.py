@@ -62,7 +62,7 @@ def test_texts_that_name_engines_name_no_other(made):
 
 
 def test_the_table_of_the_engines_page_is_the_code_s():
-    """`python scripts/engines_table.py` rewrites it."""
+    """`python scripts/tools/engines_table.py` rewrites it."""
     assert current_table(PAGE.read_text(encoding="utf-8")) == table()
 
 

@@ -34,7 +34,7 @@ def say_model(folder: Path, **changes) -> None:
 
 def test_the_folder_of_a_row_is_taken(built, tmp_path):
     """Also if another row's build failed, which then has none."""
-    command = [sys.executable, ROOT / "scripts" / "take_built.py"]
+    command = [sys.executable, ROOT / "scripts" / "tools" / "take_built.py"]
     words = [json.dumps({"include": [ROW, OTHER]}), built, tmp_path / "out"]
     done = subprocess.run([*command, *words], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "Took demo\n"), done.stderr
@@ -102,7 +102,7 @@ def test_the_workflow_signs_what_was_taken_and_mixes_no_folders():
     check = jobs["check"]["steps"]
     download, take, *_ = check[-4:]
     assert download["with"] == {"pattern": "rotations-*", "path": "built"}
-    assert take["run"] == 'python scripts/take_built.py "$MATRIX" built out'
+    assert take["run"] == 'python scripts/tools/take_built.py "$MATRIX" built out'
     assert take["env"] == {"MATRIX": "${{ needs.plan.outputs.matrix }}"}
     published = jobs["publish"]["steps"][-1]["run"]
     assert published.startswith("for artifact in out/*/; do")

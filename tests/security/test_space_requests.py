@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 from support.space import running_space
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("starlette.requests", reason="it is in the extra `dev`")
 pytest.importorskip("uvicorn", reason="it is in the extra `dev`")
 

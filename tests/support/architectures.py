@@ -124,6 +124,9 @@ EXPECTED |= dict.fromkeys(
     ["deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "kimi_linear"], _LATENT_CACHE
 )
 EXPECTED |= {"deepseek_v4": _LATENT_CACHE, "falcon": _OWN_CODE, "gptj": _OWN_CODE}
+# One for each way through the code: plain, with norms of queries and keys, with soft caps and
+# windows, with sinks and experts, with linear attention between, and refused.
+REPRESENTATIVE = {"llama", "qwen3", "gemma2", "gpt_oss", "qwen3_5", "deepseek_v3"}
 CALIBRATED = [name for name in NAMES if not EXPECTED[name].refusal]
 EQUALIZED = [name for name in CALIBRATED if name != "llama4"]  # no weights can scale its keys
 
@@ -145,10 +148,13 @@ def available(name: str) -> bool:
 
 def families(names: Iterable[str] = NAMES) -> pytest.MarkDecorator:
     """Parametrizes a test with the `name` of each family, and skips those that the installed
-    transformers lacks."""
-    missing = {name for name in names if not available(name)}
-    skipped = pytest.mark.skip(reason="not in this transformers")
-    each = [pytest.param(name, marks=[skipped] * (name in missing)) for name in names]
+    transformers lacks. All but the representative ones are thorough."""
+    each = []
+    for name in names:
+        marks = [] if name in REPRESENTATIVE else [pytest.mark.thorough]
+        if not available(name):
+            marks.append(pytest.mark.skip(reason="not in this transformers"))
+        each.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("name", each)
 
 

@@ -2,6 +2,9 @@
 is."""
 
 import json
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 from rotationzoo.calibration.job import calibrate
@@ -24,10 +27,20 @@ READERS = (
 
 
 def small_artifact(folder: Path) -> Path:
-    """An artifact in `folder / out`, and its model in `folder / tiny`."""
-    return calibrate(
-        Job(str(save_tiny(folder / "tiny")), SMALL, folder / "out", device="cpu")
-    ).folder
+    """An artifact in `folder / out`, and its model in `folder / tiny`: copies of those that this
+    process calibrated once."""
+    kept = _calibrate_once()
+    for name in ("tiny", "out"):
+        shutil.copytree(Path(kept.name) / name, folder / name)
+    return folder / "out"
+
+
+@cache
+def _calibrate_once() -> tempfile.TemporaryDirectory:
+    kept = tempfile.TemporaryDirectory(prefix="rotationzoo-small-")
+    folder = Path(kept.name)
+    calibrate(Job(str(save_tiny(folder / "tiny")), SMALL, folder / "out", device="cpu"))
+    return kept
 
 
 def refused(result) -> str:

@@ -137,8 +137,8 @@ def test_everything_is_installed_by_its_hash(name):
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_the_lock_holds_what_the_package_needs(name):
-    """Every requirement in a version that it allows, with a hash; scripts/lock_requirements.py
-    makes it anew."""
+    """Every requirement in a version that it allows, with a hash.
+    scripts/tools/lock_requirements.py makes it anew."""
     from packaging.requirements import Requirement
 
     lock = (FOLDER / name).read_text()

@@ -1,0 +1,66 @@
+"""What simulating a 2-bit cache costs: the time of one arm over that of the exact model on the same
+rows.
+
+    python scripts/bench/benchmark_evaluate.py MODEL [--data FILE] [--tokens 8192] [--length 2048]
+                                         [--repeats 3]
+
+Both compute the losses of the tokens past the windows; an arm also computes each attention block's
+exact output, to compare its own with.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from loading import DEVICE, compare, load
+
+from rotationzoo.calibration.fit import fit
+from rotationzoo.evaluation.forward import attention_modules, token_losses
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.simulation.simulated import Observers, Simulation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--data", default="bundled")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    loaded = load(args.model, dtype, Data(source=args.data, tokens=args.tokens, length=args.length))
+    batches, cache, start = loaded.batches(1), CacheLayout(), CacheLayout().first_quantized
+    arm = Arm("hadamard", fit(None, PRESETS["hadamard"], loaded.geometry))
+    layers = {layer.index for layer in loaded.geometry}
+    modules = attention_modules(loaded.model, batches[0][:, :32])
+
+    def exact() -> None:
+        for ids in batches:
+            token_losses(loaded.model, ids, start)
+
+    def simulated(queries: torch.Tensor | None) -> None:
+        simulation = Simulation(arm, cache, loaded.geometry, layers, queries=queries)
+        for ids in batches:
+            with simulation.running(loaded.model, modules, Observers()):
+                token_losses(loaded.model, ids, start)
+
+    jobs: dict[str, Callable[[], object]] = {
+        "exact": exact,
+        "one arm": lambda: simulated(None),
+        "with KL": lambda: simulated(torch.arange(start, args.length, (args.length - start) // 32)),
+    }
+    print(
+        f"{loaded.text.tokens} tokens, rows of {args.length}, {DEVICE}, "
+        f"{torch.get_num_threads()} threads"
+    )
+    with torch.no_grad():
+        compare(jobs, args.repeats, "the exact model")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Compare the captured statistics with a direct computation from each layer's weights.
+
+    python scripts/bench/check_statistics.py MODEL [--data FILE] [--tokens 8192] [--dtype float64]
+                                             [--truncate]
+
+For every layer the reference takes the hidden states that enter attention, applies the layer's
+projections, norms and RoPE, builds the T x T softmax (with window, soft cap and sinks) and forms
+Q^T Q and V^T S^T S V from it. It knows the module names of Llama, Mistral, Qwen2, Qwen3, Gemma 2
+and gpt-oss; the capture under test knows none.
+
+In 16 and 32 bits it then compares the eigenvalues of sums of runs, as GPUs make them
+(`linalg/run_sums`), with those of the float64 definition. With `--truncate`, a software model of
+Hopper's tensor cores multiplies, on any machine and slowly.
+"""
+
+import argparse
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from loading import DEVICE, load
+from transformers import PreTrainedModel
+
+from rotationzoo.artifact.layout import statistics_tensors
+from rotationzoo.calibration.collect import collect
+from rotationzoo.linalg import run_sums
+from rotationzoo.linalg.moments import average
+from rotationzoo.model.capture import decoder
+from rotationzoo.model.geometry import geometry_of
+from rotationzoo.recipe import Data, Recipe
+
+EIGENVALUES = 1e-3
+"""The most that an eigenvalue of sums of runs may be off."""
+
+Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Post-RoPE queries `[B, H_q, T, D]`, keys and values `[B, H_kv, T, D]`, softmax `[B, H_q, T, T]`,
+all float64."""
+
+
+@torch.no_grad()
+def attention_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, Attended]:
+    """What each layer's attention reads and weighs for one batch `[B, T]`, from its weights
+    alone."""
+    inputs: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        inputs[module.layer_idx] = kwargs["hidden_states"], kwargs["position_embeddings"]
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        for layer in decoder(model).layers
+    ]
+    try:
+        decoder(model)(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    modules = {layer.self_attn.layer_idx: layer.self_attn for layer in decoder(model).layers}
+    return {index: _attend(module, *inputs[index]) for index, module in modules.items()}
+
+
+def _attend(
+    attention: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+) -> Attended:
+    """One layer's attention on hidden states `[B, T, hidden]`, with RoPE's cosines and sines."""
+    split = (*hidden.shape[:2], -1, attention.head_dim)
+    query = attention.q_proj(hidden).view(split)
+    key = attention.k_proj(hidden).view(split)
+    value = attention.v_proj(hidden).view(split).transpose(1, 2).double()
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = (_rope(states.transpose(1, 2), *angles).double() for states in (query, key))
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).mT * attention.scaling
+    if softcap := getattr(attention, "attn_logit_softcapping", None):
+        scores = (scores / softcap).tanh() * softcap
+    position = torch.arange(hidden.shape[1])
+    distance = position[:, None] - position
+    unseen = distance < 0
+    of_config = getattr(attention.config, "sliding_window", None)
+    if window := getattr(attention, "sliding_window", of_config):
+        unseen = unseen | (distance >= window)
+    scores = scores.masked_fill(unseen.to(scores.device), float("-inf"))
+    if (sinks := getattr(attention, "sinks", None)) is not None:
+        extra = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return query, key, value, torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+    return query, key, value, scores.softmax(-1)
+
+
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + D/2); gpt-oss hands over angles for one half only."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def direct_statistics(
+    model: PreTrainedModel, batches: list[torch.Tensor], sink: int
+) -> dict[str, torch.Tensor]:
+    """`C_Q`, `C_S` and the key and value moments per layer and KV head, under the names of the
+    artifact's statistics."""
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def add(name: str, total: torch.Tensor, count: int) -> None:
+        sums[name] = sums.get(name, 0) + total
+        counts[name] = counts.get(name, 0) + count
+
+    for ids in batches:
+        for layer, (query, key, value, softmax) in attention_of(model, ids).items():
+            heads = key.shape[1]
+            for batch in range(len(ids)):
+                q = query[batch].unflatten(0, (heads, -1))
+                s = softmax[batch].unflatten(0, (heads, -1))
+                v, k = value[batch], key[batch]
+                rows = q.shape[1] * q.shape[2]
+                add(f"layers.{layer}.query.second_moment", (q.mT @ q).sum(1), rows)
+                weights = (s.mT @ s).sum(1)  # sum over the group of S^T S, [H_kv, T, T]
+                add(f"layers.{layer}.output.second_moment", v.mT @ weights @ v, rows)
+                # The first tokens are never quantized, so their keys and values do not count.
+                for side, stored in (("key", k[:, sink:]), ("value", v[:, sink:])):
+                    count = stored.shape[1]
+                    add(f"layers.{layer}.{side}.second_moment", stored.mT @ stored, count)
+                    add(f"layers.{layer}.{side}.mean", stored.sum(1), count)
+    return {name: (total / counts[name]).cpu() for name, total in sums.items()}
+
+
+def largest_difference(
+    model: PreTrainedModel, batches: list[torch.Tensor], sink: int
+) -> dict[str, float]:
+    """Kind of statistic -> the largest relative difference (Frobenius norm) over layers and
+    heads."""
+    direct = direct_statistics(model, batches, sink)
+    with torch.no_grad():
+        geometry = geometry_of(model, batches[0])
+    captured = statistics_tensors(average(collect(model, geometry, batches, Recipe(sink=sink))))
+    worst: dict[str, float] = {}
+    for name, expected in direct.items():
+        kind = name.split(".", 2)[2]
+        dims = tuple(range(1, expected.ndim))
+        error = (captured[name] - expected).norm(dim=dims) / expected.norm(dim=dims)
+        worst[kind] = max(worst.get(kind, 0.0), error.max().item())
+    return worst
+
+
+def truncated_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Products `[B, M, N]` as tensor cores of Hopper form them, in the model of Khattak and
+    Mikaitis (2025): 16 products and the sum so far are cut to two bits more than float32 has for
+    the largest of them, added, and cut to float32."""
+
+    def cut(numbers: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
+        unit = torch.exp2(largest.abs().clamp_min(1e-200).log2().floor() - bits)
+        return (numbers / unit).trunc() * unit
+
+    products = []
+    for one_left, one_right in zip(left.double(), right.double(), strict=True):
+        total = one_left.new_zeros(one_left.shape[0], one_right.shape[1])
+        for lefts, rights in zip(one_left.mT.split(16), one_right.split(16), strict=True):
+            terms = torch.cat([lefts[:, :, None] * rights[:, None, :], total[None]])
+            total = cut(terms, terms.abs().amax(0), 25).sum(0)
+            total = cut(total, total, 23)
+        products.append(total)
+    return torch.stack(products).float()
+
+
+def eigenvalue_errors(
+    model: PreTrainedModel, batches: list[torch.Tensor], sink: int, truncate: bool
+) -> dict[str, tuple[float, float]]:
+    """Kind of row -> the largest relative difference of an eigenvalue between sums of runs and the
+    float64 definition, and the least ratio of a smallest eigenvalue to the mean."""
+    with torch.no_grad():
+        geometry = geometry_of(model, batches[0])
+    recipe = Recipe(sink=sink)
+    with patch.object(run_sums, "on_tensor_cores", lambda rows: False):
+        expected = collect(model, geometry, batches, recipe)
+    multiply = truncated_product if truncate else run_sums._multiply
+    with (
+        patch.object(run_sums, "on_tensor_cores", lambda rows: True),
+        patch.object(run_sums, "_multiply", multiply),
+    ):
+        statistics = collect(model, geometry, batches, recipe)
+    errors: dict[str, tuple[float, float]] = {}
+    for layer, moments in expected.items():
+        for kind, moment in moments.items():
+            wanted = torch.linalg.eigvalsh(moment.second_moment.cpu())
+            measured = torch.linalg.eigvalsh(statistics[layer][kind].second_moment.cpu())
+            error, ratio = errors.get(kind, (0.0, 1.0))
+            error = max(error, (measured / wanted - 1).abs().max().item())
+            errors[kind] = error, min(ratio, (wanted[:, 0] / wanted.mean(1)).min().item())
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--data", default="bundled")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--truncate", action="store_true")
+    args = parser.parse_args()
+    data = Data(source=args.data, tokens=args.tokens, length=args.length)
+    loaded = load(args.model, getattr(torch, args.dtype), data)
+    implementation = loaded.model.config._attn_implementation
+    print(f"{loaded.text.tokens} tokens, {args.dtype}, {DEVICE}, {implementation}")
+    errors = largest_difference(loaded.model, loaded.batches(1), sink=64)
+    for kind, error in errors.items():
+        print(f"{kind:22s} {error:.1e}")
+    tolerance = {"float64": 1e-9, "float32": 1e-5}.get(args.dtype, 1e-2)
+    if not max(errors.values()) < tolerance:
+        sys.exit(f"more than the {tolerance:.0e} that {args.dtype} allows")
+    if args.dtype == "float64":
+        return
+    of_runs = eigenvalue_errors(loaded.model, loaded.batches(1), 64, args.truncate)
+    for kind, (error, ratio) in of_runs.items():
+        print(f"eigenvalues of {kind:7s} {error:.1e}   (smallest / mean {ratio:.1e})")
+    if not max(error for error, _ in of_runs.values()) < EIGENVALUES:
+        sys.exit(f"an eigenvalue is off by more than {EIGENVALUES:.0e}")
+
+
+if __name__ == "__main__":
+    main()

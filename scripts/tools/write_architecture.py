@@ -1,0 +1,93 @@
+"""The packages and modules in the order that is enforced, written into docs/architecture.md.
+
+python scripts/tools/write_architecture.py
+
+The order is `ORDER` of tests/test_style.py and the words are the first sentences of docstrings, so
+that neither can differ from the code; tests/test_architecture.py fails where the page is old.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rotationzoo"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = (
+    "<!-- written by scripts/tools/write_architecture.py -->\n",
+    "<!-- end of the list -->\n",
+)
+
+
+def order() -> list[str]:
+    """Packages and top-level modules, each of which imports only from those before it."""
+    tree = ast.parse((ROOT / "tests" / "test_style.py").read_text(encoding="utf-8"))
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "ORDER":
+            names: list[str] = ast.literal_eval(statement.value)
+            return names
+    raise LookupError("tests/test_style.py has no ORDER")
+
+
+def first_sentence(path: Path) -> str:
+    """Of a module's docstring; empty where it has none."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return re.split(r"(?<=[.?!])\s", paragraph)[0].removesuffix(".")
+
+
+def rooms() -> list[tuple[str, Path]]:
+    """Every package and module in the order of the page, with the file that holds its docstring.
+
+    A package comes as `name/`, followed by its modules as `name/module`.
+    """
+    listed = []
+    for name in order():
+        folder = PACKAGE / name
+        if folder.is_dir():
+            listed += _inside(folder)
+        else:
+            listed.append((name, folder.with_suffix(".py")))
+    return listed
+
+
+def _inside(folder: Path) -> list[tuple[str, Path]]:
+    name = folder.relative_to(PACKAGE).as_posix()
+    listed = [(f"{name}/", folder / "__init__.py")]
+    for path in sorted(folder.iterdir()):
+        if (path / "__init__.py").is_file():
+            listed += _inside(path)
+        elif path.suffix == ".py" and path.stem != "__init__":
+            listed.append((f"{name}/{path.stem}", path))
+    return listed
+
+
+def listing() -> str:
+    """Markdown: a heading for each package with its modules below."""
+    lines = []
+    for name, path in rooms():
+        words = first_sentence(path)
+        is_package, depth = name.endswith("/"), name.rstrip("/").count("/")
+        if depth == 0:
+            lines += ["", f"**`{name}`**: {words}", *([""] if is_package else [])]
+        elif is_package:
+            lines.append(f"* `{name.split('/', 1)[1]}`: {words}")
+        else:
+            lines.append(f"{'  ' * (depth - 1)}* `{name.rpartition('/')[2]}`: {words}")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
+
+
+def page(text: str) -> str:
+    """The page with the list of today."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{listing()}\n{END}{after}"
+
+
+def main() -> None:
+    text = page(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

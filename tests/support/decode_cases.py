@@ -1,0 +1,420 @@
+"""Cases of attention over packed codes: the rows, queries and windows of each, attention in float64
+to compare with, and the list of cases by what they show."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from decode_caches import KIVI_CHANNELS, KIVI_TOKENS, LAYOUTS
+from torch.nn.functional import pad
+
+from rotationzoo.codec import int2
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.pages import PageLayout
+
+DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
+RATIOS = (1, 2, 4, 5, 7, 8, 12, 16)
+LONG = 100_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one call of `attend` gets."""
+
+    purpose: str
+    """The group of cases that it is reported with."""
+    format: str = "sglang"
+    dim: int = 128
+    value_dim: int | None = None
+    group_size: int | None = None
+    """Channels that share a scale. Keys of `kivi` have one scale a channel."""
+    kv_heads: int = 2
+    group: int = 4
+    """Query heads of each KV head."""
+    new: int = 1
+    lengths: tuple[int, ...] = (333, 70)
+    """Packed tokens of each row of the batch."""
+    head: tuple[int, ...] | int = 16
+    """Tokens of the first window, for each row or for all."""
+    tail: tuple[int, ...] | int = 40
+    page: int = 64
+    query_type: torch.dtype = torch.bfloat16
+    window_type: torch.dtype = torch.bfloat16
+    soft_cap: float | None = None
+    sinks: bool = False
+    means: bool = False
+    query_scale: float = 1.0
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    uneven: float = 0.0
+    """Standard deviation of the logarithm of each value row's magnitude."""
+    equal_rows: bool = False
+    """Whether all packed rows have the same scale, one that float16 does not hold."""
+    peak: tuple[str, float] | None = None
+    """Where a key points along the queries (`first`, `last`, `head` or `tail`; `packed`: all that
+    are packed do), and how high its logit is above the others'."""
+    unread: float = 1e4
+    """What is in places that nobody may read."""
+    splits: int | None = None
+    replayed: bool = False
+    """Whether the call is captured in a CUDA graph, and the packed lengths grow from 0 to theirs
+    between capture and replay."""
+    seed: int = 0
+
+    def __str__(self) -> str:
+        changed = [
+            f"{name} {value}"
+            for name, value in vars(self).items()
+            if name != "purpose" and value != getattr(_DEFAULT, name)
+        ]
+        return ", ".join(changed) or "as by default"
+
+
+_DEFAULT = Case("")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of `attend`."""
+
+    query: torch.Tensor
+    packed: PackedTokens
+    head: ExactWindow
+    tail: ExactWindow
+    scores: Scores
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.query, self.packed, self.head, self.tail, self.scores
+
+
+class Drawing:
+    """Draws the inputs of a case."""
+
+    def __init__(self, case: Case, device: str):
+        self.case, self.device = case, device
+        self.generator = torch.Generator(device).manual_seed(case.seed)
+        self.batch = len(case.lengths)
+        self.value_dim = case.value_dim or case.dim
+
+    def inputs(self) -> Inputs:
+        case = self.case
+        base = self.normal(self.batch, case.kv_heads, 1, 1, case.dim)
+        noise = self.normal(self.batch, case.kv_heads, case.group, case.new, case.dim)
+        # With a peak, all queries of a group point the same way but for a little.
+        query = base + 0.1 * noise if case.peak else noise
+        query = (query * case.query_scale).flatten(1, 2).to(case.query_type)
+        self.direction = base[:, :, 0, 0]
+        packed, head, tail = self.packed(), self.window("head"), self.window("tail")
+        sinks = self.normal(case.kv_heads * case.group) * 2 + 3 if case.sinks else None
+        return Inputs(query, packed, head, tail, Scores(case.dim**-0.5, case.soft_cap, sinks))
+
+    def normal(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.generator, device=self.device)
+
+    def rows(self, side: str, tokens: int) -> torch.Tensor:
+        """Keys or values `[B, H, T, D]`, float32, in the model's frame."""
+        case, dim = self.case, self.case.dim if side == "key" else self.value_dim
+        rows = self.normal(self.batch, case.kv_heads, tokens, dim)
+        if side == "key":
+            return rows * case.key_scale
+        return rows * case.value_scale * (case.uneven * self.normal(*rows.shape[:3], 1)).exp()
+
+    def peak(self, place: str, keys: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Keys with the one that a peak asks for, if it lies here."""
+        if self.case.peak is None or self.case.peak[0] != place:
+            return keys
+        # The logit of a key that equals its query is about the root of the head dimension.
+        height = self.case.peak[1] / math.sqrt(self.case.dim) / self.case.query_scale
+        if place == "packed":
+            return keys + height * self.direction[:, :, None]
+        index = [max(0, count - 1) if place in ("last", "tail") else 0 for count in counts]
+        for row, token in enumerate(index):
+            keys[row, :, token] = height * self.direction[row]
+        return keys
+
+    def packed(self) -> PackedTokens:
+        case = self.case
+        count = max(1, -(-max(case.lengths) // case.page)) + 1  # and a page that nobody reads
+        sides = []
+        for side, layout in zip(("key", "value"), self.layouts(), strict=True):
+            rows = self.rows(side, count * case.page)
+            if side == "key":
+                for place in ("first", "last", "packed"):
+                    rows = self.peak(place, rows, list(case.lengths))
+            mean = self.normal(case.kv_heads, rows.shape[-1]) if case.means else None
+            sides.append(self.side(layout, rows, mean))
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self.device)
+        key, value = sides
+        return PackedTokens(key, value, lengths)
+
+    def layouts(self) -> tuple[PageLayout, PageLayout]:
+        case, format, both = self.case, LAYOUTS[self.case.format], []
+        for dim in (case.dim, self.value_dim):
+            group = case.group_size or dim
+            if case.format == "kivi":
+                group = math.gcd(KIVI_CHANNELS, dim)
+            both.append(PageLayout(case.kv_heads, dim, dim // group, case.page, format))
+        key, value = both
+        if case.format == "kivi":
+            key = PageLayout(case.kv_heads, case.dim, case.dim, case.page, format, KIVI_TOKENS)
+        return key, value
+
+    def side(self, layout: PageLayout, rows: torch.Tensor, mean: torch.Tensor | None) -> PackedSide:
+        """Rows in pages. They are stored in a frame of their own, rotated and equalized."""
+        dim, heads = layout.dim, layout.heads
+        rotation = torch.linalg.qr(self.normal(heads, dim, dim)).Q
+        equalizer = (0.3 * self.normal(heads, dim, 1)).exp()
+        centered = rows if mean is None else rows - mean[:, None]
+        stored = quantize(layout, centered @ (rotation / equalizer.mT))
+        if self.case.equal_rows:
+            stored.scale.fill_(1.4142)
+            stored.offset.fill_(1.5)
+        blocks = []
+        for page in range(rows.shape[2] // layout.tokens):
+            block = layout.empty(self.batch, self.device)
+            sections = layout.view(block)
+            for name, share in (("codes", 1), ("scale", layout.tokens_per_scale)):
+                part = slice(page * layout.tokens // share, (page + 1) * layout.tokens // share)
+                getattr(sections, name)[:] = getattr(stored, name)[:, :, part]
+            sections.offset[:] = stored.offset[:, :, part]
+            self.spoil(layout, sections, page * layout.tokens)
+            blocks.append(block)
+        packed = PackedSide(blocks, layout, (equalizer * rotation.mT).contiguous(), mean)
+        if self.case.replayed:  # a table on the device, with columns to spare
+            packed = replace(packed, table=pad(packed.addresses(), (0, 3)))
+        return packed
+
+    def spoil(self, layout: PageLayout, sections: int2.Quantized, first: int) -> None:
+        """Overwrite what is beyond the length of each row."""
+        share = layout.tokens_per_scale
+        for row, length in enumerate(self.case.lengths):
+            filled = max(0, length - first)
+            sections.codes[row, :, filled:] = 255
+            whole = -(-filled // share)
+            sections.scale[row, :, whole:] = sections.offset[row, :, whole:] = self.case.unread
+
+    def window(self, part: str) -> ExactWindow:
+        case = self.case
+        counts = getattr(case, part)
+        lengths = None
+        if isinstance(counts, tuple):
+            lengths = torch.tensor(counts, dtype=torch.int32, device=self.device)
+        every = list(counts) if isinstance(counts, tuple) else [counts] * self.batch
+        key, value = (self.rows(side, max(every)) for side in ("key", "value"))
+        if max(every):
+            key = self.peak(part, key, every)
+        for row, count in enumerate(every):
+            key[row, :, count:] = value[row, :, count:] = case.unread
+        return ExactWindow(key.to(case.window_type), value.to(case.window_type), lengths)
+
+
+def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
+    """Rows `[B, H, T, D]` as the sections of pages hold them, of any number of pages."""
+    format = layout.format
+    if layout.tokens_per_scale == 1:
+        stored = int2.quantize(rows, 0.96, layout.dim // layout.groups, format)
+        codes, scale, offset = stored.codes, stored.scale, stored.offset
+    else:
+        stored = int2.quantize(rows.mT, 1.0, layout.tokens_per_scale, format)
+        codes, scale, offset = stored.codes.mT, stored.scale.mT, stored.offset.mT
+    return int2.Quantized(int2.pack(codes, format.packing), scale, offset)
+
+
+def reference(inputs: Inputs) -> torch.Tensor:
+    """What `attend` should return, in float64: each row of the batch by itself, over exactly those
+    tokens that it reads."""
+    packed, outputs = inputs.packed, []
+    batch, heads, new, _ = inputs.query.shape
+    for row in range(batch):
+        parts = []
+        for window in (inputs.head, inputs.tail):
+            count = window.key.shape[2] if window.lengths is None else int(window.lengths[row])
+            parts.append([side[row, :, :count].double() for side in (window.key, window.value)])
+        length = int(packed.lengths[row])
+        stored = [restore(side, row, length) for side in (packed.key, packed.value)]
+        # The tail comes last, because its last tokens are those that queries do not all read.
+        key, value = (torch.cat(sides, 1) for sides in zip(parts[0], stored, parts[1], strict=True))
+        group = heads // key.shape[0]
+        query = inputs.query[row].double().unflatten(0, (-1, group))
+        logits = query @ key.mT[:, None] * inputs.scores.scale
+        cap, sinks = inputs.scores.soft_cap, inputs.scores.sinks
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        later = torch.arange(new - 1, -1, -1, device=logits.device)[:, None]
+        position = torch.arange(key.shape[1], device=logits.device)
+        logits = logits.masked_fill(position >= key.shape[1] - later, -torch.inf)
+        if sinks is not None:
+            column = sinks.double().view(-1, group, 1, 1).expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, column], -1)
+        weights = logits.softmax(-1)[..., : key.shape[1]]
+        outputs.append((weights @ value[:, None]).flatten(0, 1))
+    return torch.stack(outputs)
+
+
+def restore(side: PackedSide, row: int, length: int) -> torch.Tensor:
+    """The first rows `[H, T, D]` of one row of the batch in the model's frame, float64."""
+    pages = [side.layout.view(block[row : row + 1]) for block in side.blocks]
+    rows = torch.cat([side.layout.dequantize(page)[0] for page in pages], 1)[:, :length]
+    restored = rows.double() @ side.matrix.double()
+    return restored if side.mean is None else restored + side.mean.double()[:, None]
+
+
+@dataclass(frozen=True)
+class Error:
+    """Norms of differences over norms of the reference."""
+
+    row: float
+    """Of the worst row of the batch, over all heads, new tokens and channels."""
+    head: float
+    """Of the worst single vector, one head of one new token. NaN anywhere makes both infinite."""
+    beyond: float
+    """Of the worst row, without what rounding the output to its type costs by itself."""
+
+
+def error_of(output: torch.Tensor, expected: torch.Tensor) -> Error:
+    """The error of an output `[B, H_q, T, D_v]`."""
+    difference = (output.double() - expected).nan_to_num(torch.inf, torch.inf, torch.inf)
+    rows = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    heads = difference.norm(dim=-1) / expected.norm(dim=-1)
+    rounded = (expected.to(output.dtype).double() - expected).flatten(1).norm(dim=1)
+    beyond = (rows**2 - (rounded / expected.flatten(1).norm(dim=1)) ** 2).clamp(min=0).sqrt()
+    return Error(rows.max().item(), heads.max().item(), beyond.max().item())
+
+
+def formats() -> Iterator[Case]:
+    """Every format, head dimension and group size."""
+    for dim, format in itertools.product(DIMS, ("sglang", "vllm", "mlx", "kivi")):
+        sizes = (32, 64, 128) if format == "mlx" else (32, 64)
+        groups: list[int | None] = [group for group in sizes if dim % group == 0 and group < dim]
+        # MLX has groups of these sizes alone; a group of the whole row is what others begin with.
+        if format == "kivi":
+            groups = [None]
+        elif format != "mlx" or dim in sizes:
+            groups.append(None)
+        for group in groups:
+            yield Case("formats", format, dim, group_size=group, kv_heads=4, means=True)
+
+
+def ratios() -> Iterator[Case]:
+    """Query heads of a KV head, and new tokens."""
+    for ratio, new in itertools.product(RATIOS, (1, 2, 3, 4)):
+        yield Case("ratios", group=ratio, new=new)
+    for heads, new in itertools.product((8, 20, 32, 71), (1, 4)):
+        yield Case("MQA", kv_heads=1, group=heads, new=new)
+    for dim, new in itertools.product((64, 96, 256), (2, 4)):
+        yield Case("ratios", dim=dim, group=5, new=new, format="vllm")
+    for group, new in itertools.product((1, 7, 8), (1, 4)):
+        yield Case("ratios", "kivi", group=group, new=new)
+    yield Case("value dimension", dim=192, value_dim=128)
+    yield Case("value dimension", "kivi", dim=192, value_dim=128)
+
+
+def lengths() -> Iterator[Case]:
+    """Requests of different length, which end anywhere in a tile and in a page."""
+    batch = (0, 1, 15, 16, 31, 33, 63, 64, 65, 127, 129, 500)
+    tails = tuple(4 + (7 * number) % 50 for number in range(len(batch)))
+    heads = tuple((5 * number) % 17 for number in range(len(batch)))
+    for format, page, new in itertools.product(("sglang", "vllm", "kivi"), (32, 64, 256), (1, 3)):
+        yield Case("lengths", format, lengths=batch, head=heads, tail=tails, page=page, new=new)
+    yield Case("lengths", lengths=(0, 0), head=0, tail=1)
+    yield Case("lengths", lengths=(0, 4000), head=(0, 64), tail=(1, 256), page=256)
+    yield Case("unread NaN", lengths=batch, head=heads, tail=tails, unread=torch.nan)
+    yield Case("unread NaN", "vllm", lengths=batch, head=heads, tail=tails, unread=torch.nan)
+    for dim in (80, 112, 160):  # rows that end within a chunk of words
+        case = Case("unread NaN", "kivi", dim, lengths=batch, head=heads, tail=tails)
+        yield replace(case, unread=torch.nan)
+
+
+def scores() -> Iterator[Case]:
+    """Soft caps, sinks and means, alone and together."""
+    for cap, sinks, means in itertools.product((None, 20.0), (False, True), (False, True)):
+        case = Case("scores", soft_cap=cap, sinks=sinks, means=means, query_scale=4.0)
+        yield from (case, replace(case, dim=256, format="vllm", new=3))
+        yield replace(case, dim=80, format="kivi", new=2)
+    yield Case("scores", lengths=(0, 40), head=0, tail=(2, 5), sinks=True, new=2)
+
+
+def types() -> Iterator[Case]:
+    """Types of queries and windows, which need not be the same."""
+    kinds = torch.bfloat16, torch.float16, torch.float32
+    for query, window in itertools.product(kinds, kinds):
+        purpose = "types" if query == window else "windows of another type"
+        yield Case(purpose, query_type=query, window_type=window, new=2)
+    yield Case("windows", head=128, tail=700)
+    yield Case("windows", head=0, tail=33)
+
+
+def peaks() -> Iterator[Case]:
+    """One key as heavy as all others together, and far above them, at either end; and all packed
+    keys far below the exact ones, or above."""
+    long = Case("peaks", lengths=(5000, 20_011), page=256, head=64, tail=256)
+    for place, height in itertools.product(("first", "last", "head", "tail"), (9.0, 40.0, 150.0)):
+        for format in ("sglang", "vllm"):
+            yield replace(long, format=format, peak=(place, height))
+    yield replace(long, peak=("last", 40.0), new=4, group=7)
+    for height in (-300.0, -150.0, 150.0):
+        yield replace(long, peak=("packed", height))
+
+
+def magnitudes() -> Iterator[Case]:
+    """Rows and queries far from 1, together and row by row."""
+    for format, power in itertools.product(("sglang", "vllm"), (-12, 12)):
+        yield Case("magnitudes", format, value_scale=2.0**power, seed=1)
+        yield Case(
+            "magnitudes", format, key_scale=2.0 ** (power / 2), query_scale=2.0 ** (-power / 2)
+        )
+    for power in (-24, 24):
+        yield Case("magnitudes", value_scale=2.0**power)
+        yield Case("magnitudes", key_scale=2.0 ** (power / 2), query_scale=2.0 ** (-power / 2))
+    for format in ("sglang", "vllm", "mlx", "kivi"):
+        yield Case("magnitudes", format, uneven=2.0, lengths=(4000, 333))
+    yield Case("magnitudes", query_scale=30.0, lengths=(4000, 333))
+
+
+def long_contexts() -> Iterator[Case]:
+    """Many tokens with natural weights, and with equal ones."""
+    long = Case("long", lengths=(LONG + 13,), page=256, head=64, tail=256)
+    for format in ("sglang", "vllm", "kivi"):
+        yield replace(long, format=format)
+        yield replace(long, format=format, query_scale=0.0)
+    yield replace(long, purpose="long, equal scales", query_scale=0.0, equal_rows=True)
+    yield replace(long, dim=256, query_scale=3.0)
+    yield replace(long, group=8, new=4)
+
+
+def splits() -> Iterator[Case]:
+    """Numbers of splits, also more than there are tokens, where the caller may choose."""
+    for count, size in itertools.product((1, 2, 3, 8, 33, 128), (70, 5000)):
+        yield Case("splits", lengths=(size, 0, size // 2), page=256, splits=count)
+
+
+def graphs() -> Iterator[Case]:
+    """A captured call, replayed after the lengths have grown."""
+    for format, size in itertools.product(("sglang", "vllm", "kivi"), (70, 5000, 40_000)):
+        lengths = size, 0, size // 3
+        yield Case("graphs", format, lengths=lengths, tail=(40, 2, 7), page=256, replayed=True)
+
+
+def quick() -> Iterator[Case]:
+    """Few and small, and each path once."""
+    case = Case("quick", lengths=(300, 0, 33), page=64, head=5, tail=(40, 3, 9), new=2)
+    yield from (case, replace(case, format="vllm", group=8), replace(case, group=7, sinks=True))
+    yield from (replace(case, dim=80, format="mlx"), replace(case, format="kivi", means=True))
+    yield from (replace(case, soft_cap=20.0), replace(case, dim=256, lengths=(2000, 700, 1)))
+
+
+PURPOSES: dict[str, Callable[[], Iterator[Case]]] = {
+    "formats": formats,
+    "ratios": ratios,
+    "lengths": lengths,
+    "scores": scores,
+    "types": types,
+    "peaks": peaks,
+    "magnitudes": magnitudes,
+    "long": long_contexts,
+    "splits": splits,
+    "graphs": graphs,
+}
