@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 
 from rotationzoo.capacity.cards import CARDS
+from rotationzoo.recall.exercises import TASKS
 
 RECIPES = ("oscar", "oscar-v1", "hadamard", "random", "identity")
 """The presets, which `recipe.loading` defines; a test compares the two."""
-TASKS = ("needles", "key-value", "quote", "copy", "assignments")
 """The recall tasks, which `recall.prompts` defines; a test compares the two."""
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
 _MOST = 200  # names; a longer list is not read

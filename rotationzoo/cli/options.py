@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rotationzoo.cli.completion import (
-    TASKS,
     complete_artifact,
     complete_index,
     complete_model,
@@ -16,6 +15,7 @@ from rotationzoo.cli.completion import (
 )
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.errors import UsageError
+from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The recall tasks: what each hides in a text, and what it asks for at the end.
 
-To add a task, add a function and a row to `_EXERCISES`. Statements look like source code and its
-comments, because code models and chat models read both.
+To add a task, add a function, a row to `_EXERCISES` and a row to `TASKS`. Statements look
+like source code and its comments, because code models and chat models read both.
 """
 
 import itertools
@@ -123,3 +123,8 @@ _EXERCISES: dict[str, Callable[[random.Random, Sequence[str], int], Exercise]] =
     "copy": _copy,
     "assignments": _assignments,
 }
+
+QUOTE = "quote"
+"""The task that hides nothing: it asks for passages of the text itself, word for word."""
+TASKS = {"needles": 8, "key-value": 8, QUOTE: 4, "copy": 4, "assignments": 4}
+"""Task -> questions per prompt. The tasks with fewer have longer answers or more statements."""

@@ -10,14 +10,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recall.exercises import POOLS, Asked, Block, Exercise, write_exercise
+from rotationzoo.recall.exercises import (
+    POOLS,
+    QUOTE,
+    TASKS,
+    Asked,
+    Block,
+    Exercise,
+    write_exercise,
+)
 from rotationzoo.text.rows import start_tokens
 
-TASKS = {"needles": 8, "key-value": 8, "quote": 4, "copy": 4, "assignments": 4}
-"""Task -> questions per prompt. The tasks with fewer have longer answers or more statements."""
-
-QUOTE = "quote"
-"""The task that hides nothing: it asks for passages of the text itself, word for word."""
 _QUOTE_CUE, _QUOTED = 12, 16  # tokens of the passage that are given, and that are asked for
 _QUOTE_LEAD = "# as above:\n"
 _TRIES = 200  # at finding a passage whose cue occurs only once

@@ -52,7 +52,8 @@ from rotationzoo.evaluation.arms import build_arms
 from rotationzoo.evaluation.verdict import sign_flip
 from rotationzoo.model import loading
 from rotationzoo.model.source import find
-from rotationzoo.recall.prompts import TASKS, Prompt, PromptSettings, write_prompts
+from rotationzoo.recall.exercises import TASKS
+from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.arm import Arm
 from rotationzoo.simulation.kivi import KiviArm

@@ -22,8 +22,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.model.source import DEMO
-from rotationzoo.recall.exercises import POOLS
-from rotationzoo.recall.prompts import TASKS, Prompt, PromptSettings, write_prompts
+from rotationzoo.recall.exercises import POOLS, TASKS
+from rotationzoo.recall.prompts import Prompt, PromptSettings, write_prompts
 
 BUNDLED = {name: DEMO.parent / f"{name}.jsonl" for name in ("calibration", "evaluation")}
 INSTALLED = {"site-packages", "dist-packages"}

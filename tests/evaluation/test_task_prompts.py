@@ -11,7 +11,7 @@ from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
-from rotationzoo.recall.prompts import QUOTE, TASKS
+from rotationzoo.recall.exercises import QUOTE, TASKS
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.documents import HELD_OUT

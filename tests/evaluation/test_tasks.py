@@ -23,7 +23,7 @@ from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recall.answers import Answers
-from rotationzoo.recall.prompts import TASKS
+from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.report.card import render_card
 from rotationzoo.zoo.regenerate import compare_rotations

@@ -8,8 +8,8 @@ import torch
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.loading import load_tokenizer
 from rotationzoo.model.source import find
-from rotationzoo.recall.exercises import POOLS
-from rotationzoo.recall.prompts import TASKS, PromptSettings, write_prompts
+from rotationzoo.recall.exercises import POOLS, TASKS
+from rotationzoo.recall.prompts import PromptSettings, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.text.documents import HELD_OUT
 from rotationzoo.text.rows import read_corpus

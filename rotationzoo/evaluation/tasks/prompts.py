@@ -10,14 +10,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from rotationzoo.artifact.measured import Tasks
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model.rope import longer_rows_hint, position_count
-from rotationzoo.recall.prompts import (
-    QUOTE,
-    TASKS,
-    Prompt,
-    PromptSettings,
-    Question,
-    write_prompts,
-)
+from rotationzoo.recall.exercises import QUOTE, TASKS
+from rotationzoo.recall.prompts import Prompt, PromptSettings, Question, write_prompts
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import Corpus, read_corpus, start_tokens
