@@ -23,7 +23,8 @@ from rotationzoo.calibration.generate import (
     read_sampling,
     write_texts,
 )
-from rotationzoo.calibration.plan import Plan, check_recipe, settle_centering
+from rotationzoo.calibration.plan import Plan
+from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.capture import attend_as_is, check_transparent

@@ -6,7 +6,7 @@ from typing import Any
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.claim import Claim
-from rotationzoo.calibration.plan import check_recipe
+from rotationzoo.calibration.recipe_checks import check_recipe
 from rotationzoo.errors import Unsound
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Averages

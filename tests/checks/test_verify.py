@@ -72,7 +72,7 @@ def test_verify_finds_each_kind_of_damage(copy):
     def other_layer(tensors):
         tensors["layers.0.key.rotation"] = original["layers.1.key.rotation"].clone()
 
-    assert "do not come from the statistics" in problems(other_layer)
+    assert "do not come from the stored statistics" in problems(other_layer)
     save_file(original, copy.folder / "rotations.safetensors")
     assert "belong to no layer" in problems(
         lambda t: t.update({"layers.9.key.rotation": t["layers.0.key.rotation"].clone()})
