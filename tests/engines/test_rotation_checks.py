@@ -144,7 +144,7 @@ def test_a_pair_that_somebody_is_writing(pair, tmp_path):
         ).hexdigest()[:16]
     )
     pending.write_text("{}")
-    with pytest.raises(RotationZooError, match="stopped writing half-way"):
+    with pytest.raises(RotationZooError, match="left half-written"):
         import_(Import([folder], tmp_path / "imported"))
     pending.rename(folder / ".oscar_0123456789abcdef.pending.json")
     import_(Import([folder], tmp_path / "of another pair"))

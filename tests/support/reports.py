@@ -9,8 +9,10 @@ from rotationzoo.evaluation import job
 from rotationzoo.progress import Progress, silent
 
 
-def evaluate(evaluation: job.Evaluation, progress: Progress = silent) -> dict[str, Any]:
-    return job.evaluate(evaluation, progress).report()
+def evaluate(
+    evaluation: job.Evaluation, progress: Progress = silent, **through: Any
+) -> dict[str, Any]:
+    return job.evaluate(evaluation, progress, **through).report()
 
 
 def recall(correct: str, log_probabilities: list[float]) -> TaskRecall:

@@ -37,7 +37,7 @@ def compare(new: MeasuredArm, published: MeasuredArm) -> dict:
 def test_fewer_answers_are_refused_although_the_perplexity_is_better():
     with pytest.raises(RotationZooError, match="answer worse than the published ones") as refusal:
         compare(arm(20, loss=2.9), arm(32))
-    assert "20 of 32 questions beside 32, p 0.00098" in str(refusal.value)
+    assert "20 of 32 questions compared with 32, p 0.00098" in str(refusal.value)
     assert "look at new before you publish it" in refusal.value.hint
 
 
