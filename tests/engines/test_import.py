@@ -17,7 +17,7 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
-from rotationzoo.engines.rope_signature import pair_contrast
+from rotationzoo.engines.recognise import pair_contrast
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg import compositions
 

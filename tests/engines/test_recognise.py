@@ -5,7 +5,7 @@ import torch
 from support.oscar_files import DIM, LAYERS, MOMENTS, published, query_moment, v1
 
 from rotationzoo.checks.verify import verify
-from rotationzoo.engines.rope_signature import pair_contrast
+from rotationzoo.engines.recognise import pair_contrast
 from rotationzoo.linalg import compositions
 
 

@@ -1,0 +1,88 @@
+"""Whether a recipe fits a model and a text, and how it is adapted where that is allowed.
+
+This stands apart from `plan` because `verify` needs it, and does not wait for transformers.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rotationzoo.errors import RotationZooError
+from rotationzoo.linalg import compositions
+from rotationzoo.model import centering
+from rotationzoo.model.geometry import Geometry, check_group_size, head_dims
+from rotationzoo.model.rope import longer_rows_hint, position_count
+from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.words import counted
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise `RotationZooError` if the recipe's composition does not exist for a head dimension.
+
+    Either there is no Hadamard matrix of that order, or the quantization groups do not divide the
+    dimension. The composition `given` is refused too.
+    """
+    if recipe.composition == compositions.GIVEN:
+        raise RotationZooError(
+            "the composition 'given' stands for imported matrices and cannot be calibrated",
+            hint="leave composition out of the recipe, or see docs/recipes.md for those that can",
+        )
+    dims = head_dims(geometry)
+    check_group_size(recipe.group_size, dims)
+    # Build the rotations only for the errors that it raises.
+    for dim in sorted(dims):
+        if recipe.has_eigenbasis:
+            identity = compositions.identity(dim)
+            compositions.compose(identity, recipe.composition, recipe.group(dim))
+        else:
+            compositions.data_free(dim, recipe.composition, seed=0)
+
+
+def settle_centering(recipe: Recipe, layers: Sequence[int]) -> tuple[Recipe, list[str]]:
+    """The recipe for a model in which subtracting a mean from all keys changes the attention of
+    `layers`: keys keep their mean. Also returns notes for the user."""
+    if not recipe.center_keys or not layers:
+        return recipe, []
+    reason = centering.reason(layers)
+    note = f"keys keep their mean, although the recipe {recipe.name} centers them: {reason}"
+    return recipe.model_copy(update={"center_keys": False}), [note]
+
+
+def shorten_rows(recipe: Recipe, config: "PretrainedConfig") -> Recipe:
+    """The recipe, with rows cut to the number of positions that the model has."""
+    positions = position_count(config)
+    if positions is None or recipe.data.length <= positions:
+        return recipe
+    data = recipe.data.model_copy(update={"length": positions})
+    return recipe.model_copy(update={"data": data})
+
+
+def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
+    """Raise `RotationZooError` if the recipe's rows are too long for the model, or too short to be
+    useful."""
+    if not recipe.needs_statistics:
+        return
+    length, data = recipe.data.length, recipe.data
+    positions = position_count(config)
+    if positions is not None and length > positions:
+        raise RotationZooError(
+            f"rows of {length} tokens are longer than the {positions} positions of the model",
+            hint=longer_rows_hint(config, length, f"add: --length {positions}"),
+        )
+    if data.source == SELF and data.prompt_tokens >= length:
+        raise RotationZooError(
+            f"prompts of {data.prompt_tokens} tokens leave nothing to write in rows of {length}",
+            hint="give longer rows with --length",
+        )
+    if recipe.exclude_sink and length <= recipe.sink:
+        raise RotationZooError(
+            f"rows of {length} tokens leave nothing past the {recipe.sink} sink tokens",
+            hint="give longer rows with --length",
+        )
+    if data.packing != "document" and not data.row_lengths:
+        raise RotationZooError(
+            f"{counted(data.tokens, 'token')} cannot fill one row of {length:,}",
+            hint=f"ask for at least --tokens {length}, or for shorter rows with --length",
+        )
