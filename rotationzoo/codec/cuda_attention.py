@@ -132,7 +132,7 @@ def _has_row_scales(layout: PageLayout) -> bool:
 
 
 def _has_channel_scales(layout: PageLayout) -> bool:
-    """Whether the tokens of a tile share a scale of each channel, in the format of `cache.kivi`."""
+    """Whether the tokens of a tile share a scale of each channel, as in `simulation.kivi`."""
     format = layout.format
     kind = format.metadata, format.offset, format.packing
     return (

@@ -85,8 +85,8 @@ def test_layers_with_a_sliding_window():
 
 
 def test_a_window_forgets_the_sink():
-    """Exact tokens, counted one by one as `cache.windows` defines them, where nothing is forgotten
-    yet; and the last ones only where the first are."""
+    """Exact tokens, counted one by one as `simulation.layout` defines them, where nothing is
+    forgotten yet; and the last ones only where the first are."""
     shape, storage = Shape((CachedLayer(1, 8, 8, window=100),), 1, True), Storage(SGLANG, 4, 10)
     for context in (3, 14, 50, 100):
         exact = CacheLayout(SGLANG, 4, 10).exact(context)[-1].sum().item()
