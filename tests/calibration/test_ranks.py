@@ -58,6 +58,7 @@ def test_three_processes_give_what_one_does(launcher, tiny, tmp_path):
     check_equal(launcher.command.folder / "out", alone)
 
 
+@pytest.mark.thorough
 def test_two_machines_give_the_bytes_of_one_process(command, tiny, tmp_path):
     """Two of torch's launchers, which meet at an address, each with one process of its own."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

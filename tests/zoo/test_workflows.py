@@ -243,6 +243,7 @@ def build(runner, row: dict) -> None:
     (runner.folder / "out").rmdir()
 
 
+@pytest.mark.thorough
 def test_what_is_reviewed_is_published_and_what_is_merged_is_mirrored(
     runner, sigstore, monkeypatch
 ):
