@@ -19,7 +19,6 @@ from rotationzoo.progress import silent
 from rotationzoo.recipe import (
     PRESETS,
     Recipe,
-    equalized,
     load,
     override,
     with_feedback,
@@ -51,14 +50,12 @@ def calibrate(
     """
     loaded = load(recipe) if isinstance(recipe, str) else recipe
     chosen = override(loaded, **_data_settings(options))
-    if options.get("equalize"):
-        chosen = equalized(chosen)
     if "feedback" in options:
         chosen = with_feedback(chosen, options["feedback"])
     if "rope_scaling" in options:
         chosen = with_rope_scaling(chosen, options["rope_scaling"])
     settings = {key: value for key, value in options.items() if key not in _TEXT}
-    for of_recipe in ("equalize", "feedback", "rope_scaling"):
+    for of_recipe in ("feedback", "rope_scaling"):
         settings.pop(of_recipe, None)
     progress: Any = settings.pop("progress", silent)
     # The user did not choose a preset's row length, so rows may be shortened to the model's

@@ -39,8 +39,6 @@ class Rows(RunOptions, total=False):
 class CalibrationOptions(Text, Rows, total=False):
     """Further options of `calibrate`."""
 
-    equalize: bool
-    """Scale keys and transform values before they are rotated; see docs/recipes.md."""
     feedback: bool
     """Store, or leave out, what a cache needs to choose codes by error feedback. Without
     this option, the recipe decides."""

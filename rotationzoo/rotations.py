@@ -1,5 +1,5 @@
-"""The rotations of a model: matrices, clip ratios, means, equalizers and factors of error feedback
-for the keys and values of every cached layer.
+"""The rotations of a model: matrices, clip ratios, means and factors of error feedback for
+the keys and values of every cached layer.
 
 This module holds only tensors. Their names in an artifact's files are known to `artifact.layout`
 alone.
@@ -7,7 +7,6 @@ alone.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -19,12 +18,8 @@ SIDES = ("key", "value")
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ transform` and
-    are clipped before they are quantized.
-
-    Without an equalizer, the transform is the rotation itself. With one, it is `E @ matrix`: E can
-    be folded into the weights of the model, and the engine then needs the rotation alone.
-    """
+    """The rotation of one side of one layer. Keys or values `x` become `(x - mean) @ matrix` and
+    are clipped before they are quantized."""
 
     matrix: torch.Tensor
     """`[H, D, D]` float32. H is 1 where all KV heads share one matrix. In float64, which no file
@@ -36,49 +31,11 @@ class Rotation:
     imported files lack them."""
     mean: torch.Tensor | None = None
     """Mean row `[KV heads, D]`, subtracted before the rotation. None where the recipe does not
-    center this side. It is the mean of what the published weights compute, whether or not there is
-    an equalizer."""
-    equalizer: torch.Tensor | None = None
-    """E, float32: for keys one positive factor a channel, `[KV heads, D]`, powers of two that are
-    equal within a RoPE pair; for values an invertible matrix `[KV heads, D, D]`. None where the
-    recipe does not equalize."""
+    center this side."""
     feedback: torch.Tensor | None = None
     """The factor `[KV heads, D, D]`, float32, of the metric in which errors of rotated rows count,
     as `codec.feedback` takes it; one per KV head, even where heads share a matrix. None where the
     recipe leaves it out: codes are then rounded to the nearest."""
-
-    @cached_property
-    def transform(self) -> torch.Tensor:
-        """`E @ matrix`, what centered rows of the published weights are multiplied by: `[H, D, D]`
-        in the matrix's type, formed in float64. Without an equalizer it is the matrix."""
-        if self.equalizer is None:
-            return self.matrix
-        matrix, equalizer = self.matrix.double(), self.equalizer.double()
-        if equalizer.ndim == 2:  # factors, and not a matrix
-            return (equalizer[..., None] * matrix).to(self.matrix.dtype)
-        return (equalizer @ matrix).to(self.matrix.dtype)
-
-    @cached_property
-    def inverse(self) -> torch.Tensor:
-        """`matrix^T @ E^-1`, which takes quantized rows back to the frame of the published weights:
-        `[H, D, D]` in the matrix's type, formed in float64. Without an equalizer it is the
-        transpose of the matrix."""
-        if self.equalizer is None:
-            return self.matrix.mT
-        matrix, equalizer = self.matrix.double(), self.equalizer.double()
-        if equalizer.ndim == 2:
-            return (matrix.mT / equalizer[:, None]).to(self.matrix.dtype)
-        undone: torch.Tensor = torch.linalg.inv(equalizer)
-        return (matrix.mT @ undone).to(self.matrix.dtype)
-
-    def fold(self, rows: torch.Tensor) -> torch.Tensor:
-        """Centered rows `[..., H, N, D]` of the published weights in the frame of the folded ones:
-        `rows @ E`."""
-        if self.equalizer is None:
-            return rows
-        if self.equalizer.ndim == 2:
-            return rows * self.equalizer[:, None]
-        return rows @ self.equalizer
 
     @property
     def dim(self) -> int:
@@ -143,11 +100,6 @@ class Rotations(Mapping[int, LayerRotations]):
     def per_head(self) -> bool:
         """Whether any layer has one matrix per KV head."""
         return any(rotation.per_head for _, _, rotation in self.each())
-
-    @property
-    def equalized(self) -> bool:
-        """Whether any side of any layer has an equalizer."""
-        return any(rotation.equalizer is not None for _, _, rotation in self.each())
 
     @property
     def has_feedback(self) -> bool:

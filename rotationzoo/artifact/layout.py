@@ -58,8 +58,6 @@ def rotation_tensors(rotations: Rotations) -> dict[str, torch.Tensor]:
             tensors[tensor_name(layer, side, "eigenvalues")] = rotation.eigenvalues
         if rotation.mean is not None:
             tensors[tensor_name(layer, side, "mean")] = rotation.mean
-        if rotation.equalizer is not None:
-            tensors[tensor_name(layer, side, "equalizer")] = rotation.equalizer
         if rotation.feedback is not None:
             tensors[tensor_name(layer, side, "feedback")] = rotation.feedback
     return tensors
@@ -84,7 +82,6 @@ def _rotation_from(tensors: Mapping[str, torch.Tensor], layer: int, side: str) -
         tensors[tensor_name(layer, side, "clip")],
         tensors.get(tensor_name(layer, side, "eigenvalues")),
         tensors.get(tensor_name(layer, side, "mean")),
-        tensors.get(tensor_name(layer, side, "equalizer")),
         tensors.get(tensor_name(layer, side, "feedback")),
     )
 
@@ -150,9 +147,6 @@ def rotation_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
             }
             if side in recipe.centered:
                 fields["mean"] = torch.float32, (layer.kv_heads, dim)
-            if recipe.equalize:
-                factors = (dim,) if side == "key" else (dim, dim)
-                fields["equalizer"] = torch.float32, (layer.kv_heads, *factors)
             if recipe.feedback:
                 fields["feedback"] = torch.float32, (layer.kv_heads, dim, dim)
             for field, shape in fields.items():
@@ -166,8 +160,6 @@ def statistics_shapes(recipe: Recipe, geometry: Geometry) -> Shapes:
     for layer in cached_layers(geometry):
         key_dim, value_dim = layer.key_dim, layer.value_dim
         dims = {"query": key_dim, "key": key_dim, "output": value_dim, "value": value_dim}
-        if recipe.equalize:
-            dims["projection"] = value_dim
         for kind, dim in dims.items():
             moment = torch.float64, (layer.kv_heads, dim, dim)
             shapes[_moment_name(layer.index, kind)] = moment

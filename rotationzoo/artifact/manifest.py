@@ -56,10 +56,6 @@ class Layer(Strict, extra="forbid"):
     key_dim: _Size
     value_dim: _Size
     shift_invariant: bool | None = None
-    rope_pairs: _Number | None = None
-    rope_distance: _Number | None = None
-    shared_norm: bool | None = None
-    fixed_values: bool | None = None
 
 
 class Calibration(Strict):
@@ -102,14 +98,6 @@ class Imported(Strict):
         if set(self.files) != set(SIDES) or set(self.objectives) != set(SIDES):
             raise ValueError("it needs a file and an objective of keys and of values")
         return self
-
-
-class Equalization(Strict):
-    """Which weights an equalized artifact is for."""
-
-    weights: Literal["published"]
-    """Statistics, means and equalizers describe the model as it was published. Either its cache
-    applies the equalizers, or a copy of it carries them and says so itself."""
 
 
 class Run(Strict):
@@ -165,7 +153,6 @@ class Manifest(Strict):
     files: dict[_Name, File]
     notes: list[str] = Field(default=[])
     imported: Imported | None = None
-    equalization: Equalization | None = None
 
     @property
     def rotations_sha256(self) -> str:
@@ -177,9 +164,9 @@ class Manifest(Strict):
         """The clip ratios to serve with, for `key` and `value`."""
         return {side: self.recipe[f"{side}_clip"] for side in SIDES}
 
-    @field_validator("imported", "equalization")
+    @field_validator("imported")
     @classmethod
-    def _missing_or_whole(cls, value: Imported | Equalization | None) -> Imported | Equalization:
+    def _missing_or_whole(cls, value: Imported | None) -> Imported:
         if value is None:
             raise ValueError("null, which is neither missing nor whole")
         return value

@@ -106,7 +106,7 @@ def orthogonality_problems(tensors: Mapping[str, torch.Tensor], imported: bool) 
     layers: _Layers = defaultdict(list)
     for name, tensor in tensors.items():
         layer, kind, field = split_name(name)
-        # Equalizers and factors are not orthogonal; what they must be depends on the statistics.
+        # Factors of error feedback are not orthogonal; what they must be depends on the statistics.
         if field == "rotation" and not is_orthogonal(tensor, imported):
             layers[f"{_words(kind, field)} not orthogonal"].append(layer)
     return sentences(layers)

@@ -10,7 +10,6 @@ import torch
 from rotationzoo.artifact.layout import expected_layout, rotation_tensors, statistics_tensors
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.tensor_check import sentences, tensor_problems
-from rotationzoo.calibration.equalizing import equalizer_problems, stored_equalizers
 from rotationzoo.calibration.fit import factor_problems, fit
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.moments import Average, Averages
@@ -100,10 +99,6 @@ class Claim:
                 layers[f"{side} mean not that of the statistics"].append(layer)
         return sentences(layers)
 
-    def equalizer_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
-        """Equalizers that cannot be folded, or that the recipe does not make."""
-        return equalizer_problems(rotations, statistics, self.recipe, self.geometry)
-
     def factor_problems(self, rotations: Rotations, statistics: Averages | None) -> list[str]:
         """Factors of error feedback that are not triangular, or that the statistics and the
         rotations do not make."""
@@ -122,7 +117,7 @@ class Claim:
         """Rotations that differ from those that a recipe without an eigenbasis makes, which are
         recomputed."""
         # Leave out what comes from statistics, which is checked elsewhere.
-        measured = "center_keys", "center_values", "equalize", "feedback"
+        measured = "center_keys", "center_values", "feedback"
         formula = dict.fromkeys(measured, False)
         alone = self.recipe.model_copy(update=formula)
         layers: _Layers = defaultdict(list)
@@ -137,11 +132,8 @@ class Claim:
         """Rotations whose eigenbasis does not diagonalise the statistic that they were made
         from."""
         layers: _Layers = defaultdict(list)
-        equalizers = stored_equalizers(rotations)
         for layer, sides in rotations.items():
             averages = statistics.get(layer, {})
-            if layer in equalizers:
-                averages = equalizers[layer].fold_averages(averages)
             if self._diagonalise(sides, averages, {"key": "key", "value": "value"}):
                 continue
             # Swapped sides are the likeliest mistake, so they get a message of their own.

@@ -1,5 +1,5 @@
-"""Composes the rotations that a recipe asks for from second moments: equalizers first, then the
-eigenbasis, then the factors with which a writer chooses codes by error feedback.
+"""Composes the rotations that a recipe asks for from second moments: the eigenbasis, then the
+factors with which a writer chooses codes by error feedback.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from rotationzoo.artifact.tensor_check import sentences
-from rotationzoo.calibration.equalizing import equalize, fold_statistics
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
 from rotationzoo.linalg.error_feedback import factorize
@@ -25,24 +24,21 @@ Moments = Mapping[int, Mapping[str, Moment]] | Mapping[int, Mapping[str, Average
 METRIC_KINDS = {"key": "query", "value": "output"}
 """Side -> the statistic in whose second moment errors of its rows count."""
 # 0 was measured with the kernels and the number of threads that wrote them, and with others of the
-# same processor; calibrated anew with those, factors differ by 1.4e-5 of the largest. Inverses of
-# keys are exact in float32, because the factors of an equalizer are powers of two.
+# same processor; calibrated anew with those, factors differ by 1.4e-5 of the largest.
 _CLOSE, _NOTHING = 1e-4, 1e-6
 
 
 def error_metric(rotation: Rotation, moment: torch.Tensor) -> torch.Tensor:
     """The metric `[KV heads, D, D]`, float64, in which errors of rotated rows count.
 
-    `moment` is C, the second moment `[KV heads, D, D]` of the published weights: `C_Q` of the
-    queries for keys, `C_S` of the attention outputs for values. Stored rows are
-    `y = (x - mean) @ transform`, so an error e of y is the error `e @ inverse` of x, and
-    `M = inverse @ C @ inverse^T`. For keys, `e M e^T` is the mean square of the change of a score;
-    it is the same where an equalizer is folded into the weights, because queries are then divided
-    by it. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured it against
-    the metric of the output projection.
+    `moment` is C, the second moment `[KV heads, D, D]`: `C_Q` of the queries for keys, `C_S` of the
+    attention outputs for values. Stored rows are `y = (x - mean) @ R`, so an error e of y is the
+    error `e @ R^T` of x, and `M = R^T @ C @ R`. For keys, `e M e^T` is the mean square of the
+    change of a score. For values, C_S is what OSCAR weights errors with; docs/ablation.md measured
+    it against the metric of the output projection.
     """
-    inverse = rotation.inverse.double()
-    return inverse @ moment.double().cpu() @ inverse.mT
+    matrix = rotation.matrix.double()
+    return matrix.mT @ moment.double().cpu() @ matrix
 
 
 def add_factors(rotations: Rotations, statistics: Moments | None, recipe: Recipe) -> Rotations:
@@ -97,23 +93,14 @@ EXACT = 1e-12
 def fit(statistics: Statistics | None, recipe: Recipe, geometry: Geometry) -> Rotations:
     """The rotations that a recipe makes from statistics; None will do for a recipe that needs none.
 
-    Where the recipe equalizes, rotations are composed from the moments in the folded frame; means
-    stay those of the published weights. Raises `RotationZooError` if a rotation is not orthogonal
-    to 1e-12 before it is cast to float32, or if what the recipe needs is missing.
+    Raises `RotationZooError` if a rotation is not orthogonal to 1e-12 before it is cast to float32,
+    or if what the recipe needs is missing.
     """
-    equalizers = equalize(statistics, recipe, geometry)
-    folded = None if statistics is None else fold_statistics(statistics, equalizers)
     layers = {}
     for layer in cached_layers(geometry):
-        key, value = (_fit_side(folded, recipe, layer, side) for side in SIDES)
+        key, value = (_fit_side(statistics, recipe, layer, side) for side in SIDES)
         layers[layer.index] = LayerRotations(key, value)
-    rotations = Rotations(layers)
-
-    def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
-        equalizer = equalizers[layer][side] if layer in equalizers else None
-        return replace(rotation, mean=_mean(statistics, recipe, layer, side), equalizer=equalizer)
-
-    return add_factors(rotations.replace(complete), statistics, recipe)
+    return add_factors(Rotations(layers), statistics, recipe)
 
 
 def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str) -> torch.Tensor:
@@ -125,7 +112,7 @@ def target_moment(statistics: Statistics, recipe: Recipe, layer: int, side: str)
 
 
 def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side: str) -> Rotation:
-    """The rotation of one side of a layer, with its eigenvalues and clip ratios."""
+    """The rotation of one side of a layer, with its eigenvalues, clip ratios and mean."""
     eigenvalues, matrix = _compose_side(statistics, recipe, layer, side)
     error = compositions.orthogonality_error(matrix)
     if not error <= EXACT:  # not `error > EXACT`, which is False for a NaN
@@ -134,14 +121,14 @@ def _fit_side(statistics: Statistics | None, recipe: Recipe, layer: Layer, side:
         )
     ratio = recipe.key_clip if side == "key" else recipe.value_clip
     clip = torch.full((layer.kv_heads,), ratio, dtype=torch.float64)
-    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous())
+    mean = _mean(statistics, recipe, layer.index, side)
+    return Rotation(matrix.float().contiguous(), clip, eigenvalues.float().contiguous(), mean)
 
 
 def _mean(
     statistics: Statistics | None, recipe: Recipe, layer: int, side: str
 ) -> torch.Tensor | None:
-    """The mean `[H, D]` that a side is stored without, in the frame of the published weights; None
-    where the recipe does not center it."""
+    """The mean `[H, D]` that a side is stored without; None where the recipe does not center it."""
     if side not in recipe.centered:
         return None
     assert statistics is not None

@@ -94,12 +94,10 @@ class Footprint:
 
     @property
     def statistics(self) -> int:
-        """The statistics: four float64 second moments per layer, one more with key energy, and one
-        of the output projection with an equalizer."""
+        """The statistics: four float64 second moments per layer, and one more with key energy."""
         if not self.recipe.needs_statistics:
             return 0
-        two_passes = self.recipe.value_statistic == "key_energy"
-        value_moments = 2 + int(two_passes) + int(self.recipe.equalize)
+        value_moments = 2 + int(self.recipe.value_statistic == "key_energy")
         return sum(
             8 * layer.kv_heads * (2 * layer.key_dim**2 + value_moments * layer.value_dim**2)
             for layer in cached_layers(self.geometry)
@@ -108,13 +106,11 @@ class Footprint:
     @property
     def rotations(self) -> int:
         """The rotations: two float32 matrices per KV head, or per layer if heads are pooled, and
-        the equalizers and the factors of error feedback of every KV head."""
+        the factors of error feedback of every KV head."""
         total = 0
         for layer in cached_layers(self.geometry):
             heads = 1 if self.recipe.pooling == "layer" else layer.kv_heads
             total += 4 * heads * (layer.key_dim**2 + layer.value_dim**2)
-            if self.recipe.equalize:
-                total += 4 * layer.kv_heads * (layer.key_dim + layer.value_dim**2)
             if self.recipe.feedback:
                 total += 4 * layer.kv_heads * (layer.key_dim**2 + layer.value_dim**2)
         return total

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect, notes_of_idle
-from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.generate import (
     WritingSettings,
@@ -146,8 +145,6 @@ def run_model(
         counting.enter_context(passes.counting(model))
         with passes.of("statistics"):
             statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
-        if recipe.equalize:
-            add_projections(statistics, model, geometry)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
         notes += notes_of_idle(text, job.batch)

@@ -31,7 +31,6 @@ from rotationzoo.model.geometry import (
     geometry_on_meta,
     shifted_layers,
 )
-from rotationzoo.model.key_scales import with_equalizing
 from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import weights_bytes
 from rotationzoo.model.quantized import check_loadable, is_dequantized, quantization_of
@@ -121,12 +120,6 @@ def plan(job: Job) -> Plan:
             geometry = geometry_on_meta(model)
     except UnsupportedModel as refusal:
         return Plan(job, source, None, None, refusal)
-    if job.recipe.equalize:
-        geometry, problem = _trace_equalizing(model, geometry)
-        if problem is not None:
-            reason = f"equalizers cannot be folded into these weights: {problem}"
-            refused = UnsupportedModel(reason, hint="leave --equalize out")
-            return Plan(job, source, config, geometry, refused)
     recipe = shorten_rows(job.recipe, config) if job.fit_length else job.recipe
     recipe, notes = settle_centering(recipe, shifted_layers(geometry or []))
     check_recipe(recipe, geometry or [])
@@ -134,19 +127,6 @@ def plan(job: Job) -> Plan:
     job = replace(job, recipe=recipe)
     known = Plan(job, source, config, geometry, None, notes=tuple(notes))
     return _with_sizes(known, model)
-
-
-def _trace_equalizing(
-    model: PreTrainedModel, geometry: Geometry | None
-) -> tuple[Geometry | None, str | None]:
-    """The geometry of a model on `meta` with what equalizers need to know, and None; or the
-    geometry as it is, and why the weights could not carry equalizers."""
-    if geometry is None:
-        return None, "the model does not run without weights, so it cannot be traced"
-    try:
-        return with_equalizing(model, geometry), None
-    except UnsupportedModel as refusal:
-        return geometry, str(refusal)
 
 
 def _with_sizes(known: Plan, model: PreTrainedModel) -> Plan:

@@ -73,12 +73,12 @@ def manifest_content(
     """
     assert planned.config is not None
     job = planned.job
-    content: dict[str, Any] = {
+    return {
         "model": loading.describe(planned.source, planned.config, identity["weights"] or None),
         "geometry": geometry_json(result.geometry),
         "recipe": result.recipe.published(),
         "recipe_sha256": result.recipe.hash,
-        "notes": [*planned.notes, *result.notes, *_equalizer_notes(result)],
+        "notes": [*planned.notes, *result.notes],
         "calibration": None if result.text is None else _describe_text(job, result.text, identity),
         "identity": dict(identity),
         "versions": versions,
@@ -93,16 +93,6 @@ def manifest_content(
         },
         "metrics": {"orthogonality_error": result.rotations.orthogonality_error},
     }
-    if result.recipe.equalize:
-        content["equalization"] = {"weights": "published"}
-    return content
-
-
-def _equalizer_notes(result: CalibrationResult) -> list[str]:
-    """A note where only keys are equalized."""
-    if result.recipe.equalize and any(layer.fixed_values for layer in result.geometry):
-        return ["only keys are equalized: no weights of this model can transform its values"]
-    return []
 
 
 def _describe_text(job: Job, text: Corpus, identity: Identity) -> dict[str, Any]:

@@ -83,18 +83,12 @@ def _check_claim(rotations: Rotations, statistics: Averages | None, claim: Claim
         return Verification(problems, None, checked)
     problems = claim.orthogonality_problems(rotations)
     problems += claim.clip_problems(rotations)
-    problems += claim.equalizer_problems(rotations, statistics)
-    # Rotations are checked in the frame of the equalizers, so without those there is none.
-    if claim.recipe.equalize and problems:
-        return Verification(problems, rotations.orthogonality_error, checked)
     problems += claim.origin_problems(rotations, statistics)
     problems += claim.factor_problems(rotations, statistics)
     problems += claim.mean_problems(rotations, statistics or {})
     problems += claim.centering_problems(rotations)
     origin = "agreement with the statistics" if statistics else "the recipe"
     checked += ["orthogonality", "clip ratios", origin]
-    if claim.recipe.equalize:
-        checked.append("equalizers")
     if claim.recipe.feedback:
         checked.append("error feedback")
     return Verification(problems, rotations.orthogonality_error, checked)

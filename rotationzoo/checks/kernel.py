@@ -117,8 +117,6 @@ def _compare_layers(
                 rows = torch.cat([rows, captured[layer.index, side]], dim=1)
             if rotation.mean is not None:
                 rows = rows - rotation.mean[:, None]
-            # A kernel serves the folded weights, and knows nothing of equalizers.
-            rows = rotation.fold(rows)
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)
             name = side_name(layer.index, side)
             comparison.compare(name, rows, matrices, rotation.clip, rotation.feedback)

@@ -9,9 +9,7 @@ from itertools import product
 import torch
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
 from rotationzoo.calibration.fit import target_moment
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg import compositions
@@ -97,9 +95,6 @@ def check_membership(
         )
     recipe = artifact.recipe
     statistics = _collect_statistics(candidate, recipe, artifact.geometry, progress)
-    statistics = fold_statistics(
-        statistics, stored_equalizers(rotations_for(artifact, candidate.source))
-    )
     moments = {
         (layer.index, side): target_moment(statistics, recipe, layer.index, side)
         for layer, side in product(cached_layers(artifact.geometry), SIDES)

@@ -4,7 +4,6 @@ statistics."""
 from rotationzoo.artifact.layout import rotations_from, statistics_from
 from rotationzoo.artifact.manifest import ROTATIONS, STATISTICS
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.calibration.soundness import Verification, check
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model.source import config_hash, find, has_weights, weights_fingerprint
@@ -78,13 +77,9 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
     if config_hash(source) != expected.config_sha256:
         problem = f"made for another model or config than that of {model}: {expected.id}"
         return [problem], compared
-    try:
-        record = folded_record(artifact, source)
-    except RotationZooError as foreign:
-        return [str(foreign)], compared
-    fingerprint = record.weights if record else expected.weights_fingerprint
+    fingerprint = expected.weights_fingerprint
     if fingerprint and has_weights(source):
-        compared = f"the {_which_weights(artifact, record)} of {model}"
+        compared = f"the weights of {model}"
         if weights_fingerprint(source) != fingerprint:
             return [f"made for other weights than {model} has: {expected.id}"], compared
         return [], compared
@@ -95,10 +90,3 @@ def _check_model(artifact: Artifact, model: str, revision: str | None) -> tuple[
         problem = f"made for revision {expected.revision}, and {model} is at {source.revision}"
         return [problem], compared
     return [], compared
-
-
-def _which_weights(artifact: Artifact, record: Record | None) -> str:
-    """The relation of a model's weights to an equalized artifact."""
-    if not artifact.recipe.equalize:
-        return "weights"
-    return "folded weights" if record else "published weights"

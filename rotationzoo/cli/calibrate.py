@@ -58,12 +58,6 @@ def calibrate_command(
     prompts: Annotated[
         str | None, typer.Option(help="Text that the model continues with --data self (bundled).")
     ] = None,
-    equalize: Annotated[
-        bool,
-        typer.Option(
-            "--equalize", help="Scale keys and values first; the scales can go into the weights."
-        ),
-    ] = False,
     feedback: Annotated[
         bool | None,
         typer.Option(
@@ -121,7 +115,6 @@ def calibrate_command(
     # Commands import what they need only when they run: `--help` must not wait for torch.
     from rotationzoo.recipe import (
         PRESETS,
-        equalized,
         load,
         override,
         with_feedback,
@@ -141,8 +134,6 @@ def calibrate_command(
         length=length,
         seed=seed,
     )
-    if equalize:
-        chosen = equalized(chosen)
     if feedback is not None:
         chosen = with_feedback(chosen, feedback)
     if rope_scaling is not None:

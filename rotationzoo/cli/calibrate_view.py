@@ -36,7 +36,6 @@ def _plan_json(known: Plan) -> dict[str, Any]:
         "model": known.source.name,
         "revision": known.source.revision,
         "recipe": recipe.name,
-        "equalize": recipe.equalize,
         "feedback": recipe.feedback,
         "layers": len(cached),
         "kv_heads": _common(kv_heads),
@@ -84,10 +83,6 @@ def _say_plan(known: Plan, data: dict[str, Any]) -> None:
     peak, present = _size(known.peak_memory_bytes), _size(known.memory_bytes)
     shortage = ", which is not enough" if known.peak_memory_bytes > known.memory_bytes else ""
     say(f"Memory: about {peak} of the {present} here{shortage}")
-    if job.recipe.equalize:
-        fixed = any(layer.fixed_values for layer in known.geometry or [])
-        sides = "Keys are" if fixed else "Keys and values are"
-        say(f"{sides} equalized first: these weights can carry the equalizers")
     if job.recipe.feedback:
         say("Keys and values get the factors that a cache needs to choose codes by error feedback")
     if data["layers"]:

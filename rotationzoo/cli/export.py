@@ -53,29 +53,17 @@ def export_command(
             help="llama.cpp: leave the last Hadamard transform to the engine's own.",
         ),
     ] = False,
-    values_absorbed: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Serve this model, whose weights carry the value rotation already.",
-        ),
-    ] = None,
-    folded: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Serve this model, whose weights carry the artifact's equalizers already.",
-        ),
-    ] = None,
-    absorb_values: Annotated[
+    absorb: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL", help="Write this model with the value rotation in its weights."
         ),
     ] = None,
-    absorb: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Write this model with the equalizers in its weights."),
+    absorbed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Serve this model, which --absorb wrote for the same artifact."
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -87,17 +75,13 @@ def export_command(
     rotationzoo export rotations/Qwen3-8B-oscar --to llama.cpp --base Qwen3-8B-Q8_0.gguf --pooled
     --clip 0.96
 
-    rotationzoo export rotations/Qwen3-8B-oscar --absorb-values Qwen/Qwen3-8B -o Qwen3-8B-absorbed
+    rotationzoo export rotations/Qwen3-8B-oscar --absorb Qwen/Qwen3-8B -o Qwen3-8B-absorbed
     """
     out = Output(json, quiet)
-    if [to, absorb_values, absorb].count(None) != 2:
+    if (to is None) == (absorb is None):
         raise UsageError(
-            "export writes for one engine, or one model that carries a part of the artifact",
+            "export writes for one engine, or one model that carries the value rotation",
             hint="--to sglang",
-        )
-    if values_absorbed and folded:
-        raise UsageError(
-            "--values-absorbed and --folded name two models to serve", hint="give one of them"
         )
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.cli.export_view import (
@@ -109,25 +93,21 @@ def export_command(
     opened = Artifact.open(artifact)
     for_llama_cpp = bool(base or engine_hadamard or model)
     if to is None:
-        for_engines = pooled or uncentered or clip or windows or values_absorbed or folded
+        for_engines = pooled or uncentered or clip or windows or absorbed
         if for_engines or for_llama_cpp:
             raise UsageError(
-                "--absorb and --absorb-values go with --output alone",
+                "--absorb goes with --output alone",
                 hint="give the other options with --to",
             )
         hush_libraries()
-        from rotationzoo.engines import absorb as absorbing
+        from rotationzoo.engines.absorb import absorb as write_absorbed
         from rotationzoo.storage.folders import check_writable
 
-        ending = "absorbed" if absorb is None else "folded"
-        target = follow_link(output) or Path("exports") / f"{artifact.resolve().name}-{ending}"
+        target = follow_link(output) or Path("exports") / f"{artifact.resolve().name}-absorbed"
         check_writable(target)  # before the weights are fetched
         with show_progress(out) as progress:
-            if absorb is not None:
-                absorbing.fold(opened, absorb, target, progress)
-            else:
-                absorbing.absorb(opened, str(absorb_values), target, progress)
-        show_changed_model(out, target, artifact, folded=absorb is not None)
+            write_absorbed(opened, str(absorb), target, progress)
+        show_changed_model(out, target, artifact)
         return
     from rotationzoo.engines.base import Options
     from rotationzoo.engines.export import export
@@ -140,8 +120,7 @@ def export_command(
         uncentered=uncentered,
         clip=parse_clip(clip),
         windows=parse_window(windows),
-        values_absorbed=values_absorbed,
-        folded=folded,
+        absorbed=absorbed,
         options=Options(base, engine_hadamard, model),
     )
     if to != "llama.cpp" and for_llama_cpp:

@@ -35,20 +35,16 @@ def suggest_measuring(out: Output, artifact: Artifact, engine: str) -> None:
     out.suggest(*words)
 
 
-def show_changed_model(out: Output, model: Path, artifact: Path, folded: bool) -> None:
-    """Print the folder of the new model, and the command that exports the rest for it.
-
-    `model`: the folder of the model whose weights carry the equalizers of `artifact` (`folded`) or
-    its value rotation.
-    """
-    rest, flag = ("rotations", "--folded") if folded else ("keys", "--values-absorbed")
+def show_changed_model(out: Output, model: Path, artifact: Path) -> None:
+    """Print the folder of the model whose weights carry the value rotation of `artifact`, and the
+    command that exports the rest for it."""
 
     def human() -> None:
         say(str(model))
-        out.note(f"Its engine needs the {rest}, too")
+        out.note("Its engine needs the keys, too")
 
     out.result({"model": str(model)}, str(model), human)
-    out.suggest("export", str(artifact), "--to", "sglang", flag, str(model))
+    out.suggest("export", str(artifact), "--to", "sglang", "--absorbed", str(model))
 
 
 def fold_command(command: str) -> list[str]:

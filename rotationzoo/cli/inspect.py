@@ -52,26 +52,8 @@ def _show_layers(artifact: "Artifact", layers: list["LayerSpectra"]) -> None:
         say(
             f"Centered: {' and '.join(sides)} lose the mean of their KV head before they are stored"
         )
-    if artifact.recipe.equalize:
-        say(_equalizer_words(layers))
     if artifact.rotations.has_feedback:
         say(_feedback_words(layers))
-
-
-def _equalizer_words(layers: list["LayerSpectra"]) -> str:
-    """One line with the range of the equalizers over all layers."""
-    ranges = []
-    for side in ("key", "value"):
-        scales = [getattr(layer, side).equalizer for layer in layers]
-        known = [bounds for bounds in scales if bounds is not None]
-        lowest = min(bounds[0] for bounds in known)
-        highest = max(bounds[1] for bounds in known)
-        ranges.append(f"{lowest:.3g} to {highest:.3g}")
-    keys, values = ranges
-    return (
-        f"Equalized: factors of key channels {keys}, singular values of value matrices {values}. "
-        "They are for the published weights: caches apply them, or export --absorb folds them in."
-    )
 
 
 def _feedback_words(layers: list["LayerSpectra"]) -> str:

@@ -51,20 +51,13 @@ class Payload:
     key: SideMatrices
     value: SideMatrices | None
     """None if the model's weights already carry the value rotation."""
-    clips: Mapping[int, tuple[float, float]]
-    """Layer -> clip ratio of keys and of values; 1 means no clipping."""
+    clip: tuple[float, float]
+    """The clip ratios of keys and of values; 1 means no clipping."""
     group_size: int | None
     """Channels that share a scale; None means the whole head."""
     sink: int
     recent: int
     provenance: Mapping[str, Any]
-
-    @property
-    def clip(self) -> tuple[float, float]:
-        """The clip ratios of keys and of values that all layers share."""
-        # Engines that read this take no ratios by layer, so an export to them has only one pair.
-        (shared,) = set(self.clips.values())
-        return shared
 
     @property
     def largest_group(self) -> int:
@@ -98,8 +91,8 @@ class Capabilities:
     """Whether it takes one matrix per KV head."""
     mean: bool
     """Whether it subtracts a key mean."""
-    clip: Literal["one", "side", "layer"]
-    """`one` clip ratio for everything, one per `side` (keys and values), or both per `layer`."""
+    clip: Literal["one", "side"]
+    """`one` clip ratio for everything, or one per `side` (keys and values)."""
     windows: bool
     """Whether it keeps sink and recent tokens exact."""
 

@@ -1,7 +1,7 @@
 """Exporting an artifact: the files that one serving engine reads, and the command that starts it.
 
-An export replaces an earlier one as a whole and keeps the user's files. Where it leaves a part of
-the artifact to the model's weights, the model's folder must carry that part.
+An export replaces an earlier one as a whole and keeps the user's files. Where it leaves the
+value rotation to the model's weights, the model's folder must carry it.
 """
 
 import shlex
@@ -12,11 +12,11 @@ from typing import Any
 
 from rotationzoo.artifact.measured import MeasuredArm, Window, arms_of, plain_arm
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import EQUALIZER, VALUE_ROTATION, model_words, read_record
 from rotationzoo.artifact.weights import RECORD as WEIGHTS_RECORD
+from rotationzoo.artifact.weights import model_words, read_record
 from rotationzoo.checks.verify import verify
 from rotationzoo.codec.formats import SIMULATED
-from rotationzoo.engines.base import Launch, Options, Payload
+from rotationzoo.engines.base import Launch, Payload
 from rotationzoo.engines.formats.oscar_pt import earlier_markers
 from rotationzoo.engines.payload import (
     PLACEHOLDER,
@@ -93,36 +93,24 @@ def _earlier_files(target: Path) -> list[str]:
     return names
 
 
-_FLAGS = {VALUE_ROTATION: "--absorb-values", EQUALIZER: "--absorb"}
+def check_absorbed(artifact: Artifact, folder: Path) -> str:
+    """The absolute path of a model whose weights carry the value rotation.
 
-
-def check_carries(artifact: Artifact, folder: Path, absorbed: str) -> str:
-    """The absolute path of a model whose weights carry the value rotation or the equalizer.
-
-    Raises `RotationZooError` unless its record says so and names this very artifact.
+    Raises `RotationZooError` unless its record names this very artifact.
     """
     record = read_record(folder)
-    if record is None or record.absorbed != absorbed:
-        carries = (
-            f"its {WEIGHTS_RECORD} says {record.absorbed}"
-            if record
-            else f"it has no {WEIGHTS_RECORD}"
-        )
+    if record is None:
+        command = f"rotationzoo export {shlex.quote(str(artifact.folder))} --absorb MODEL"
         raise RotationZooError(
-            f"the weights of {folder} do not carry the {absorbed} of an artifact: {carries}",
-            hint=f"make such a copy with: {write_command(artifact, absorbed)}",
+            f"the weights of {folder} do not carry the value rotation of an artifact: it has no "
+            f"{WEIGHTS_RECORD}",
+            hint=f"make such a copy with: {command}",
         )
     if record.artifact != artifact.identity:
         raise RotationZooError(
-            f"{folder} carries the {absorbed} of another artifact", hint="export that one"
+            f"{folder} carries the value rotation of another artifact", hint="export that one"
         )
     return str(folder.absolute())
-
-
-def write_command(artifact: Artifact, absorbed: str) -> str:
-    """The command that writes such a copy of the artifact's model."""
-    folder = shlex.quote(str(artifact.folder))
-    return f"rotationzoo export {folder} {_FLAGS[absorbed]} MODEL"
 
 
 _UNTRIED = (
@@ -163,12 +151,14 @@ def export(artifact: Artifact, request: Request) -> Exported:
         )
     clips = requested_clips(artifact.rotations, request)
     reduced = agreed_reductions(artifact, request, engine.CAPABILITIES, clips)
-    changed_model = _changed_model(artifact, request)
+    changed_model = None
+    if request.absorbed is not None:
+        changed_model = check_absorbed(artifact, request.absorbed)
     uncentered = dropped_means(artifact, request, engine.CAPABILITIES.mean)
     payload = assemble_payload(artifact, request, clips, uncentered, changed_model)
     engine.check_payload(payload)
     with disk_errors(target), temporary_sibling(target) as work:
-        launch = engine.write_files(work, target.absolute(), payload, _options(request))
+        launch = engine.write_files(work, target.absolute(), payload, request.options)
         notes = [*launch.notes, *_notes_of_artifact(artifact, payload, launch)]
         if request.pooled and artifact.rotations.per_head:
             notes.append(_describe_pooling(artifact, request))
@@ -184,24 +174,6 @@ def export(artifact: Artifact, request: Request) -> Exported:
         with launch.while_replaced():
             install_export(work, target)
     return exported
-
-
-def _changed_model(artifact: Artifact, request: Request) -> str | None:
-    """The path of the copy of the model to serve, whose weights carry a part of the artifact. None
-    to serve the model as it was published."""
-    if request.values_absorbed is not None:
-        return check_carries(artifact, request.values_absorbed, VALUE_ROTATION)
-    if request.folded is not None:
-        return check_carries(artifact, request.folded, EQUALIZER)
-    return None
-
-
-def _options(request: Request) -> Options:
-    """The engine's options. A base file is compared with the folded model, from which it was
-    converted."""
-    if request.folded is None or request.options.model is not None:
-        return request.options
-    return replace(request.options, model=str(request.folded))
 
 
 def as_json(exported: Exported) -> dict[str, Any]:

@@ -2,17 +2,17 @@
 user asked, and what the files state about the origin of their rotations.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import folded_rotations
 from rotationzoo.engines.base import Options, Payload, SideMatrices
 from rotationzoo.engines.objectives import objective_of
 from rotationzoo.evaluation.arms import pooled_rotations
 from rotationzoo.model.source import DEMO, Source, config_hash
-from rotationzoo.rotations import SIDES, Rotation, Rotations
+from rotationzoo.rotations import SIDES, Rotations
 from rotationzoo.storage.files import digest
 
 Provenance = dict[str, str | int | float | bool]
@@ -79,8 +79,8 @@ def _of_calibration(artifact: Artifact, generation: str, pooling: str) -> Proven
 PLACEHOLDER = "MODEL"
 """The placeholder in a launch command for a model whose location is unknown."""
 
-Clips = Mapping[int, tuple[list[float], list[float]]]
-"""Layer -> the distinct clip ratios of its heads, ascending, of keys and of values."""
+Clips = tuple[list[float], list[float]]
+"""The distinct clip ratios of all keys, and of all values, ascending."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,8 @@ class Request:
     """Clip ratios of keys and of values, instead of the artifact's own."""
     windows: tuple[int, int] | None = None
     """Sink and recent tokens, instead of the artifact's own."""
-    values_absorbed: Path | None = None
+    absorbed: Path | None = None
     """The model, written by `absorb`, whose weights already carry the value rotation."""
-    folded: Path | None = None
-    """The model, written by `fold`, whose weights already carry the equalizers."""
     options: Options = field(default_factory=Options)
 
 
@@ -108,11 +106,14 @@ def requested_clips(rotations: Rotations, request: Request) -> Clips:
     """The clip ratios to serve with: the user's, or else the artifact's own."""
     if request.clip is not None:
         key_clip, value_clip = request.clip
-        return {layer: ([key_clip], [value_clip]) for layer in rotations}
-    return {
-        layer: (_different(sides.key), _different(sides.value))
-        for layer, sides in rotations.items()
-    }
+        return [key_clip], [value_clip]
+    keys, values = (_distinct_ratios(rotations, side) for side in SIDES)
+    return keys, values
+
+
+def _distinct_ratios(rotations: Rotations, side: str) -> list[float]:
+    ratios = (sides[side].clip.tolist() for sides in rotations.values())
+    return sorted(set(itertools.chain.from_iterable(ratios)))
 
 
 def dropped_means(artifact: Artifact, request: Request, subtracts: bool) -> list[str]:
@@ -130,15 +131,14 @@ def assemble_payload(
     changed_model: str | None,
 ) -> Payload:
     """The engine's payload. The sides `uncentered` keep their mean. `changed_model` is the copy of
-    the model to serve, whose weights carry the value rotation or the equalizers.
+    the model to serve, whose weights carry the value rotation.
 
     Raises `RotationZooError` if the rotations should be pooled and cannot be.
     """
-    # No engine applies an equalizer, so the matrices are those of the folded frame.
-    recipe, rotations = artifact.recipe, folded_rotations(artifact)
+    recipe, rotations = artifact.recipe, artifact.rotations
     pools = request.pooled and rotations.per_head
     if pools:
-        rotations = pooled_rotations(artifact, rotations)
+        rotations = pooled_rotations(artifact)
     sides = []
     for side in SIDES:
         matrices = _side_matrices(rotations, side, _objective(artifact, side, pools))
@@ -146,16 +146,13 @@ def assemble_payload(
     key, value = sides
     sink, recent = request.windows or (recipe.sink, recipe.recent)
     served = _served(clips, recipe.group_size, sink, recent)
-    if request.folded is not None:
-        served["equalizer_in_weights"] = True
-    # No engine takes clip ratios by head, so `agreed_reductions` has left one per layer and side.
-    single_clips = {layer: (keys[0], values[0]) for layer, (keys, values) in clips.items()}
     return Payload(
         model=changed_model or _model_to_serve(artifact),
         geometry=artifact.geometry,
         key=key,
-        value=None if request.values_absorbed else value,
-        clips=single_clips,
+        value=None if request.absorbed else value,
+        # No engine takes clip ratios by layer or head: `agreed_reductions` has left one a side.
+        clip=(clips[0][0], clips[1][0]),
         group_size=recipe.group_size,
         sink=sink,
         recent=recent,
@@ -163,14 +160,10 @@ def assemble_payload(
             artifact,
             pools=pools,
             uncentered=bool(uncentered),
-            absorbed=request.values_absorbed is not None,
+            absorbed=request.absorbed is not None,
             served=served,
         ),
     )
-
-
-def _different(rotation: Rotation) -> list[float]:
-    return sorted(set(rotation.clip.tolist()))
 
 
 def _objective(artifact: Artifact, side: str, pools: bool) -> str:
@@ -215,13 +208,12 @@ def _model_to_serve(artifact: Artifact) -> str | None:
 def _served(clips: Clips, group_size: int | None, sink: int, recent: int) -> dict[str, int | float]:
     """The serving parameters, for whoever imports the files again.
 
-    Clip ratios are included only if all layers share them.
+    Clip ratios are included only if all layers and heads share them.
     """
     served: dict[str, int | float] = {"sink": sink, "recent": recent}
     if group_size is not None:
         served["group_size"] = group_size
     for index, name in enumerate(("key_clip", "value_clip")):
-        ratios = {ratio for sides in clips.values() for ratio in sides[index]}
-        if len(ratios) == 1:
-            served[name] = ratios.pop()
+        if len(clips[index]) == 1:
+            served[name] = clips[index][0]
     return served

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import model_words
 from rotationzoo.engines.base import Capabilities
 from rotationzoo.engines.payload import Clips, Request, dropped_means, requested_clips
 from rotationzoo.engines.registry import ENGINES
@@ -20,7 +19,6 @@ from rotationzoo.errors import RotationZooError
 _CLIP_WORDS = {
     "one": "a single clip ratio",
     "side": "one clip ratio for all keys and one for all values",
-    "layer": "one a layer",
 }
 
 
@@ -45,7 +43,7 @@ def agreed_reductions(
     request does not leave out, and for what the engine needs and the request does not name.
     """
     rows = itertools.chain(
-        _missing_models(artifact, request),
+        _base(request),
         _pooling(artifact, request, capabilities),
         _means(artifact, request, capabilities),
         _clip_ratios(artifact, request, capabilities, clips),
@@ -64,10 +62,7 @@ def agreed_reductions(
 
 
 def _command(artifact: Artifact, request: Request, flags: dict[str, str]) -> str:
-    """The command that exports as requested with more flags: name -> value, empty for a switch.
-
-    For a folded model that does not exist yet, the command that writes it goes first.
-    """
+    """The command that exports as requested with more flags: name -> value, empty for a switch."""
     options = request.options
     given: dict[str, Path | str | bool | None] = {
         "--output": request.output,
@@ -75,32 +70,19 @@ def _command(artifact: Artifact, request: Request, flags: dict[str, str]) -> str
         "--uncentered": request.uncentered,
         "--clip": request.clip and _pair(request.clip),
         "--windows": request.windows and _window(request.windows),
-        "--values-absorbed": request.values_absorbed,
-        "--folded": request.folded,
+        "--absorbed": request.absorbed,
         "--base": options.base,
         "--engine-hadamard": options.engine_hadamard,
         "--model": options.model,
     }
     chosen = {name: value for name, value in given.items() if value} | flags
-    export = ["rotationzoo", "export", str(artifact.folder)]
-    words = [*export, "--to", request.engine]
+    words = ["rotationzoo", "export", str(artifact.folder), "--to", request.engine]
     for name, value in chosen.items():
         words += [name] if value in (True, "") else [name, str(value)]
-    command = shlex.join(words)
-    if "--folded" not in flags:
-        return command
-    model, *_ = model_words(artifact)
-    return f"{shlex.join([*export, '--absorb', model, '-o', flags['--folded']])} && {command}"
+    return shlex.join(words)
 
 
-def _missing_models(artifact: Artifact, request: Request) -> Iterator[_Reduction]:
-    """The models that the user must name: those that are served or copied."""
-    yield _Reduction(
-        needed=artifact.recipe.equalize and request.folded is None,
-        agreed=False,
-        words="a model whose weights carry its equalizers",
-        flag=f"--folded exports/{artifact.folder.resolve().name}-folded",
-    )
+def _base(request: Request) -> Iterator[_Reduction]:
     yield _Reduction(
         needed=ENGINES[request.engine].needs_base and request.options.base is None,
         agreed=False,
@@ -133,12 +115,8 @@ def _means(
 def _clip_ratios(
     artifact: Artifact, request: Request, capabilities: Capabilities, clips: Clips
 ) -> Iterator[_Reduction]:
-    keys, values = _ratios(clips, 0), _ratios(clips, 1)
-    fits = {
-        "one": len(keys | values) == 1,
-        "side": len(keys) == len(values) == 1,
-        "layer": all(len(ratios) == 1 for ratios in itertools.chain(*clips.values())),
-    }[capabilities.clip]
+    keys, values = clips
+    fits = len(keys) == len(values) == 1 and (capabilities.clip == "side" or keys == values)
     if request.clip is not None:
         words = f"clip ratios {_pair(request.clip)} instead of the artifact's own"
         unchanged = clips == requested_clips(artifact.rotations, replace(request, clip=None))
@@ -153,11 +131,6 @@ def _clip_ratios(
         words=_CLIP_WORDS[capabilities.clip],
         flag=f"--clip {ratios}",
     )
-
-
-def _ratios(clips: Clips, side: int) -> set[float]:
-    """The distinct ratios of all keys (`side` 0) or all values (1)."""
-    return set(itertools.chain.from_iterable(sides[side] for sides in clips.values()))
 
 
 def _pair(ratios: tuple[float, float]) -> str:

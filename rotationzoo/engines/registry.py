@@ -30,7 +30,6 @@ ENGINES = {
     "vllm": Entry("vllm"),
     "llama.cpp": Entry("llama_cpp", needs_base=True),
     "mlx": Entry("mlx"),
-    "onnx": Entry("onnx"),
 }
 ENGINE_NAMES = tuple(ENGINES)
 PULL_ENGINE_NAMES = tuple(name for name, entry in ENGINES.items() if not entry.needs_base)

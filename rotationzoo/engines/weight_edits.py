@@ -35,10 +35,6 @@ class Change:
     shape: torch.Size
     transform: Transform
 
-    def then(self, other: "Change") -> "Change":
-        """This change followed by another one of the same parameter."""
-        return Change(self.shape, lambda tensor: other.transform(self.transform(tensor)))
-
 
 def multiply_rows(matrix: torch.Tensor, first_row: int = 0) -> Transform:
     """Multiply what a projection computes for each head by a matrix: rows `x` become `x @ matrix`.
@@ -66,19 +62,6 @@ def multiply_columns(matrix: torch.Tensor) -> Transform:
     """
     by_rows = multiply_rows(matrix.mT)
     return lambda tensor: by_rows(tensor.mT).mT
-
-
-def scale_rows(factors: torch.Tensor, offset: float = 0.0) -> Transform:
-    """Multiply the rows of a weight or a bias by factors, float64, after adding an offset that is
-    taken off again: norms that multiply by `1 + weight` have an offset of 1."""
-
-    def transform(tensor: torch.Tensor) -> torch.Tensor:
-        column = factors.view(-1, *[1] * (tensor.ndim - 1))
-        if factors.numel() != len(tensor):  # a factor for each element
-            column = factors.view(tensor.shape)
-        return (tensor + offset) * column - offset
-
-    return transform
 
 
 @dataclass(frozen=True)

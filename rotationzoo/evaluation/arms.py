@@ -7,14 +7,11 @@ from typing import Any
 
 from rotationzoo.artifact.measured import AboutArm
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import rotations_for
-from rotationzoo.calibration.equalizing import fold_statistics, stored_equalizers
 from rotationzoo.calibration.fit import fit
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.linalg.compositions import GIVEN
 from rotationzoo.linalg.moments import sums
 from rotationzoo.model.geometry import Geometry
-from rotationzoo.model.source import Source
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.rotations import Rotation, Rotations
 from rotationzoo.simulation.arm import Arm
@@ -51,7 +48,6 @@ def shared_recipe(artifacts: list[Artifact]) -> Recipe:
 def build_arms(
     artifacts: list[Artifact],
     geometry: Geometry,
-    source: Source,
     baselines: Collection[str] = BASELINES,
     pooled: bool = False,
 ) -> list[TestedArm]:
@@ -59,14 +55,13 @@ def build_arms(
     factors; then one with one rotation per layer for each that has more; then one per baseline. All
     names differ.
 
-    - `source`: the evaluated model, whose weights may carry an artifact's equalizer.
     - `baselines`: those to compare with, in the order of `BASELINES`.
     - `pooled`: whether to add the arms with one rotation per layer.
     """
     plain: list[TestedArm] = []
     for artifact in artifacts:
         name = _unique_name(artifact, [tested.arm.name for tested in plain])
-        arm = Arm(name, rotations_for(artifact, source), artifact.recipe.group_size)
+        arm = Arm(name, artifact.rotations, artifact.recipe.group_size)
         about = AboutArm(name=name, kind="artifact", artifact=artifact.identity)
         plain.append(TestedArm(arm, about))
     with_feedback = [_vary(each, "+feedback") for each in plain if each.arm.rotations.has_feedback]
@@ -85,7 +80,7 @@ def _vary(plain: TestedArm, ending: str, artifact: Artifact | None = None) -> Te
     """The same arm with error feedback, or with one rotation per layer of an `artifact`."""
     name = plain.arm.name + ending
     if artifact is not None:
-        rotations = pooled_rotations(artifact, plain.arm.rotations)
+        rotations = pooled_rotations(artifact)
         about = plain.about.model_copy(update={"name": name, "pooled": True})
         return TestedArm(replace(plain.arm, name=name, rotations=rotations), about)
     about = plain.about.model_copy(update={"name": name, "rounding": "feedback"})
@@ -144,31 +139,26 @@ def _check_statistics(artifact: Artifact) -> None:
         )
 
 
-def pooled_rotations(artifact: Artifact, per_head: Rotations) -> Rotations:
-    """One rotation per layer, in the frame of the artifact's `per_head` rotations: that of the
-    published weights, or of the folded ones.
+def pooled_rotations(artifact: Artifact) -> Rotations:
+    """One rotation per layer, fitted from the statistics of an artifact.
 
     The rotations themselves cannot be averaged: a mean of rotations is not orthogonal. Raises as
     `check_pooled` does.
     """
     _check_statistics(artifact)
-    # Means and equalizers are not fitted again but copied from the artifact, since statistics
-    # recovered from imported files have none.
+    # Means are not fitted again but copied from the artifact, since statistics recovered from
+    # imported files have none.
     changes: dict[str, Any] = {
         "pooling": "layer",
         "center_keys": False,
         "center_values": False,
-        "equalize": False,
         "feedback": False,
     }
     changes |= {f"{side}_clip": ratio for side, ratio in artifact.clip_ratios.items()}
     moments = None if artifact.statistics is None else sums(artifact.statistics)
-    if moments is not None:
-        moments = fold_statistics(moments, stored_equalizers(artifact.rotations))
     fitted = fit(moments, artifact.recipe.model_copy(update=changes), artifact.geometry)
 
     def complete(layer: int, side: str, rotation: Rotation) -> Rotation:
-        kept = per_head[layer][side]
-        return replace(rotation, mean=kept.mean, equalizer=kept.equalizer)
+        return replace(rotation, mean=artifact.rotations[layer][side].mean)
 
     return fitted.replace(complete)

@@ -8,7 +8,6 @@ import shlex
 from transformers import PretrainedConfig
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import Record, folded_record
 from rotationzoo.errors import RotationZooError, UsageError
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import (
@@ -113,12 +112,6 @@ def check_rope(artifact: Artifact, config: PretrainedConfig) -> None:
         )
 
 
-def check_weights(artifacts: list[Artifact], source: Source) -> None:
-    """Raise `RotationZooError` if the model's weights carry the equalizer of another artifact."""
-    for artifact in artifacts:
-        folded_record(artifact, source)
-
-
 def rope_notes(artifacts: list[Artifact], scaling: str | None) -> list[str]:
     """Notes on the scaling of RoPE that the model runs with, and on artifacts that were calibrated
     without."""
@@ -136,17 +129,14 @@ def notes_for_reader(
 ) -> list[str]:
     """Notes that qualify the figures.
 
-    They report text that fell short, who applies an artifact's equalizer, and artifacts that were
-    made for other weights, were calibrated on this very text, or center keys although this model's
-    attention does not allow it.
+    They report text that fell short, and artifacts that were made for other weights, were
+    calibrated on this very text, or center keys although this model's attention does not allow it.
     """
     notes = []
     if text.note:
         notes.append(text.note)
     for artifact in artifacts:
         name = artifact.folder.resolve().name
-        if artifact.recipe.equalize:
-            notes.append(_equalizer_note(name, folded_record(artifact, source)))
         if note := other_weights_note(artifact, source):
             notes.append(note)
         calibration = artifact.manifest.calibration
@@ -171,19 +161,9 @@ def _of_other_weights(artifact: Artifact, source: Source) -> bool:
     model = artifact.manifest.model
     if model.config_sha256 != config_hash(source):
         return True
-    record = folded_record(artifact, source)
-    fingerprint = record.weights if record else model.weights_fingerprint
     # Imported files do not always state which weights they were made for.
+    fingerprint = model.weights_fingerprint
     return bool(fingerprint) and fingerprint != weights_fingerprint(source)
-
-
-def _equalizer_note(name: str, record: Record | None) -> str:
-    if record is not None:
-        return f"the weights of this model carry the equalizer of {name}; the cache only rotates"
-    return (
-        f"these weights do not carry the equalizer of {name}, so the cache applies it: an engine "
-        "needs the folded model (export --absorb)"
-    )
 
 
 def _describe_layers(layers: set[int]) -> str:

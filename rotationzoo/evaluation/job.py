@@ -17,7 +17,6 @@ from rotationzoo.evaluation.compatibility import (
     check_layers,
     check_length,
     check_positions,
-    check_weights,
     fit_rows,
     judged_text,
     notes_for_reader,
@@ -135,7 +134,6 @@ def evaluate(
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
     ranks.tell("begin")  # other processes find config and tokenizer here, and read the text, too
-    check_weights(artifacts, source)
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
@@ -149,7 +147,7 @@ def evaluate(
         if geometry is None:  # the model does not run on `meta`
             geometry = geometry_of(model)
             _check_model(job, artifacts, geometry)
-        tested = build_arms(artifacts, geometry, source, job.baselines, job.pooled)
+        tested = build_arms(artifacts, geometry, job.baselines, job.pooled)
         arms, layers = [each.arm for each in tested], _layers_in_2_bits(job, geometry)
         reader = through if job.real_cache else None
         trial = Trial(geometry, arms, caches, layers, job.sides, job.queries, start, reader)

@@ -38,14 +38,7 @@ class Layer:
     value_dim: int
     shift_invariant: bool | None = None
     """Whether its attention ignores what all keys share, so that subtracting their mean changes
-    nothing. None where this was not tried: for files imported without a model, and in artifacts of
-    earlier versions."""
-    rope_pairs: int | None = None
-    rope_distance: int | None = None
-    shared_norm: bool | None = None
-    fixed_values: bool | None = None
-    """For equalizers: how many pairs of key channels RoPE mixes, and how far apart; whether heads
-    share a norm's weight, and whether no weights can transform the values. Else None."""
+    nothing. None where this was not tried: for files imported without a model."""
 
     @property
     def group(self) -> int:
@@ -54,7 +47,6 @@ class Layer:
 
 
 Geometry = list[Layer]
-_MEASURED = "shift_invariant", "rope_pairs", "rope_distance", "shared_norm", "fixed_values"
 
 
 def cached_layers(geometry: Geometry) -> Geometry:
@@ -73,8 +65,7 @@ def same_shapes(geometry: Geometry, other: Geometry) -> bool:
 
 
 def _shapes_alone(geometry: Geometry) -> Geometry:
-    unmeasured: dict[str, Any] = dict.fromkeys(_MEASURED)
-    return [replace(layer, **unmeasured) for layer in geometry]
+    return [replace(layer, shift_invariant=None) for layer in geometry]
 
 
 def geometry_json(geometry: Geometry) -> list[dict[str, Any]]:

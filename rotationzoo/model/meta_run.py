@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
@@ -21,9 +20,8 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class LinearCall(NamedTuple):
-    """A linear module with its input and output."""
+    """The input and output of a linear module."""
 
-    module: torch.nn.Linear
     states: torch.Tensor
     output: torch.Tensor
 
@@ -35,8 +33,6 @@ class Operation(NamedTuple):
     args: Any
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    module: str
-    """The path of the module that was entered last."""
     inside: str | None
     """The path of the linear module that it is part of, or `the attention of layer ...`."""
 
@@ -73,11 +69,8 @@ def run_on_meta(model: PreTrainedModel, name: str, trace: Trace) -> None:
         operations.inside = path = paths[id(module)]
         output = torch.nn.functional.linear(states, module.weight, module.bias)
         operations.inside = None
-        trace.projected(path, LinearCall(module, states, output))
+        trace.projected(path, LinearCall(states, output))
         return output
-
-    def enter(module: torch.nn.Module, _: Any) -> None:
-        operations.module = paths.get(id(module), "")
 
     # A cache returns copies of what it stores; here it returns the tensors themselves.
     uncopied = patch.object(Cache, "update", lambda self, key, value, *args, **kwargs: (key, value))
@@ -86,7 +79,6 @@ def run_on_meta(model: PreTrainedModel, name: str, trace: Trace) -> None:
         as_unavailable(f"{name} fails when it runs"),
         uncopied,
         patch.object(torch.nn.Linear, "forward", linear),
-        register_module_forward_pre_hook(enter),
         intercept(model, attention),
         operations,
     ):
@@ -98,7 +90,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ig
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.module = ""
         self.inside: str | None = None
         self._trace = trace
         self._alive: list[torch.Tensor] = []
@@ -109,7 +100,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ig
         result = function(*args, **(kwargs or {}))
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         self._alive += outputs
-        operation = Operation(function, args, inputs, outputs, self.module, self.inside)
+        operation = Operation(function, args, inputs, outputs, self.inside)
         self._trace.operated(operation)
         return result
 

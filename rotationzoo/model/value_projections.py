@@ -8,49 +8,15 @@ more than values, the rows of the values are found.
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model.geometry import Geometry, Layer
 from rotationzoo.model.meta_run import LinearCall, Operation, Rows, address, run_on_meta
-from rotationzoo.model.scale_trace import ScaleTrace, trace_labels
-
-
-class FusedValues:
-    """The rows of values in projections that also compute queries and keys."""
-
-    def __init__(self, run: ScaleTrace) -> None:
-        self._run = run
-        labels = run.layers.values()
-        # Every label of a layer's values must be met once here, and nowhere else.
-        self._values = torch.cat([each.value[:, 0].flatten() for each in labels])
-        others = [rows for each in labels for rows in (each.query, each.key)]
-        constraints = run.constraints
-        used = [*others, *constraints.bent, *(pinned for _, pinned in constraints.pins)]
-        self._used = torch.cat([rows.flatten() for rows in used]).unique()
-
-    def first_row(self, layer: int, module: str) -> int | None:
-        """The first row of a layer's values in a module. The others follow it, head by head.
-
-        None if a layer's values are not such rows, or if anything but its attention reads them: a
-        matrix that mixes the channels of each head could then not be folded into the rows.
-        """
-        labels = self._run.layers[layer].value
-        first = labels[:, 0].flatten()
-        in_order = torch.arange(len(first)) + first[0]
-        same = torch.equal(labels, labels[:, :1].expand_as(labels)) and torch.equal(first, in_order)
-        reads = int(torch.isin(self._values, first).sum())
-        if not same or reads != len(first) or torch.isin(first, self._used).any():
-            return None
-        weights = [weight for weight in self._run.weights if weight.module == module]
-        for weight in weights:
-            if weight.first <= first[0] and first[-1] < weight.first + weight.count:
-                return int(first[0]) - weight.first
-        return None
-
 
 SERVE_UNABSORBED = (
     "serve the model as it is and rotate its values on the way to the cache, with the artifact"
@@ -75,7 +41,7 @@ def find_projections(model: PreTrainedModel, geometry: Geometry, name: str) -> l
     trace = _ReaderTrace()
     run_on_meta(model, name, trace)
     modules = {path for path, _ in model.named_modules()}
-    fused: FusedValues | None = None
+    fused: _RowTrace | None = None
     # Tied parameters are listed once per name, so that sharing shows as a count above 1.
     parameters = model.named_parameters(remove_duplicate=False)
     uses = Counter(id(parameter) for _, parameter in parameters)
@@ -83,7 +49,9 @@ def find_projections(model: PreTrainedModel, geometry: Geometry, name: str) -> l
     for layer in geometry:
         values = trace.path_of(layer.index)
         if _is_fused(model, layer, values):
-            fused = fused or FusedValues(trace_labels(model, name))
+            if fused is None:
+                fused = _RowTrace()
+                run_on_meta(model, name, fused)
             values = replace(values, fused_row=fused.first_row(layer.index, str(values.maker)))
         problem = _problem(model, layer, values, modules, uses)
         if problem is None and values.maker in projections:
@@ -213,3 +181,98 @@ class _ReaderTrace:
 
     def _identity(self, tensor: torch.Tensor) -> int:
         return self._multiple_of.get(address(tensor), address(tensor))
+
+
+# Operations that move numbers and leave them as they are.
+_COPIES = ("clone", "_to_copy", "_unsafe_view")
+_MOVES = ("cat", "stack", "repeat", "flip", "roll")
+
+
+class _RowTrace:
+    """Follows every row of every linear projection to the attention that reads it: a
+    `meta_run.Trace`.
+
+    Each row has a label, a number above 0. Moving elements, and multiplying them by a number, keeps
+    their labels. Any other operation uses the labels that it reads.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}  # module -> the label of its first row
+        self._rows = 0
+        self._shadows: dict[int, torch.Tensor] = {}  # storage -> a label for each of its elements
+        self._used: list[torch.Tensor] = []
+        self._values: dict[int, torch.Tensor] = {}  # layer -> labels `[H_kv, T, D_v]`
+
+    def first_row(self, layer: int, module: str) -> int | None:
+        """The first row of a layer's values in a module. The others follow it, head by head.
+
+        None if a layer's values are not such rows, or if anything but its attention reads them: a
+        matrix that mixes the channels of each head could then not be folded into the rows.
+        """
+        labels = self._values[layer]
+        rows = labels[:, 0].flatten()
+        in_order = torch.equal(rows, torch.arange(len(rows)) + rows[0])
+        if not in_order or not torch.equal(labels, labels[:, :1].expand_as(labels)):
+            return None
+        of_all_layers = torch.cat([each[:, 0].flatten() for each in self._values.values()])
+        shared = torch.isin(of_all_layers, rows).sum() != len(rows)
+        if shared or torch.isin(rows, torch.cat(self._used)).any():
+            return None
+        return int(rows[0]) - self._first[module]
+
+    def attended(self, layer: int, rows: Rows, output: torch.Tensor) -> None:
+        """Keep the labels of the values. The output has none."""
+        query, key, value = (self._labels(each)[0] for each in rows)
+        self._used += [query.unique(), key.unique()]
+        self._values[layer] = value
+
+    def projected(self, path: str, call: LinearCall) -> None:
+        """Label the output of a linear module with the module's rows."""
+        self._use([call.states])
+        count = call.output.shape[-1]
+        if path not in self._first:
+            self._first[path] = self._rows + 1
+            self._rows += count
+        first = self._first[path]
+        self._write(call.output, torch.arange(first, first + count))
+
+    def operated(self, operation: Operation) -> None:
+        """Label what an operation outside attention and linear modules returned."""
+        function, args, inputs = operation.function, operation.args, operation.inputs
+        labelled = any(address(tensor) in self._shadows for tensor in inputs)
+        if operation.inside is not None or not labelled:
+            return
+        output = operation.outputs[0]
+        name = function._schema.name.removeprefix("aten::")
+        is_mutable = function._schema.is_mutable
+        is_view = address(output) in set(map(address, inputs)) and not is_mutable
+        if is_view and output.dtype == inputs[0].dtype:
+            return  # it has the labels of its storage
+        by_number = name in ("mul", "div") and not isinstance(args[1], torch.Tensor)
+        if by_number or (name in _COPIES and output.is_floating_point()):
+            self._write(output, self._labels(args[0]))
+        elif name == "copy_":
+            self._write(output, self._labels(args[1]))
+        elif name in _MOVES:
+            self._write(output, function(*tree_map(self._labels_of, args)))
+        else:
+            self._use(inputs)
+
+    def _labels_of(self, leaf: Any) -> Any:
+        return self._labels(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _labels(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The labels of a tensor's elements, in its shape; 0 for an element without a label."""
+        shadow = self._shadows.get(address(tensor))
+        if shadow is None:
+            return torch.zeros((), dtype=torch.long).expand(tensor.shape)
+        return shadow.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _use(self, tensors: list[torch.Tensor]) -> None:
+        self._used += [self._labels(tensor).unique() for tensor in tensors]
+
+    def _write(self, tensor: torch.Tensor, labels: torch.Tensor) -> None:
+        """Label a tensor's elements."""
+        count = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self._shadows.setdefault(address(tensor), torch.zeros(count, dtype=torch.long))
+        self._labels(tensor).copy_(labels.expand(tensor.shape))

@@ -2,7 +2,6 @@
 
 from rotationzoo.recipe.loading import (
     PRESETS,
-    equalized,
     from_dict,
     load,
     override,
@@ -18,7 +17,6 @@ __all__ = [
     "Data",
     "Recipe",
     "digest",
-    "equalized",
     "from_dict",
     "load",
     "name_of",

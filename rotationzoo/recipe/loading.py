@@ -92,13 +92,6 @@ def override(recipe: Recipe, **data: Any) -> Recipe:
         raise UsageError(str(error), error.hint) from error
 
 
-def equalized(recipe: Recipe) -> Recipe:
-    """The recipe with equalizers, under a name that says so."""
-    if recipe.equalize:
-        return recipe
-    return recipe.model_copy(update={"equalize": True, "name": f"{recipe.name}-equalized"})
-
-
 def with_feedback(recipe: Recipe, feedback: bool) -> Recipe:
     """The recipe with error feedback or without it, under a name that says so."""
     if recipe.feedback == feedback:

@@ -150,9 +150,6 @@ class Recipe(Section):
     center_values: bool = False
     """Subtract each KV head's mean value, too. The reader adds it back to the output, times the
     attention that the tokens received."""
-    equalize: bool = False
-    """Scale keys, and transform values, by closed forms of the statistics before they are rotated,
-    so that no channel towers. The scales can be folded into the weights of the model."""
     feedback: bool = False
     """Also store how errors of keys and of values count, so that a writer of the cache can choose
     the codes of a row together, each making up for the errors of others. Readers and formats stay
@@ -208,7 +205,7 @@ class Recipe(Section):
     @property
     def needs_statistics(self) -> bool:
         """False for data-free recipes, which read no text and run no model."""
-        return self.has_eigenbasis or bool(self.centered) or self.equalize or self.feedback
+        return self.has_eigenbasis or bool(self.centered) or self.feedback
 
     @property
     def centered(self) -> tuple[str, ...]:

@@ -230,8 +230,6 @@ def _limits_section(manifest: Manifest, recipe: Recipe) -> str:
     else:
         points += _measured_points(manifest.metrics.evaluation, manifest.rotations_sha256)
     points.append(_kernel_point(manifest))
-    if recipe.equalize:
-        points.append("Engines need the folded copy of the model: see above.")
     lines = "\n".join(f"* {point}" for point in points)
     return f"## Limits\n\n{lines}\n"
 

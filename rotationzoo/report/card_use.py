@@ -6,7 +6,7 @@ from rotationzoo.artifact.manifest import Manifest
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.recipe import Recipe
-from rotationzoo.report.commands import export_commands, name_in_commands
+from rotationzoo.report.commands import name_in_commands
 from rotationzoo.report.tables import Table
 from rotationzoo.rotations import SIDES
 from rotationzoo.simulation.layout import CacheLayout
@@ -20,10 +20,10 @@ def matrices_section(manifest: Manifest, recipe: Recipe, cached: Geometry) -> st
     `cached`: the layers that have a cache.
     """
     each = "one rotation per KV head" if recipe.pooling == "head" else "one rotation per layer"
-    query, stored_key, stored_value, output = _formulas(recipe)
+    stored_key, stored_value, output = _formulas(recipe)
     clips = manifest.clip_ratios
     notes = "".join(f"* Note: {note}\n" for note in manifest.notes)
-    name, exports = name_in_commands(manifest.model), "\n    ".join(export_commands(manifest))
+    name = name_in_commands(manifest.model)
     return f"""## What this is
 
 * Orthogonal matrices for keys and values: {each}, in {counted(len(cached), "layer")}
@@ -32,17 +32,18 @@ def matrices_section(manifest: Manifest, recipe: Recipe, cached: Geometry) -> st
 first {recipe.sink} and the last {recipe.recent} tokens exact, {_groups(recipe)}
 * Largest `|R R^T - I|`: {manifest.metrics.orthogonality_error:.1e}
 {notes}
-Row vectors, after RoPE: `{query}`, `{stored_key}`, `{stored_value}`, and the attention \
+Row vectors, after RoPE: `q R_K`, `{stored_key}`, `{stored_value}`, and the attention \
 output times `{output}`.
 Scores (but for what a softmax ignores) and outputs are unchanged before quantization. In \
 `rotations.safetensors`,
 `layers.N.key.rotation` and `layers.N.value.rotation` are float32 `[KV heads, D, D]`, \
 with a first dimension of 1 when the
 heads share one; N counts all layers of the model.
-{_equalizer_section(recipe)}{_feedback_section(recipe)}
+{_feedback_section(recipe)}
     rotationzoo verify FOLDER --model {name}   # whole, orthogonal, and of this model
     rotationzoo evaluate {name} FOLDER        # what it costs, on your text
-    {exports}   # or vllm, llama.cpp, mlx, onnx: files, and the command that starts it
+    rotationzoo export FOLDER --to sglang   # or vllm, llama.cpp, mlx: files, and the command that \
+starts it
 
 Without rotationzoo:
 
@@ -65,33 +66,12 @@ def _describe_model(manifest: Manifest) -> str:
     return f"`{model.id}`, revision `{model.revision or 'local folder'}`, {model.architecture}"
 
 
-def _formulas(recipe: Recipe) -> tuple[str, str, str, str]:
-    """Formulas for rotated queries, for stored keys, for stored values, and for the factor of the
-    attention output."""
+def _formulas(recipe: Recipe) -> tuple[str, str, str]:
+    """Formulas for stored keys, for stored values, and for the factor of the attention output."""
     key = "(k - mean)" if recipe.center_keys else "k"
     value = "(v - mean)" if recipe.center_values else "v"
-    query, output = "q R_K", "R_V^T"
-    if recipe.equalize:
-        query, output = "q E_K^-1 R_K", "R_V^T E_V^-1"
-        key, value = f"{key} E_K", f"{value} E_V"
-    if recipe.center_values:
-        output += "` plus `mean"
-    return query, f"{key} R_K", f"{value} R_V", output
-
-
-def _equalizer_section(recipe: Recipe) -> str:
-    """The needs of an equalized artifact, as a paragraph; empty for others."""
-    if not recipe.equalize:
-        return ""
-    return """
-These rotations are equalized: they are for keys that were scaled by `layers.N.key.equalizer` (E_K,
-a factor for each channel: `[KV heads, D]`), and for values that were multiplied by
-`layers.N.value.equalizer` (E_V, `[KV heads, D, D]`). The artifact is made for the published
-weights, which know nothing of this. Either the cache applies the equalizers, as `evaluate` and the
-code below do, or `rotationzoo export FOLDER --absorb MODEL` folds them into a copy of the model,
-which computes what the published one does, up to the rounding of its weights, and needs the
-rotations alone. No engine applies equalizers itself, so an export for one asks for that copy.
-"""
+    output = "R_V^T` plus `mean" if recipe.center_values else "R_V^T"
+    return f"{key} R_K", f"{value} R_V", output
 
 
 def _feedback_section(recipe: Recipe) -> str:
@@ -130,7 +110,7 @@ def _rotating_code(recipe: Recipe, layer: int) -> str:
         "",
         'tensors = load_file("rotations.safetensors")',
     ]
-    query, undone, stored = "q", "", {}
+    stored = {}
     for side in SIDES:
         rows = side[0]
         stored[side] = rows
@@ -139,16 +119,8 @@ def _rotating_code(recipe: Recipe, layer: int) -> str:
             mean = tensor_name(layer, side, "mean")
             lines.append(f'{side}_mean = tensors["{mean}"]  # [KV heads, D]')
             stored[side] = f"({rows} - {side}_mean[head])"
-    if recipe.equalize:
-        factors, scales = (tensor_name(layer, side, "equalizer") for side in SIDES)
-        lines.append(f'key_factors = tensors["{factors}"]  # [KV heads, D]')
-        lines.append(f'value_scales = tensors["{scales}"]  # [KV heads, D, D]')
-        query = "(q / key_factors[head])"
-        stored["key"] = f"({stored['key']} * key_factors[head])"
-        stored["value"] += " @ value_scales[head]"
-        undone = " @ value_scales[head].inverse()"
     head = "head" if recipe.pooling == "head" else "0"
-    pairs = ((query, "key"), (stored["key"], "key"), (stored["value"], "value"))
+    pairs = (("q", "key"), (stored["key"], "key"), (stored["value"], "value"))
     rotated = ", ".join(f"{rows} @ {side}[{head}]" for rows, side in pairs)
     mean = " + value_mean[head]" if "value" in recipe.centered else ""
     read = "what reads the keys, and what is stored in 2 bits"
@@ -160,6 +132,6 @@ def _rotating_code(recipe: Recipe, layer: int) -> str:
         "", "",
         "def restore(output, head):",
         '    """The attention output over stored values [T, D], rotated back."""',
-        f"    return output @ value[{head}].mT{undone}{mean}",
+        f"    return output @ value[{head}].mT{mean}",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -9,7 +9,6 @@ from rotationzoo.errors import UsageError
 from rotationzoo.recipe import (
     PRESETS,
     Recipe,
-    equalized,
     override,
     with_feedback,
     with_rope_scaling,
@@ -51,17 +50,6 @@ def model_title(model: Model) -> str:
     return "an unnamed model" if unnamed else model.id
 
 
-def export_commands(manifest: Manifest) -> list[str]:
-    """The commands that export an artifact in `FOLDER` for an engine. No engine applies equalizers,
-    so an artifact with some is for a copy of the model that carries them."""
-    if not Recipe.model_validate(manifest.recipe).equalize:
-        return ["rotationzoo export FOLDER --to sglang"]
-    return [
-        f"rotationzoo export FOLDER --absorb {name_in_commands(manifest.model)} -o FOLDED",
-        "rotationzoo export FOLDER --to sglang --folded FOLDED",
-    ]
-
-
 def _name(model: Model) -> str:
     if model.config_sha256 is None:
         return "MODEL"
@@ -90,7 +78,7 @@ def reproduce_command(manifest: Manifest) -> str | None:
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:
-    # The longest name first: oscar-v1-equalized is the preset oscar-v1 with an option.
+    # The longest name first: oscar-v1-nearest is the preset oscar-v1 with an option.
     for name in sorted(PRESETS, key=len, reverse=True):
         if recipe.name == name or recipe.name.startswith(f"{name}-"):
             words = _preset_words(PRESETS[name], recipe)
@@ -111,9 +99,6 @@ def _preset_words(preset: Recipe, recipe: Recipe) -> list[str] | None:
         made = override(preset, **changes)
     except UsageError:  # settings that only a file can have
         return None
-    if recipe.equalize and not made.equalize:
-        made = equalized(made)
-        words.append("--equalize")
     if recipe.feedback != made.feedback:
         made = with_feedback(made, recipe.feedback)
         words.append("--feedback" if recipe.feedback else "--no-feedback")

@@ -14,7 +14,6 @@ from rotationzoo.report.card import UNRECORDED
 from rotationzoo.report.charts import Bar, draw_bars
 from rotationzoo.report.commands import (
     RECIPE_FILE,
-    export_commands,
     name_in_commands,
     reproduce_command,
 )
@@ -130,7 +129,7 @@ def describe_use(artifact: Artifact) -> Section:
     name, recipe = name_in_commands(artifact.manifest.model), artifact.recipe
     commands = [
         f"rotationzoo verify FOLDER --model {name}",
-        *export_commands(artifact.manifest),
+        "rotationzoo export FOLDER --to sglang",
         f"rotationzoo generate {name} --rotations FOLDER --prompt 'Once upon a time'",
     ]
     clips = artifact.clip_ratios

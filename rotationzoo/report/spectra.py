@@ -48,9 +48,6 @@ class SideSpectrum:
     top_1_share: float | None
     top_8_share: float | None
     orthogonality_error: float
-    equalizer: tuple[float, float] | None = None
-    """The smallest and the largest factor of keys, or singular value of the matrices of values;
-    None without an equalizer."""
     feedback: float | None = None
     """The share of nearest codes' squared errors, in the metric of the factors, that error feedback
     is expected to leave: the mean over heads. None without factors."""
@@ -82,10 +79,10 @@ def summarize(artifact: Artifact) -> list[LayerSpectra]:
 
 
 def _summarize_side(rotation: Rotation) -> SideSpectrum:
-    error, scales = orthogonality_error(rotation.matrix), _equalizer_range(rotation)
+    error = orthogonality_error(rotation.matrix)
     left = None if rotation.feedback is None else remaining_share(rotation.feedback).mean().item()
     if rotation.eigenvalues is None:
-        return SideSpectrum(rotation.dim, None, None, None, error, scales, left)
+        return SideSpectrum(rotation.dim, None, None, None, error, left)
     # Rounding can leave tiny negative eigenvalues.
     shares = rotation.eigenvalues.double().clamp(min=0)
     # The trace is 0 in a layer whose activations are all 0. The clamp avoids dividing by it.
@@ -97,18 +94,8 @@ def _summarize_side(rotation: Rotation) -> SideSpectrum:
         top_1_share=strongest(shares, 1).mean().item(),
         top_8_share=strongest(shares, _TOP).sum(-1).mean().item(),
         orthogonality_error=error,
-        equalizer=scales,
         feedback=left,
     )
-
-
-def _equalizer_range(rotation: Rotation) -> tuple[float, float] | None:
-    scales = rotation.equalizer
-    if scales is None:
-        return None
-    if scales.ndim == 3:
-        scales = torch.linalg.svdvals(scales.double())
-    return scales.min().item(), scales.max().item()
 
 
 # ---- sections

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from rotationzoo.artifact.manifest import ROTATIONS
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import rotations_for
 from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.evaluation.compatibility import check_artifacts, check_rope, other_weights_note
 from rotationzoo.model.geometry import geometry_of
@@ -77,14 +76,10 @@ def open_artifact(given: str | Path) -> Artifact:
 
 def fitting_rotations(artifact: Artifact, model: PreTrainedModel) -> Rotations:
     """An artifact's rotations for what this model's weights compute. Raises `RotationZooError` for
-    another model's artifact, and for weights that carry the equalizer of another one."""
+    another model's artifact."""
     name = model.name_or_path or type(model).__name__
     check_artifacts(name, [artifact], geometry_of(model))
     check_rope(artifact, model.config)
-    folder = Path(name)
-    # Weights into which an equalizer was folded come from a folder of this machine.
-    if folder.is_dir():
-        return rotations_for(artifact, Source(name, folder, None))
     return artifact.rotations
 
 

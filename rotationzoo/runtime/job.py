@@ -11,7 +11,6 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
-    check_weights,
     other_weights_note,
     rope_notes,
     settle_rope_scaling,
@@ -72,7 +71,6 @@ def generate(
         check_artifacts(job.model, artifacts, geometry)
         check_group_size(job.cache.get("group_size"), head_dims(geometry))
     fetch(source, weights=False)
-    check_weights(artifacts, source)
     tokenizer = loading.load_tokenizer(source)
     windows = _windows(job, artifact)
     prompt = _encode(job, tokenizer, windows, position_count(config))

@@ -125,9 +125,9 @@ class Arm:
         """Rows `[B, H, T, D]` of the model as they are quantized: without their mean, and rotated,
         in the rotation's type."""
         mean = self._mean(rows, layer, side)
-        transform = self.rotations[layer][side].transform.to(rows.device)
-        rows = rows.to(transform.dtype)
-        return (rows if mean is None else rows - mean) @ transform
+        matrix = self.rotations[layer][side].matrix.to(rows.device)
+        rows = rows.to(matrix.dtype)
+        return (rows if mean is None else rows - mean) @ matrix
 
     def row_range(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
         """`(max - min) / rms` `[B, H, T]` of rows `[B, H, T, D]` of the model, rotated and not yet
@@ -218,8 +218,8 @@ class Arm:
     def restore(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
         """Rotated rows `[B, H, T, D]` in the model's frame and the rotation's type: keys without
         their mean, values with it."""
-        inverse = self.rotations[layer][side].inverse.to(rows.device)
-        restored = rows.to(inverse.dtype) @ inverse
+        matrix = self.rotations[layer][side].matrix.to(rows.device)
+        restored = rows.to(matrix.dtype) @ matrix.mT
         mean = self._mean(rows, layer, side)
         return restored if mean is None or side == "key" else restored.add_(mean)
 
@@ -228,7 +228,7 @@ class Arm:
         contiguous as a kernel reads them. They are made once."""
         if (layer, side) not in self._inverses:
             rotation = self.rotations[layer][side]
-            inverse = rotation.inverse.expand(len(rotation.clip), -1, -1)
+            inverse = rotation.matrix.mT.expand(len(rotation.clip), -1, -1)
             self._inverses[layer, side] = inverse.contiguous()
         return self._inverses[layer, side]
 
@@ -259,7 +259,7 @@ class Arm:
 def _on(rotation: Rotation, device: torch.device) -> Rotation:
     """A rotation whose matrices are on a device. Clip ratios stay where they are: the codec looks
     up their positions on the CPU."""
-    names = ("matrix", "mean", "equalizer", "feedback")
+    names = ("matrix", "mean", "feedback")
     tensors = [(name, getattr(rotation, name)) for name in names]
     return replace(
         rotation, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None}

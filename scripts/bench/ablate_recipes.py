@@ -37,7 +37,6 @@ import torch
 from cache_readers import Reader, answers_of, exact, losses_of, simulated, through
 
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.fit import METRIC_KINDS, error_metric, fit
 from rotationzoo.codec import cuda
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
@@ -45,7 +44,6 @@ from rotationzoo.linalg import error_feedback
 from rotationzoo.linalg.moments import Statistics
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import Geometry, geometry_on_meta
-from rotationzoo.model.key_scales import with_equalizing
 from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data, Recipe
 from rotationzoo.rotations import Rotation, Rotations
@@ -72,8 +70,6 @@ CLOSED: dict[str, dict[str, Any]] = {
     "oscar centered by layer": {"center_keys": True, "pooling": "layer"},
     "hadamard centered": {"center_keys": True, "composition": "hadamard"},
     "random centered": {"center_keys": True, "composition": "random"},
-    "oscar equalized": {"equalize": True},
-    "oscar centered, equalized": {"center_keys": True, "equalize": True},
     "oscar-v1": {"pooling": "layer", "value_statistic": "key_energy", "exclude_sink": False},
     "identity": {"composition": "identity"},
 }
@@ -110,10 +106,9 @@ class Study:
             data = data.model_copy(update={"tokens": 8192, "length": 1024})
         self.data = data
         self.corpus = read_corpus(data, self.tokenizer)
-        on_meta = loading.on_meta(config, source.name)
-        geometry = geometry_on_meta(on_meta)
+        geometry = geometry_on_meta(loading.on_meta(config, source.name))
         assert geometry is not None
-        self.geometry: Geometry = with_equalizing(on_meta, geometry)
+        self.geometry: Geometry = geometry
 
     @functools.cached_property
     def loaded(self) -> Any:
@@ -130,7 +125,6 @@ class Study:
             if published:
                 recipe = PRESETS["oscar-v1"].model_copy(update={"feedback": True})
             statistics = collect(self.model, self.geometry, self.corpus.batches(8), recipe)
-            add_projections(statistics, self.model, self.geometry)
             statistics = {
                 layer: {kind: moment.to(torch.device("cpu")) for kind, moment in moments.items()}
                 for layer, moments in statistics.items()
@@ -236,12 +230,10 @@ def range_arms(cuts: str, study: Study) -> Iterator[Arm]:
 
 
 def side_arms(study: Study) -> Iterator[Arm]:
-    """Error feedback for one side, and for values in the metric of the output projection."""
+    """Error feedback for one side."""
     rotations = study.rotations(DEFAULT)
     yield Arm(f"{DEFAULT}+keys", without("value", rotations), rounding="feedback")
     yield Arm(f"{DEFAULT}+values", without("key", rotations), rounding="feedback")
-    changed = with_factors(study, rotations, "value", "projection", error_feedback.DAMPING)
-    yield Arm(f"{DEFAULT}+fb, values by projection", changed, rounding="feedback")
     neither = without("key", without("value", rotations))
     yield Arm(f"{DEFAULT}, ranges alone", neither, rounding="feedback")
 

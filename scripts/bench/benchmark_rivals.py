@@ -1,7 +1,7 @@
 """What a user may pick instead of a rotation: answers and losses through the caches of other
 methods and engines, beside artifacts, on the same prompts.
 
-    python scripts/bench/benchmark_rivals.py MODEL [ARTIFACT...] [--folded MODEL] [--arms NAME,NAME]
+    python scripts/bench/benchmark_rivals.py MODEL [ARTIFACT...] [--arms NAME,NAME]
         [--tasks needles,key-value] [--prompts 16] [--length 2048] [--texts 16] [--data FILE]
         [--output FILE]
 
@@ -16,8 +16,7 @@ Arms, all on by default; those whose packages are missing are reported and left 
   leaves the first two and the last two layers of a dense model out of TurboQuant.
 
 The first two kinds keep sink and recent tokens exact, and transformers' caches as many tokens at
-the end. `--folded` names the same model with scales folded into its weights; the arms of other
-engines and of transformers, `identity`, `hadamard`, `random` and `kivi` then run on both.
+the end.
 
 A column tells the bits per element at the length of the prompts with exact tokens counted, so that
 arms can be compared at equal bytes. At D = 64, `--format vllm` takes as many as `kivi-64` and the
@@ -82,28 +81,23 @@ def main() -> int:
     source = options.data or str(HELD_OUT)
     rows = options.texts + 2 * options.prompts
     data = Data(source=source, tokens=rows * options.length, length=options.length)
-    names = {"": options.model} | ({"folded": options.folded} if options.folded else {})
-    models = {suffix: load(name, TYPES[options.dtype], data) for suffix, name in names.items()}
-    questions = ask(models[""], cache, options)
+    loaded = load(options.model, TYPES[options.dtype], data)
+    questions = ask(loaded, cache, options)
     results: dict[str, dict[str, Any]] = {}
-    for suffix, loaded in models.items():
-        # An artifact is made for the plain weights.
-        artifacts = [Artifact.open(folder) for folder in options.artifacts if not suffix]
-        tested = build_arms(artifacts, loaded.geometry, find(names[suffix]))
-        arms = [each.arm for each in tested]
-        for name, create in list_readers(loaded, arms, cache, options.length).items():
-            if options.arms and name != "exact" and name not in options.arms.split(","):
-                continue
-            title = f"{name}, {suffix}" if suffix else name
-            started = time.monotonic()
-            try:
-                results[title] = measure(create(), questions)
-            except Exception as error:  # a library that does not run here must not stop the others
-                print(f"{title} failed: {type(error).__name__}: {error}", file=sys.stderr)
-                continue
-            print(f"{title}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-            if options.output:  # after each arm, because some take minutes
-                options.output.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    artifacts = [Artifact.open(folder) for folder in options.artifacts]
+    arms = [each.arm for each in build_arms(artifacts, loaded.geometry)]
+    for name, create in list_readers(loaded, arms, cache, options.length).items():
+        if options.arms and name != "exact" and name not in options.arms.split(","):
+            continue
+        started = time.monotonic()
+        try:
+            results[name] = measure(create(), questions)
+        except Exception as error:  # a library that does not run here must not stop the others
+            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        if options.output:  # after each arm, because some take minutes
+            options.output.write_text(json.dumps(results) + "\n", encoding="utf-8")
     show(options, questions, results)
     return 0
 
@@ -114,7 +108,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model")
     parser.add_argument("artifacts", type=Path, nargs="*")
-    parser.add_argument("--folded")
     parser.add_argument("--arms", help="only these, by name; exact is always there")
     parser.add_argument("--tasks", default="needles,key-value")
     parser.add_argument("--prompts", type=int, default=16, help="of each task")

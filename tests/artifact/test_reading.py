@@ -96,11 +96,7 @@ def test_names_are_split_as_they_are_put_together(made):
 # These spell names of weights, or of tensors in files of other projects.
 FOREIGN = {
     "engines/weight_edits.py",
-    "engines/formats/onnx.py",
     "engines/formats/gguf_comparison.py",
-    # A prefix on disk is no artifact; its tensors are codes.
-    "cache/prefix.py",
-    "cache/rotated.py",
 }
 
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 from check_statistics import largest_difference
 from support import architectures
-from support.equalizers import traced_geometry
 
 from rotationzoo.calibration.collect import collect
-from rotationzoo.calibration.equalizing import add_projections
 from rotationzoo.calibration.fit import fit, target_moment
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.linalg.compositions import permutation
@@ -167,11 +165,10 @@ def test_key_energy_uses_the_queries_of_all_rows():
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 def test_every_recipe_is_orthogonal(recipe):
     model = architectures.build("qwen3")
-    geometry = traced_geometry(model.config)
+    geometry = geometry_of(model)
     recipe, statistics = recipe.model_copy(update={"sink": 4}), None
     if recipe.needs_statistics:
         statistics = collect(model, geometry, BATCHES, recipe)
-        add_projections(statistics, model, geometry)
     rotations = fit(statistics, recipe, geometry)
     assert len(list(rotations.each())) == 8
     assert rotations.orthogonality_error < 1e-6  # measured 6e-8

@@ -55,13 +55,6 @@ def made(folder, tmp_path_factory) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def equalizing(folder, tmp_path_factory) -> Artifact:
-    """The same with statistics to equalize with."""
-    recipe = RECIPE.model_copy(update={"equalize": True})
-    return calibrate(job(folder, tmp_path_factory.mktemp("equalized"), recipe))
-
-
-@pytest.fixture(scope="module")
 def captured(folder):
     """Layer -> side -> the stored rows `[KV heads, N, D]`, and those in whose second moment their
     errors count: queries or outputs `[query heads, N, D]`."""
@@ -93,17 +86,15 @@ def multiply_back(factor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("equalize", [True, False])
 @pytest.mark.parametrize("pooling", ["head", "layer"])
-def test_a_factor_is_that_of_captured_rows(equalizing, captured, pooling, equalize, side):
-    """The mean square of `e @ inverse @ c^T`, for the unit errors e and the queries or outputs c of
+def test_a_factor_is_that_of_captured_rows(made, captured, pooling, side):
+    """The mean square of `e @ R^T @ c^T`, for the unit errors e and the queries or outputs c of
     each KV head."""
-    changes = {"pooling": pooling, "equalize": equalize}
-    recipe = RECIPE.model_copy(update=changes)
-    rotations = fit(sums(equalizing.statistics), recipe, equalizing.geometry)
+    recipe = RECIPE.model_copy(update={"pooling": pooling})
+    rotations = fit(sums(made.statistics), recipe, made.geometry)
     for layer, sides in rotations.items():
         weighting = captured[layer][side][1].double().unflatten(0, (2, -1)).flatten(1, 2)
-        read = weighting @ sides[side].inverse.double().mT
+        read = weighting @ sides[side].matrix.double()
         metric = read.mT @ read / read.shape[1]
         scaled = metric / metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
         expected = scaled + DAMPING * torch.eye(16)

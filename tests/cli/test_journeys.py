@@ -61,7 +61,7 @@ def test_every_journey_is_a_command_that_its_own_parser_takes(inside):
         ("verify {made}", "verify {made} --model demo"),
         ("verify {made} --model demo", "generate demo --rotations {made}"),
         ("export {made} --to sglang -o out", "evaluate demo {made} --format sglang"),
-        ("export {made} --to onnx -o onnx", "evaluate demo {made}"),
+        ("export {made} --to mlx -o mlx", "evaluate demo {made} --format mlx"),
         ("push {made} me/zoo --dry-run", "push {made} me/zoo"),
         ("plan {tiny} --context 100", "calibrate {tiny}"),
         ("list qwen3-8b --index bundled", "pull Qwen/Qwen3-8B --index bundled"),

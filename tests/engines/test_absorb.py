@@ -350,22 +350,20 @@ def test_the_command_absorbs_and_serves_what_it_wrote(made, inside):
     """The whole journey: the model with the rotation in its weights, then the keys' files for an
     engine that serves it."""
     folder = made.measured.folder
-    result = inside("export", folder, "--absorb-values", made.folder, "-o", "absorbed", "--json")
+    result = inside("export", folder, "--absorb", made.folder, "-o", "absorbed", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {"model": "absorbed"}
-    done = inside("export", folder, "--to", "sglang", "--values-absorbed", "absorbed", "--json")
+    done = inside("export", folder, "--to", "sglang", "--absorbed", "absorbed", "--json")
     assert done.returncode == 0, done.stderr
     served = json.loads(done.stdout)
     assert f"--model-path {inside.folder / 'absorbed'}" in served["command"][0]
     assert "v_rotation_identity.pt" in served["files"]
     assert (
         "of another artifact"
-        in inside(
-            "export", made.artifact.folder, "--to", "mlx", "--values-absorbed", "absorbed"
-        ).stderr
+        in inside("export", made.artifact.folder, "--to", "mlx", "--absorbed", "absorbed").stderr
     )
-    assert inside("export", folder, "--absorb-values", made.folder, "--pooled").returncode == 2
+    assert inside("export", folder, "--absorb", made.folder, "--pooled").returncode == 2
     assert (
         "is there already"
-        in inside("export", folder, "--absorb-values", made.folder, "-o", "absorbed").stderr
+        in inside("export", folder, "--absorb", made.folder, "-o", "absorbed").stderr
     )

@@ -59,21 +59,18 @@ SUPPORTS = {
     "gemma4": {
         "sglang": None,
         "mlx": "whole heads of",
-        "onnx": "the cache of another layer",
         "vllm": "whole heads of",
         "llama.cpp": "32 channels",
     },
     "mimo_v2_flash": {
         "sglang": "head dimension 12",
         "mlx": "head dimension 12",
-        "onnx": "values of dimension 12",
         "vllm": "values of dimension 12",
         "llama.cpp": "values of dimension 12",
     },
     "phi3": {
         "sglang": "head dimension 24",
         "mlx": "head dimension 24",
-        "onnx": None,
         "vllm": None,
         "llama.cpp": "32 channels",
     },
@@ -120,12 +117,12 @@ def test_engines_that_need_no_value_rotation(engine, made, tmp_path):
         if record:
             (model / "rotationzoo.json").write_text(json.dumps(record))
         with pytest.raises(RotationZooError, match=words):
-            exported(engine, artifact, tmp_path, values_absorbed=model)
+            exported(engine, artifact, tmp_path, absorbed=model)
     (model / "rotationzoo.json").write_text(json.dumps({"artifact": artifact.identity}))
-    done = exported(engine, artifact, tmp_path, values_absorbed=model)
+    done = exported(engine, artifact, tmp_path, absorbed=model)
     layer = layers_of(artifact)[1]
     rows = rows_of(layer, "value").numpy()
-    if engine in ("llama.cpp", "onnx"):
+    if engine == "llama.cpp":
         with pytest.raises((KeyError, IndexError)):
             engines.READ[engine](done.path, done.launch.environment, layer.kv_heads)(
                 "value", 1, rows

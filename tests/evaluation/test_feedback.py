@@ -18,7 +18,6 @@ from rotationzoo.evaluation.job import Evaluation, evaluate
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.evaluation.verdict import judge_window
 from rotationzoo.linalg.paired import paired_difference
-from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data
 
 
@@ -82,8 +81,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(mode
 def test_arms_of_artifacts_come_first_and_no_two_have_one_name(model, mine, tmp_path):
     taken = shutil.copytree(mine, tmp_path / "mine+feedback")
     artifacts = [Artifact.open(folder) for folder in (taken, mine, mine)]
-    source = find(str(model))
-    arms = build_arms(artifacts, artifacts[0].geometry, source)
+    arms = build_arms(artifacts, artifacts[0].geometry)
     # The second would give its arm with error feedback the name of the first.
     hashed = f"mine {artifacts[0].identity[:8]}"
     assert [each.arm.name for each in arms[:3]] == ["mine+feedback", hashed, f"{hashed} (3)"]

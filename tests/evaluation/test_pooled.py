@@ -17,7 +17,6 @@ from rotationzoo.calibration.plan import Job
 from rotationzoo.evaluation.arms import BASELINES, build_arms
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.model.source import find
 from rotationzoo.recipe import PRESETS, Data
 
 TEXT = Data(tokens=1024, length=256)
@@ -30,13 +29,12 @@ def mine(made, tmp_path):
     return shutil.copytree(made, tmp_path / "mine")
 
 
-@pytest.mark.parametrize("equalize", [False, True])
-def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path, equalize):
+def test_the_arm_is_that_of_a_recipe_that_pools(tmp_path):
     model = save_tiny(tmp_path / "model", num_key_value_heads=2)
     made = {}
     for pooling in ("head", "layer"):
         changes = {"data": TEXT, "sink": 16, "recent": 64, "pooling": pooling}
-        recipe = PRESETS["oscar"].model_copy(update={**changes, "equalize": equalize})
+        recipe = PRESETS["oscar"].model_copy(update=changes)
         made[pooling] = calibrate(Job(str(model), recipe, tmp_path / pooling, device="cpu"))
     assert made["head"].rotations.per_head
     options = dict(tasks=TaskSettings(()), device="cpu", baselines=(), pooled=True)
@@ -89,5 +87,5 @@ def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, mine):
 def test_names_are_unique_beside_those_of_pooled_arms(mine, tmp_path):
     artifact = Artifact.open(mine)
     taken = Artifact.open(shutil.copytree(mine, tmp_path / "mine+pooled"))
-    arms = build_arms([artifact, taken], artifact.geometry, find("demo"), baselines=(), pooled=True)
+    arms = build_arms([artifact, taken], artifact.geometry, baselines=(), pooled=True)
     assert len({each.arm.name for each in arms}) == len(arms) == 6

@@ -91,7 +91,7 @@ def test_a_simulation_computes_the_same_with_masks_in_blocks(name, short, monkey
 def test_statistics_are_the_same_with_masks_in_blocks(short):
     model = architectures.build("gemma2")
     geometry = geometry_of(model, IDS[:1])
-    recipe = PRESETS["oscar"].model_copy(update={"sink": 2, "recent": 4, "equalize": False})
+    recipe = PRESETS["oscar"].model_copy(update={"sink": 2, "recent": 4})
     whole = collect(model, geometry, [IDS], recipe)
     assert not whole[0]["key"].second_moment.isnan().any()
     short()

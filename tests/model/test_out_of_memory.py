@@ -20,7 +20,6 @@ from rotationzoo.linalg.moments import to_raw
 from rotationzoo.model.geometry import geometry_of
 from rotationzoo.model.loading import forward_errors
 from rotationzoo.model.out_of_memory import RowLimit, is_out_of_memory
-from rotationzoo.model.source import find
 from rotationzoo.progress import silent
 from rotationzoo.recipe import PRESETS, Recipe
 from rotationzoo.simulation.layout import CacheLayout
@@ -138,7 +137,7 @@ def test_a_full_main_memory_is_recognised():
 
 def test_an_evaluation_measures_each_text_once(model):
     geometry = geometry_of(model)
-    arms = [each.arm for each in build_arms([], geometry, find("demo"))]
+    arms = [each.arm for each in build_arms([], geometry)]
     caches = [CacheLayout(int2.SIMULATED["sglang"], 4, 8)]
     trial = Trial(geometry, arms, caches, [0, 1, 2], ("key", "value"), 4, 12)
     expected = run_models(model, [IDS[:2], IDS[2:4]], trial, silent)

@@ -21,7 +21,7 @@ def test_defaults_are_the_documented_ones():
     assert (oscar.pooling, oscar.composition) == ("head", "r_h_pbr")
     assert (oscar.key_statistic, oscar.value_statistic) == ("query", "output")
     assert oscar.group(128) == 128
-    assert (oscar.center_keys, oscar.feedback, oscar.equalize) == (True, True, False)
+    assert (oscar.center_keys, oscar.feedback) == (True, True)
     published = load("oscar-v1")
     assert (published.pooling, published.value_statistic) == ("layer", "key_energy")
     switches = published.exclude_sink, published.center_keys, published.feedback

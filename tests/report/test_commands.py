@@ -8,7 +8,7 @@ from support.stored_figures import Made, make_artifact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.recipe import PRESETS, override
-from rotationzoo.report.commands import export_commands, name_in_commands, reproduce_command
+from rotationzoo.report.commands import name_in_commands, reproduce_command
 
 
 @pytest.fixture
@@ -52,16 +52,6 @@ def test_a_revision_is_named_and_imported_files_have_no_command(manifest):
     named = reproduce_command(manifest.model_copy(update={"model": model}))
     assert named == "rotationzoo calibrate some/model --revision abc --recipe oscar"
     assert reproduce_command(manifest.model_copy(update={"imported": object()})) is None
-
-
-def test_an_equalized_artifact_is_exported_for_a_folded_model(manifest):
-    assert export_commands(manifest) == ["rotationzoo export FOLDER --to sglang"]
-    recipe = PRESETS["oscar"].model_copy(update={"equalize": True})
-    equalized = manifest.model_copy(update={"recipe": recipe.published()})
-    assert export_commands(equalized) == [
-        "rotationzoo export FOLDER --absorb demo -o FOLDED",
-        "rotationzoo export FOLDER --to sglang --folded FOLDED",
-    ]
 
 
 @pytest.mark.hostile("markup")

@@ -117,26 +117,22 @@ def test_every_codec_is_read_as_the_simulation_says(name, step, codec):
     assert distance(simulated, exact) > 0.01
 
 
-def centered(rotations, equalized):
-    """Rotations with means, and with factors of key channels."""
+def centered(rotations):
+    """Rotations with means."""
     generator = torch.Generator().manual_seed(3)
 
     def change(_, side, rotation):
         mean = torch.randn(len(rotation.clip), rotation.dim, generator=generator)
-        factors = 2.0 ** torch.randint(-2, 3, mean.shape, generator=generator)
-        if side == "key" and equalized:
-            return replace(rotation, mean=mean, equalizer=factors)
         return replace(rotation, mean=mean)
 
     return rotations.replace(change)
 
 
-@pytest.mark.parametrize("equalized", [False, True], ids=["means", "equalizers"])
 @pytest.mark.parametrize("name", ["llama", "gemma4"])
-def test_means_and_equalizers_are_honoured(name, equalized):
+def test_means_are_honored(name):
     model, (step, windows) = architectures.build(name, torch.float64), LAYOUTS["token by token"]
     plain = random_rotations(model)
-    arm = Arm("centered", centered(plain, equalized))
+    arm = Arm("centered", centered(plain))
     simulated = simulate(model, arm, windows)
     read = read_in_calls(model, cache_for(model, arm, windows), step)
     assert distance(read, simulated) <= CLOSE
@@ -146,7 +142,7 @@ def test_means_and_equalizers_are_honoured(name, equalized):
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_keys_keep_their_mean_where_attention_depends_on_it(name):
     model = architectures.build(name, torch.float64)
-    arm = Arm("centered", centered(random_rotations(model), equalized=False))
+    arm = Arm("centered", centered(random_rotations(model)))
     with pytest.raises(RotationZooError, match="cannot be centered: attention depends on"):
         cache_for(model, arm, CacheLayout())
 

@@ -37,8 +37,7 @@ def random_rotations(centered=True):
 
     def center(_, side, rotation):
         mean = torch.randn(HEADS, rotation.dim, generator=generator)
-        equalizer = torch.ones(HEADS, rotation.dim).index_fill_(1, torch.arange(0, 8), 4.0)
-        return replace(rotation, mean=mean, equalizer=equalizer if side == "key" else None)
+        return replace(rotation, mean=mean)
 
     return rotations.replace(center)
 

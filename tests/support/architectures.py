@@ -128,7 +128,6 @@ EXPECTED |= {"deepseek_v4": _LATENT_CACHE, "falcon": _OWN_CODE, "gptj": _OWN_COD
 # windows, with sinks and experts, with linear attention between, and refused.
 REPRESENTATIVE = {"llama", "qwen3", "gemma2", "gpt_oss", "qwen3_5", "deepseek_v3"}
 CALIBRATED = [name for name in NAMES if not EXPECTED[name].refusal]
-EQUALIZED = [name for name in CALIBRATED if name != "llama4"]  # no weights can scale its keys
 
 
 def config(name: str, **changes: Any) -> transformers.PretrainedConfig:

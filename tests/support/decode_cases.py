@@ -163,12 +163,12 @@ class Drawing:
         return key, value
 
     def side(self, layout: PageLayout, rows: torch.Tensor, mean: torch.Tensor | None) -> PackedSide:
-        """Rows in pages. They are stored in a frame of their own, rotated and equalized."""
+        """Rows in pages, stored in a frame of their own by a matrix that is not orthogonal."""
         dim, heads = layout.dim, layout.heads
         rotation = torch.linalg.qr(self.normal(heads, dim, dim)).Q
-        equalizer = (0.3 * self.normal(heads, dim, 1)).exp()
+        scales = (0.3 * self.normal(heads, dim, 1)).exp()
         centered = rows if mean is None else rows - mean[:, None]
-        stored = quantize(layout, centered @ (rotation / equalizer.mT))
+        stored = quantize(layout, centered @ (rotation / scales.mT))
         if self.case.equal_rows:
             stored.scale.fill_(1.4142)
             stored.offset.fill_(1.5)
@@ -182,7 +182,7 @@ class Drawing:
             sections.offset[:] = stored.offset[:, :, part]
             self.spoil(layout, sections, page * layout.tokens)
             blocks.append(block)
-        packed = PackedSide(blocks, layout, (equalizer * rotation.mT).contiguous(), mean)
+        packed = PackedSide(blocks, layout, (scales * rotation.mT).contiguous(), mean)
         if self.case.replayed:  # a table on the device, with columns to spare
             packed = replace(packed, table=pad(packed.addresses(), (0, 3)))
         return packed

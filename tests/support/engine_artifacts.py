@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.artifact.weights import folded_rotations
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.engines.base import Options
@@ -34,7 +33,6 @@ CENTERED = OSCAR.model_copy(update={"center_keys": True})
 # What an engine does not take, agreed to.
 AGREED = {
     "sglang": {},
-    "onnx": {},
     "mlx": {},
     "vllm": {"pooled": True, "windows": (0, 0)},
     "llama.cpp": {"pooled": True, "clip": (0.96, 0.96)},
@@ -108,7 +106,7 @@ def matrices(artifact: Artifact, layer, side: str, pooled: bool) -> torch.Tensor
     """What the engine should multiply by, `[H, D, D]`."""
     rotations = artifact.rotations
     if pooled:
-        rotations = pooled_rotations(artifact, folded_rotations(artifact))
+        rotations = pooled_rotations(artifact)
     return rotations[layer.index][side].matrix.expand(layer.kv_heads, -1, -1)
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import onnx
 import torch
-from onnx import numpy_helper
 from safetensors.numpy import load_file
 
 
@@ -86,31 +84,11 @@ def read_mlx(folder: Path, environment: dict, heads: int):
     return rotate
 
 
-def read_onnx(folder: Path, environment: dict, heads: int):
-    """Constant initializers wired to inputs 18 and 19 of each attention node."""
-    model = onnx.load(folder / "rotations.onnx")
-    onnx.checker.check_model(model)
-    initializers = {
-        tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer
-    }
-    nodes = {int(re.search(r"layers\.(\d+)\.", node.name)[1]): node for node in model.graph.node}
-
-    def rotate(side, layer, rows):
-        node = nodes[layer]
-        assert (node.op_type, node.domain) == ("MixedPrecisionGroupQueryAttention", "com.microsoft")
-        matrix = initializers[node.input[18 if side == "key" else 19]]
-        assert matrix.shape == (heads, rows.shape[-1], rows.shape[-1])
-        return rows @ matrix
-
-    return rotate
-
-
 READ = {
     "sglang": read_sglang,
     "vllm": read_vllm,
     "llama.cpp": read_llama,
     "mlx": read_mlx,
-    "onnx": read_onnx,
 }
 
 
@@ -189,7 +167,6 @@ STORE = {
     "vllm": store_vllm,
     "llama.cpp": store_q2_0,
     "mlx": store_mlx,
-    "onnx": store_sglang,
 }
 
 
