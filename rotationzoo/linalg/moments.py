@@ -10,10 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 
 Statistics = dict[int, dict[str, "Moment"]]
-"""Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`; for two-pass
-recipes, `key_energy`, whose weight is no row count and differs from head to head; and for recipes
-that equalize, `projection`: the columns of the output projection's weight, once for each query
-head."""
+"""Layer index -> kind -> moment. The kinds are `query`, `output`, `key`, `value`, and for
+two-pass recipes `key_energy`, whose weight is no row count and differs from head to head."""
 
 
 @dataclass

@@ -27,13 +27,8 @@ STEPS = {
     "error feedback for both sides": ("oscar centered+fb", "oscar centered"),
     "error feedback for keys": ("oscar centered+fb", "oscar centered+values"),
     "error feedback for values": ("oscar centered+fb", "oscar centered+keys"),
-    "values by the output projection": (
-        "oscar centered+fb, values by projection", "oscar centered+fb",
-    ),
     "centered keys, nearest": ("oscar centered", "oscar"),
     "centered keys": ("oscar centered+fb", "oscar+fb"),
-    "equalizers after centering, nearest": ("oscar centered, equalized", "oscar centered"),
-    "equalizers after centering": ("oscar centered, equalized+fb", "oscar centered+fb"),
     "eigenbasis beside Hadamard, nearest": ("oscar centered", "hadamard centered"),
     "eigenbasis beside Hadamard": ("oscar centered+fb", "hadamard centered+fb"),
     "eigenbasis beside random, nearest": ("oscar centered", "random centered"),

@@ -180,10 +180,8 @@ def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, b
 
 
 @on_gpu
-def test_validation_of_an_artifact(device, tmp_path):
-    from check_int2 import synthetic
-
-    artifact = synthetic(tmp_path / "artifact", 64, 64)
+def test_validation_of_an_artifact(device, made, tmp_path):
+    artifact = Artifact.open(shutil.copytree(made, tmp_path / "artifact"))
     report = validate_kernel(artifact, Validation(rows=64, speed=False))
     assert report["on_gpu"]
     assert report["codes_equal"]
@@ -193,9 +191,7 @@ def test_validation_of_an_artifact(device, tmp_path):
 
 
 @on_gpu
-def test_a_kernel_that_differs_is_found(device, tmp_path, monkeypatch):
-    from check_int2 import synthetic
-
+def test_a_kernel_that_differs_is_found(device, made, tmp_path, monkeypatch):
     wrong = tmp_path / "wrong.cu"
     wrong.write_text(
         cuda.SOURCE.read_text().replace(
@@ -204,7 +200,7 @@ def test_a_kernel_that_differs_is_found(device, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(cuda, "SOURCE", wrong)
     cuda.compiled.cache_clear()
-    artifact = synthetic(tmp_path / "artifact", 64, 64)
+    artifact = Artifact.open(shutil.copytree(made, tmp_path / "artifact"))
     try:
         with pytest.raises(
             RotationZooError,
