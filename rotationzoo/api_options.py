@@ -12,8 +12,7 @@ class Text(TypedDict, total=False):
     """The text that a model reads. Keys left out take the recipe's values."""
 
     data: str
-    """A data set id, a `.jsonl`, `.txt` or `.parquet` file, `bundled`, or `self` for text that the
-    model writes itself."""
+    """A data set id, a `.jsonl`, `.txt` or `.parquet` file, or `bundled`."""
     tokens: int
     """Tokens in total."""
     length: int
@@ -24,7 +23,6 @@ class Text(TypedDict, total=False):
     split: str
     column: str
     packing: str
-    prompts: str
 
 
 class Rows(RunOptions, total=False):

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 
 from rotationzoo.artifact.measured import Summary
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import Recipe
 from rotationzoo.rotations import SIDES
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import plain
@@ -66,14 +66,6 @@ class Calibration(Strict):
     rows: Count
     fingerprint: Sha256
     note: str | None = None
-    prompts: str | None = None
-    sampling: str | None = None
-
-    @model_validator(mode="after")
-    def _of_the_models_own(self) -> "Calibration":
-        if self.source == SELF and (self.prompts is None or self.sampling is None):
-            raise ValueError("text that a model wrote itself needs prompts and sampling")
-        return self
 
 
 class ForeignFile(Strict):
@@ -107,9 +99,6 @@ class Run(Strict):
     peak_memory_bytes: Count | None
     device: str | None = None
     dtype: str | None = None
-    passes: dict[str, Count] = Field(default_factory=dict)
-    """Purpose -> the tokens that passed through the model for it, such as `statistics`,
-    also in earlier runs that were stopped. Empty without a model."""
 
 
 class Versions(Strict):

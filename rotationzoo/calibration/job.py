@@ -22,11 +22,9 @@ from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
 from rotationzoo.model.source import fetch, fetch_weights
 from rotationzoo.progress import Progress, silent
-from rotationzoo.recipe import SELF
 from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
-from rotationzoo.text.prompts import read_prompts
 from rotationzoo.text.rows import Corpus, read_corpus
 from rotationzoo.words import differing
 from rotationzoo.writer import check_replaceable, library_versions
@@ -153,12 +151,12 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
-    source_text = read_source_text(planned)
+    text = read_calibration_text(planned)
     check_room(planned)
     if planned.needs_weights:
         fetch_weights(source, progress)
 
-    identity = identify_job(job, source, source_text)
+    identity = identify_job(job, source, text)
     checkpoint = Checkpoint(job.checkpoint, identity)
     # `--restart` deletes an earlier run only under the lock and once the weights are there, so a
     # failed download loses nothing.
@@ -171,7 +169,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     if finished is not None:
         return finished
 
-    result = _run(planned, source_text, checkpoint, progress)
+    result = _run(planned, text, checkpoint, progress)
     seconds = time.monotonic() - started
     content = manifest_content(planned, result, identity, versions, seconds)
     averages = None if result.statistics is None else average(result.statistics)
@@ -182,26 +180,20 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     return artifact
 
 
-def read_source_text(planned: Plan) -> Corpus | None:
-    """Read the calibration text, or the prompts if the model writes the text itself.
-
-    None if the recipe needs no statistics.
-    """
-    recipe, data = planned.job.recipe, planned.job.recipe.data
+def read_calibration_text(planned: Plan) -> Corpus | None:
+    """The calibration text; None if the recipe needs no statistics."""
+    recipe = planned.job.recipe
     if recipe.needs_statistics:
         fetch(planned.source, weights=False)
     # Other processes find config and tokenizer here, and read the text at the same time.
     ranks.tell("begin")
     if not recipe.needs_statistics:
         return None
-    tokenizer = loading.load_tokenizer(planned.source)
-    if data.source == SELF:
-        return read_prompts(data, tokenizer)
-    return read_corpus(data, tokenizer)
+    return read_corpus(recipe.data, loading.load_tokenizer(planned.source))
 
 
 def _run(
-    planned: Plan, source_text: Corpus | None, checkpoint: Checkpoint, progress: Progress
+    planned: Plan, text: Corpus | None, checkpoint: Checkpoint, progress: Progress
 ) -> CalibrationResult:
     """Run the model, or compose the rotations without it if its shapes are enough."""
     job = planned.job
@@ -211,7 +203,7 @@ def _run(
             job.recipe, planned.geometry, fit(None, job.recipe, planned.geometry)
         )
     with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
-        return run_model(planned, source_text, checkpoint, progress)
+        return run_model(planned, text, checkpoint, progress)
 
 
 # What must agree between processes. Their GPUs may differ.
@@ -228,7 +220,7 @@ def contribute(job: Job) -> None:
     planned = plan(job)
     if planned.refusal is not None:
         raise planned.refusal
-    text = read_source_text(planned)
+    text = read_calibration_text(planned)
     first = ranks.listen("job")  # the weights are there, and no older checkpoint is
     if first is None or text is None:
         return
@@ -246,13 +238,8 @@ def contribute(job: Job) -> None:
 
 def check_shareable(job: Job) -> None:
     """Raise `UsageError` for a job that one process has to do alone."""
-    alone = None
-    if job.recipe.data.source == SELF:
-        alone = "the model writes its own text with --data self, which"
-    elif job.device_map is not None:
-        alone = "--device-map spreads one model over all devices, which"
-    if alone is not None:
+    if job.device_map is not None:
         raise UsageError(
-            f"{alone} processes cannot share yet",
+            "--device-map spreads one model over all devices, which processes cannot share yet",
             hint="start it without torchrun or accelerate launch",
         )

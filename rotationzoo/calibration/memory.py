@@ -23,13 +23,12 @@ from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from rotationzoo.artifact.store import MANIFEST
-from rotationzoo.calibration.checkpoint import checkpoint_files
 from rotationzoo.linalg.run_sums import run_bytes
 from rotationzoo.model.files import read_json
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.model.long_masks import BLOCK_QUERIES, LARGEST_MASK
 from rotationzoo.model.placement import USABLE, Limits, devices_of, free_memory
-from rotationzoo.recipe import SELF, Data, Recipe
+from rotationzoo.recipe import Data, Recipe
 from rotationzoo.storage import strict_json
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -130,8 +129,7 @@ class Footprint:
     def pass_bytes(self, batch: int) -> int:
         """Bytes that a pass over `batch` rows takes on top of the weights, with the sums: of whole
         batches, of the batch under way, and of this batch before its last rows."""
-        working = max(self.activations(batch), self.generation_cache(batch))
-        return working + 3 * self.statistics
+        return self.activations(batch) + 3 * self.statistics
 
     def activations(self, batch: int) -> int:
         """Peak memory of the decoder for one batch.
@@ -180,16 +178,6 @@ class Footprint:
         widths = (layer.query_heads * (layer.key_dim + layer.value_dim) for layer in self.geometry)
         return max(widths, default=0)
 
-    def generation_cache(self, batch: int) -> int:
-        """The KV cache of one batch of text that the model writes."""
-        if self.recipe.data.source != SELF:
-            return 0
-        width = sum(
-            layer.kv_heads * (layer.key_dim + layer.value_dim)
-            for layer in cached_layers(self.geometry)
-        )
-        return batch * self.recipe.data.length * width * self.item
-
     @property
     def _text(self) -> PretrainedConfig:
         return self.config.get_text_config(decoder=True)
@@ -226,10 +214,9 @@ def earlier_batch(checkpoint: Path, output: Path) -> int | None:
     run. Whether the run was of the same job is checked elsewhere.
     """
     identities: list[Any] = [read_json(output / MANIFEST).get("identity")]
-    for path in checkpoint_files(checkpoint):
-        # No checkpoint, or a damaged one, which is refused when it is read.
-        with suppress(Exception), safe_open(path, "pt") as file:
-            identities.insert(0, strict_json.parse(file.metadata()["identity"], str(path)))
+    # No checkpoint, or a damaged one, which is refused when it is read.
+    with suppress(Exception), safe_open(checkpoint, "pt") as file:
+        identities.insert(0, strict_json.parse(file.metadata()["identity"], str(checkpoint)))
     for identity in identities:
         batch = identity.get("batch") if isinstance(identity, dict) else None
         if isinstance(batch, str) and batch.isdecimal() and int(batch) > 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.calibration.checkpoint import checkpoint_files, rank_files
+from rotationzoo.calibration.checkpoint import rank_files
 from rotationzoo.calibration.memory import (
     SIZED,
     Footprint,
@@ -69,7 +69,7 @@ class Job(RunSettings):
     @property
     def unfinished(self) -> bool:
         """Whether an earlier run for this output was stopped and can be resumed."""
-        saved = (*checkpoint_files(self.checkpoint), *rank_files(self.checkpoint))
+        saved = (self.checkpoint, *rank_files(self.checkpoint))
         return any(files.size_of(path) is not None for path in saved)
 
 

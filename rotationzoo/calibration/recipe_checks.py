@@ -11,7 +11,7 @@ from rotationzoo.linalg import compositions
 from rotationzoo.model import centering
 from rotationzoo.model.geometry import Geometry, check_group_size, head_dims
 from rotationzoo.model.rope import longer_rows_hint, position_count
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import Recipe
 from rotationzoo.words import counted
 
 if TYPE_CHECKING:
@@ -70,11 +70,6 @@ def check_length(recipe: Recipe, config: "PretrainedConfig") -> None:
         raise RotationZooError(
             f"rows of {length} tokens are longer than the {positions} positions of the model",
             hint=longer_rows_hint(config, length, f"add: --length {positions}"),
-        )
-    if data.source == SELF and data.prompt_tokens >= length:
-        raise RotationZooError(
-            f"prompts of {data.prompt_tokens} tokens leave nothing to write in rows of {length}",
-            hint="give longer rows with --length",
         )
     if recipe.exclude_sink and length <= recipe.sink:
         raise RotationZooError(

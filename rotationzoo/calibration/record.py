@@ -7,38 +7,30 @@ import transformers
 
 from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Identity
-from rotationzoo.calibration.generate import hash_settings, read_sampling
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.model_run import CalibrationResult
 from rotationzoo.calibration.plan import Job, Plan
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import geometry_json
 from rotationzoo.model.source import Source, config_hash, weights_fingerprint
-from rotationzoo.recipe import SELF, digest
 from rotationzoo.text.rows import Corpus
 
 _DATA_KEYS = ("source", "subset", "split", "column", "packing", "length", "seed")
-_PROMPT_KEYS = ("prompts", "prompt_tokens")
 
 
-def identify_job(job: Job, source: Source, source_text: Corpus | None) -> dict[str, str]:
+def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str]:
     """The job's identity: everything that decides the bytes of the result.
 
-    A checkpoint or a finished artifact belongs to the job only if all of it agrees. `source_text`
-    is the calibration text, or the prompts if the model writes the text itself. It is None if the
-    recipe needs no statistics; then only the recipe and the config matter.
+    A checkpoint or a finished artifact belongs to the job only if all of it agrees. `text` is
+    the calibration text. It is None if the recipe needs no statistics; then only the recipe and the
+    config matter.
     """
     identity = {"recipe": job.recipe.hash, "config": config_hash(source), "weights": "", "text": ""}
-    if source_text is None:
+    if text is None:
         return identity
-    if job.recipe.data.source == SELF:
-        sampling = read_sampling(source).items()
-        identity["sampling"] = ", ".join(f"{name} {value}" for name, value in sampling)
-        identity["generation_config"] = hash_settings(source)
-        identity["data"] = digest(job.recipe.published()["data"])
     identity |= {
         "weights": weights_fingerprint(source),
-        "text": source_text.fingerprint,
+        "text": text.fingerprint,
         "batch": str(job.batch),
         "device": device_name(job.torch_device),
         "dtype": str(job.torch_dtype),
@@ -89,7 +81,6 @@ def manifest_content(
             "batch": job.batch,
             "seconds": round(seconds, 3),
             "peak_memory_bytes": peak_memory(),
-            "passes": dict(result.passes),
         },
         "metrics": {"orthogonality_error": result.rotations.orthogonality_error},
     }
@@ -99,10 +90,6 @@ def _describe_text(job: Job, text: Corpus, identity: Identity) -> dict[str, Any]
     """The source of the calibration text, and the fingerprint that identifies it."""
     data = job.recipe.published()["data"]
     description = {key: data[key] for key in _DATA_KEYS}
-    if job.recipe.data.source == SELF:
-        description |= {key: data[key] for key in _PROMPT_KEYS}
-        description["prompts_fingerprint"] = identity["text"]
-        description["sampling"] = identity["sampling"]
     return description | {
         "tokens": text.tokens,
         "rows": len(text.rows),

@@ -27,7 +27,6 @@ def show_artifact(out: Output, artifact: Artifact, with_time: bool = True) -> No
         "tokens": tokens,
         "seconds": run.seconds,
         "peak_memory_bytes": run.peak_memory_bytes,
-        "passes": run.passes,
         "orthogonality_error": manifest.metrics.orthogonality_error,
     }
     if calibration and calibration.note:

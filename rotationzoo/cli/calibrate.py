@@ -50,13 +50,9 @@ def calibrate_command(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data set id, .jsonl, .txt or .parquet file, bundled, or self: text that the "
-            "model writes.",
+            help="Data set id, .jsonl, .txt or .parquet file, or bundled.",
             autocompletion=complete_data,
         ),
-    ] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="Text that the model continues with --data self (bundled).")
     ] = None,
     feedback: Annotated[
         bool | None,
@@ -125,7 +121,6 @@ def calibrate_command(
     chosen = override(
         load(recipe),
         source=data,
-        prompts=prompts,
         subset=subset,
         split=split,
         column=column,

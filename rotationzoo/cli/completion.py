@@ -59,9 +59,9 @@ def complete_rotations(incomplete: str) -> list[str]:
 
 
 def complete_data(incomplete: str) -> list[str]:
-    """The texts that need no file, and files of text."""
+    """The bundled text, and files of text."""
     texts = _files(incomplete, ".jsonl", ".txt", ".parquet")
-    return _matching(["bundled", "self", *texts], incomplete)
+    return _matching(["bundled", *texts], incomplete)
 
 
 def complete_tasks(incomplete: str) -> list[str]:

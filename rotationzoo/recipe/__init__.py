@@ -8,12 +8,11 @@ from rotationzoo.recipe.loading import (
     with_feedback,
     with_rope_scaling,
 )
-from rotationzoo.recipe.schema import FILES, SELF, Data, Recipe, digest, name_of, without_paths
+from rotationzoo.recipe.schema import FILES, Data, Recipe, digest, name_of, without_paths
 
 __all__ = [
     "FILES",
     "PRESETS",
-    "SELF",
     "Data",
     "Recipe",
     "digest",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rotationzoo.linalg.compositions import COMPOSITIONS, GIVEN, needs_statistics
 from rotationzoo.recipe.rope_scaling import RopeScaling
@@ -33,7 +33,6 @@ class Section(BaseModel):
 
 FILES = (".jsonl", ".txt", ".parquet")
 """Suffixes of text files. A `data.source` without one of them is a data set id."""
-_PLACES = ("source", "prompts")  # keys of `Data` that may hold paths
 
 
 def digest(content: dict[str, Any]) -> str:
@@ -43,10 +42,9 @@ def digest(content: dict[str, Any]) -> str:
 
 def without_paths(content: dict[str, Any]) -> dict[str, Any]:
     """A recipe's content in the form of `Recipe.published`."""
-    data = content["data"]
-    names = {key: name_of(place) for key, place in data.items() if key in _PLACES}
-    model = content.get("model")
-    return {**content, "model": model and name_of(model), "data": {**data, **names}}
+    data, model = content["data"], content.get("model")
+    data = {**data, "source": name_of(data["source"])}
+    return {**content, "model": model and name_of(model), "data": data}
 
 
 def name_of(place: str) -> str:
@@ -57,23 +55,11 @@ def name_of(place: str) -> str:
     return Path(place).name if is_path and "://" not in place else place
 
 
-SELF = "self"
-"""The `Data.source` that stands for text which the model writes itself."""
-
-
 class Data(Section):
     """The calibration text and how it becomes token rows."""
 
     source: str = "bundled"
-    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, a data set id on the hub, or `self` for
-    text that the model writes itself, continuing `prompts`."""
-    prompts: str = "bundled"
-    """With `self`: the source of the prompts, given like `source`. A chat is cut where the model's
-    last turn begins."""
-    prompt_tokens: Tokens = 256
-    """With `self`: tokens per prompt. Each stretch of `length` tokens of a text gives one prompt:
-    its first tokens. A chat is one whole prompt; it is left out if it is longer than this and also
-    longer than half a row."""
+    """`bundled`, a `.jsonl`, `.txt` or `.parquet` file, or a data set id on the hub."""
     subset: str | None = None
     """The data set's configuration."""
     split: str = "train"
@@ -89,7 +75,7 @@ class Data(Section):
     length: Annotated[Tokens, Field(gt=1)] = 2048
     """Tokens per row."""
     seed: Seed = 0
-    """Sets the order of the documents and, with `self`, the tokens that the model samples."""
+    """Sets the order of the documents."""
 
     @property
     def row_lengths(self) -> list[int]:
@@ -108,18 +94,6 @@ class Data(Section):
     def label(self) -> str:
         """The publishable name of the source."""
         return name_of(self.source)
-
-    @field_validator("prompts")
-    @classmethod
-    def _prompts_of_self(cls, value: str, others: ValidationInfo) -> str:
-        if value == SELF:
-            raise ValueError("a model needs something to go on from")
-        # Fields are validated in order, so `source` is known by now.
-        if value != "bundled" and others.data.get("source") != SELF:
-            raise ValueError(
-                "is for text that the model writes itself: --data self, or data.source = self"
-            )
-        return value
 
 
 class Recipe(Section):

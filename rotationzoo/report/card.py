@@ -11,7 +11,7 @@ from rotationzoo.artifact.manifest import Calibration, File, Imported, Manifest
 from rotationzoo.artifact.measured import ArmSummary, Summary, arms_of, plain_arm
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import cached_layers, geometry_from_json
-from rotationzoo.recipe import SELF, Recipe
+from rotationzoo.recipe import Recipe
 from rotationzoo.report.card_use import matrices_section
 from rotationzoo.report.commands import (
     RECIPE_FILE,
@@ -121,8 +121,7 @@ def _data_sets(text: Calibration | None) -> list[str]:
     """The data sets of a hub that calibration read: names such as `owner/name`, and no files."""
     if text is None:
         return []
-    place = text.prompts if text.source == SELF else text.source
-    return [place] if place and _DATA_SET.fullmatch(place) else []
+    return [text.source] if _DATA_SET.fullmatch(text.source) else []
 
 
 def _results(evaluation: Summary, arms: list[ArmSummary]) -> list[dict[str, Any]]:
@@ -340,16 +339,10 @@ def _describe_text(manifest: Manifest) -> str:
     text = manifest.calibration
     if text is None:
         return "none: the rotation does not depend on data"
-    source, ids = _source(text), f"(sha256 of the ids `{text.fingerprint}`)"
-    return f"{counted(text.tokens, 'token')} of {source} in {counted(text.rows, 'row')} {ids}"
+    amount = f"{counted(text.tokens, 'token')} of `{text.source}` in {counted(text.rows, 'row')}"
+    return f"{amount} (sha256 of the ids `{text.fingerprint}`)"
 
 
 def _said_by_files(imported: Imported) -> str:
     said = ", ".join(f"{name} {value}" for name, value in imported.calibration.items())
     return said or "nothing"
-
-
-def _source(text: Calibration) -> str:
-    if text.source != SELF:
-        return f"`{text.source}`"
-    return f"prompts of `{text.prompts}` and of what the model made of them ({text.sampling}),"

@@ -17,7 +17,6 @@ from rotationzoo.recipe import (
 RECIPE_FILE = "recipe.yaml"
 _FLAGS = {
     "source": "--data",
-    "prompts": "--prompts",
     "subset": "--subset",
     "split": "--split",
     "column": "--column",

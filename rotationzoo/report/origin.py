@@ -9,7 +9,6 @@ from rotationzoo.artifact.manifest import ValidationSummary
 from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry, cached_layers
-from rotationzoo.recipe import SELF
 from rotationzoo.report.card import UNRECORDED
 from rotationzoo.report.charts import Bar, draw_bars
 from rotationzoo.report.commands import (
@@ -182,8 +181,7 @@ def _describe_text(artifact: Artifact) -> str:
     text = manifest.calibration
     if text is None:
         return "none: the rotation does not depend on data"
-    source = "what the model wrote itself" if text.source == SELF else text.source
-    return f"{counted(text.tokens, 'token')} of {source} in {counted(text.rows, 'row')}"
+    return f"{counted(text.tokens, 'token')} of {text.source} in {counted(text.rows, 'row')}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from rotationzoo.calibration.generate import PLAIN, find_end_tokens
 from rotationzoo.errors import ModelUnavailable, RotationZooError, as_unavailable
 from rotationzoo.model.loading import input_device
 from rotationzoo.model.out_of_memory import is_out_of_memory
@@ -35,6 +34,29 @@ class Continuation:
     """Seconds until the first token; None where none was written."""
     tokens_per_second: float | None
     """Speed after the first token; None where there is no other."""
+
+
+# Generation settings that a model's makers cannot override: exactly one text per prompt, token by
+# token to its end.
+_PLAIN: dict[str, Any] = {
+    "num_beams": 1,
+    "use_cache": True,
+    "return_dict_in_generate": False,
+    "max_time": None,
+    "stop_strings": None,
+    "prompt_lookup_num_tokens": None,
+    "cache_implementation": None,
+}
+
+
+def find_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a text. Makers name them in one of three places."""
+    text_config = model.config.get_text_config(decoder=True)
+    for settings in (model.generation_config, text_config, tokenizer):
+        ids: int | list[int] | None = getattr(settings, "eos_token_id", None)
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
+    return []
 
 
 def continue_prompt(
@@ -87,7 +109,7 @@ def _options(
     """The options of `generate` that depend on the settings, for a prompt of `length` tokens. What
     these leave open, such as a repetition penalty, is as the model's makers recommend."""
     sampling = job.sampling
-    options: dict[str, Any] = {**PLAIN, "cache_implementation": None, "do_sample": sampling.samples}
+    options: dict[str, Any] = {**_PLAIN, "do_sample": sampling.samples}
     if sampling.samples:
         # The library's own default would leave out all but 50 tokens.
         options |= {"temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p or 1.0}

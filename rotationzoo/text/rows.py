@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import SELF, Data
+from rotationzoo.recipe import Data
 from rotationzoo.text.chats import ChatTemplate
 from rotationzoo.text.documents import Document, read_documents, reading_errors
 from rotationzoo.words import counted
@@ -97,23 +97,20 @@ class Corpus:
 def read_corpus(data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """The rows that `data` describes. Raises `RotationZooError` for a missing or empty source, a
     wrong column, or too little text for one row."""
-    if data.source == SELF:
-        raise RotationZooError(
-            "a model writes text of its own only where it is calibrated",
-            hint="give a file with --data",
-        )
     template = ChatTemplate(tokenizer)
     documents = (tokenize(document, template, data) for document in read_documents(data))
-    return _cut(documents, data, tokenizer)
-
-
-def pack_texts(
-    texts: Iterable[torch.Tensor], data: Data, tokenizer: PreTrainedTokenizerBase
-) -> Corpus:
-    """Rows made from texts `[T]` that the model wrote, each of which begins with the tokenizer's
-    start tokens. Raises as `read_corpus`."""
-    start = len(start_tokens(tokenizer))
-    return _cut((text[start:].tolist() for text in texts), data, tokenizer)
+    start = start_tokens(tokenizer)
+    not_empty = filter(None, documents)
+    if data.packing == "document":
+        rows = _document_rows(not_empty, data, start)
+    else:
+        rows = _packed_rows(not_empty, data, start)
+    if not rows:
+        raise RotationZooError(
+            f"{data.label} is too short for a row of {data.length} tokens",
+            hint="give more text with --data, or shorter rows with --length",
+        )
+    return Corpus(rows, fingerprint(rows), _shortfall(rows, data))
 
 
 def fingerprint(rows: list[torch.Tensor]) -> str:
@@ -124,34 +121,14 @@ def fingerprint(rows: list[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _cut(documents: Iterable[list[int]], data: Data, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """Cut the ids of documents into rows, as `data.packing` says."""
-    start = start_tokens(tokenizer)
-    not_empty = filter(None, documents)
-    if data.packing == "document":
-        rows = _document_rows(not_empty, data, start)
-    else:
-        rows = _packed_rows(not_empty, data, start)
-    if not rows:
-        raise RotationZooError(
-            f"{_source(data)} is too short for a row of {data.length} tokens",
-            hint="give more text with --data, or shorter rows with --length",
-        )
-    return Corpus(rows, fingerprint(rows), _shortfall(rows, data))
-
-
 def _shortfall(rows: list[torch.Tensor], data: Data) -> str | None:
     """The note for the user, with the reason, where there are fewer tokens than asked for."""
     tokens = sum(row.numel() for row in rows)
     if tokens >= data.tokens:
         return None
     all_rows = data.packing != "document" and len(rows) == len(data.row_lengths)
-    reason = f"whole rows of {data.length}" if all_rows else f"all of {_source(data)}"
+    reason = f"whole rows of {data.length}" if all_rows else f"all of {data.label}"
     return f"{counted(tokens, 'token')} instead of {data.tokens:,}: {reason}"
-
-
-def _source(data: Data) -> str:
-    return "what the model made of the prompts" if data.source == SELF else data.label
 
 
 def _packed_rows(

@@ -83,7 +83,6 @@ WRONG: dict[str, tuple] = {
     "recipe_sha256": ("x", None, GONE),
     "calibration": ([], "x", {}, GONE),
     "calibration.tokens": ("many", -1, None),
-    "calibration.source": (None, "self"),
     "calibration.note": (3,),
     "identity": ([], None, {"weights": {"a": [1]}}),
     "versions": (None, {}, {"rotationzoo": 1}),

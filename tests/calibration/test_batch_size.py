@@ -14,9 +14,8 @@ from rotationzoo.calibration.memory import SIZED, Footprint, choose_batch
 from rotationzoo.calibration.plan import plan
 from rotationzoo.errors import UsageError
 from rotationzoo.model import placement
-from rotationzoo.model.geometry import Layer
 from rotationzoo.model.placement import USABLE, memory_limits, place_weights
-from rotationzoo.recipe import SELF, Data, Recipe
+from rotationzoo.recipe import Data, Recipe
 
 GB = 10**9
 
@@ -58,19 +57,6 @@ def test_what_weights_leave_is_for_the_batch(needs, monkeypatch):
     assert choose_batch(needs, 10**12, None) == 8
     assert choose_batch(needs, 10**12, {"cpu": 0}) == 16
     assert choose_batch(needs, 10**12, {"cpu": largest}) == 1
-
-
-def test_a_model_that_writes_needs_a_cache_for_every_row(needs):
-    layers = [Layer(index, index, 32, 8, 128, 128) for index in range(36)]
-    data = needs.recipe.data.model_copy(update={"source": SELF})
-    writing = replace(
-        needs,
-        recipe=needs.recipe.model_copy(update={"data": data}),
-        geometry=layers,
-        batch=SIZED,
-    )
-    cache = 36 * 8 * (128 + 128) * 2 * 2048
-    assert writing.pass_bytes(16) == 16 * cache + 3 * writing.statistics
 
 
 def test_reserved_memory_gets_no_weights(monkeypatch):

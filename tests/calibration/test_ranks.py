@@ -15,7 +15,7 @@ from support.jobs import SMALL, job, rotation_bytes
 from support.ranks import Beside, Launcher, silent
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate, contribute, read_source_text
+from rotationzoo.calibration.job import calibrate, contribute, read_calibration_text
 from rotationzoo.calibration.plan import plan
 from rotationzoo.calibration.record import identify_job
 from rotationzoo.cli import app
@@ -124,7 +124,6 @@ def test_a_signal_ends_all(launcher, tiny):
         (["generate", "demo"], "only calibrate and evaluate can be shared"),
         (["evaluate", "demo", "--harness", "piqa"], "--harness asks tasks"),
         (["evaluate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
-        (["calibrate", "demo", "--data", "self"], "writes its own text"),
         (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
     ],
 )
@@ -152,7 +151,7 @@ def test_a_process_does_not_add_sums_of_another_job(beside, tiny, tmp_path):
     """Here the test is process 0, and has read other text."""
     wanted = job(tiny, tmp_path, batch=2)
     planned = plan(wanted)
-    identity = identify_job(wanted, planned.source, read_source_text(planned))
+    identity = identify_job(wanted, planned.source, read_calibration_text(planned))
     beside.tell("begin", True)
     beside.tell("job", identity | {"text": "of a different file"})
     with (

@@ -43,7 +43,7 @@ def test_presets_recipe_files_and_texts(complete):
     (complete.folder / "configs" / "mine.yaml").touch()
     (complete.folder / "texts.jsonl").touch()
     assert complete("calibrate demo --recipe con") == ["configs/mine.yaml"]
-    assert complete("calibrate demo --data ") == ["bundled", "self", "texts.jsonl"]
+    assert complete("calibrate demo --data ") == ["bundled", "texts.jsonl"]
 
 
 def test_artifacts_here_and_below(complete):

@@ -120,8 +120,8 @@ def test_the_card_has_what_the_hub_understands(tmp_path):
     for name, file in artifact.content["files"].items():
         assert f"| {name} | {file['size']:,} | `{file['sha256']}` |" in page
     calibration = artifact.content["calibration"]
-    for source, names in (("owner/texts", ["owner/texts"]), ("mine.jsonl", None), ("self", None)):
-        described = calibration | {"source": source, "prompts": "bundled", "sampling": "none"}
+    for source, names in (("owner/texts", ["owner/texts"]), ("mine.jsonl", None)):
+        described = calibration | {"source": source}
         manifest = parse_manifest(artifact.content | {"calibration": described}, "the manifest")
         front = yaml.safe_load(render_card(manifest).split("---")[1])
         assert front.get("datasets") == names
