@@ -79,10 +79,10 @@ def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, m
     spread = job(model, tmp_path, batch=4, device_map="auto", max_memory="cpu=150KB")
     load, limits = loading.load, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def load_on_a_full_disk(*arguments):
+    def load_on_a_full_disk(*arguments, **options):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            return load(*arguments)
+            return load(*arguments, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
