@@ -1,15 +1,14 @@
 """Plans how a model is served: what its weights and caches take, what fits which GPU, and how fast
 decoding can be."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rotationzoo.capacity.cache_bytes import CACHES, Storage, longest_context, request_bytes
 from rotationzoo.capacity.cards import Card
-from rotationzoo.capacity.shape import Shape, shape_of_config, text_config
-from rotationzoo.capacity.weights import Weights, weigh
+from rotationzoo.capacity.shape import Shape, read_shape
+from rotationzoo.capacity.weights import Weights, text_config, weigh
 from rotationzoo.model.files import read_json
 from rotationzoo.model.source import Source, find
 
@@ -19,10 +18,6 @@ LATENT_REASON = (
 )
 # `zoo.index.WHEEL_COPY`; its schema is not needed here, and checking it takes a second.
 _INDEX = Path(__file__).parents[1] / "data" / "zoo_index.json"
-
-
-def _do_nothing() -> None:
-    """The default of `before_building`."""
 
 
 @dataclass(frozen=True)
@@ -95,30 +90,16 @@ class Capacity:
         return size - unread - experts * (1 - touched)
 
 
-def measure_capacity(wish: Wish, before_building: Callable[[], None] = _do_nothing) -> Capacity:
-    """Read a model's config, and build the model on `meta` only where the config does not tell.
-    `before_building` is called before that, to silence the libraries that it needs.
+def measure_capacity(wish: Wish) -> Capacity:
+    """Read what a model caches and weighs from its config, and from the model that it describes.
 
     Raises `ModelUnavailable` if there is no such model, and `UnsupportedModel` if it is not known
     what it caches.
     """
     source = find(wish.model, wish.revision)
     config = read_json(source.folder / "config.json")
-    shape = shape_of_config(config)
-    if shape is None:
-        # Only here, because it takes seconds to import torch and transformers.
-        from rotationzoo.capacity.meta_shape import shape_on_meta
-
-        before_building()
-        shape = shape_on_meta(source)
-
-    def count() -> int:
-        from rotationzoo.capacity.meta_shape import parameters_on_meta
-
-        before_building()
-        return parameters_on_meta(source)
-
-    weights = weigh(source, config, shape, count)
+    shape = read_shape(source)
+    weights = weigh(source, config, shape)
     refusal = LATENT_REASON if shape.latent_elements else None
     positions = text_config(config).get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None

@@ -69,7 +69,7 @@ def remarks(capacity: Capacity) -> list[str]:
     if capacity.shape.uncounted_states:
         lines.append("the states of layers without keys and values are not counted")
     if capacity.weights.origin == "config":
-        lines.append("the size of the weights was computed from the config, to about 0.1%")
+        lines.append("the size of the weights was computed from the config")
     return lines
 
 

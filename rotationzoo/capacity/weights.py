@@ -1,12 +1,11 @@
 """Bytes of a model's weights as they are published, and in 4 bits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import huggingface_hub
 
-from rotationzoo.capacity.shape import Shape, text_config
+from rotationzoo.capacity.shape import Shape
 from rotationzoo.model.files import read_json, weight_files
 from rotationzoo.model.source import Source
 from rotationzoo.network.huggingface_session import asking_huggingface
@@ -39,22 +38,15 @@ class Weights:
     it is also the output projection, which is read whole."""
 
 
-def weigh(
-    source: Source, config: dict[str, Any], shape: Shape, count: Callable[[], int]
-) -> Weights:
+def weigh(source: Source, config: dict[str, Any], shape: Shape) -> Weights:
     """The sizes of a model's weights, from its files, its index, the hub or its config, whichever
-    is at hand first. `count` builds the model to count its parameters, and is only called where
-    nothing else tells. In 4 bits, embedding and output projection stay in 16 bits, as AWQ and GPTQ
+    is at hand first. In 4 bits, embedding and output projection stay in 16 bits, as AWQ and GPTQ
     have it."""
     bits, only_experts = _published_bits(config)
     published, origin = _published_bytes(source)
-    parameters = shape.parameters
     if published is None:
-        parameters = parameters or count()
-        published, origin = _packed(shape, parameters, bits, only_experts), "config"
-    elif bits in (16, 32) or parameters is None:
-        parameters = int(published * 8 / bits)
-    four_bit = _packed(shape, parameters, FOUR_BITS, only_experts=False)
+        published, origin = _packed(shape, bits, only_experts), "config"
+    four_bit = _packed(shape, FOUR_BITS, only_experts=False)
     experts = int(shape.expert_parameters * bits / 8)
     four_bit_experts = int(shape.expert_parameters * FOUR_BITS / 8)
     if bits < 5 or published < four_bit:
@@ -62,7 +54,7 @@ def weigh(
     item = max(2, int(bits / 8))
     unread = 0 if shape.tied else item * shape.embedding
     return Weights(
-        parameters,
+        shape.parameters,
         published,
         four_bit,
         experts,
@@ -72,9 +64,10 @@ def weigh(
     )
 
 
-def _packed(shape: Shape, parameters: int, bits: float, only_experts: bool) -> int:
+def _packed(shape: Shape, bits: float, only_experts: bool) -> int:
     """Bytes where some parameters take `bits` and the others 16: embeddings, or all but the routed
     experts. Weights of 16 and 32 bits are all alike."""
+    parameters = shape.parameters
     kept = shape.embedding * (1 if shape.tied else 2)
     if only_experts:
         kept = parameters - shape.expert_parameters
@@ -82,6 +75,12 @@ def _packed(shape: Shape, parameters: int, bits: float, only_experts: bool) -> i
         return int(parameters * bits / 8)
     kept = min(kept, parameters)
     return int(kept * 2 + (parameters - kept) * bits / 8)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the language model."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
 
 
 def _published_bits(config: dict[str, Any]) -> tuple[float, bool]:

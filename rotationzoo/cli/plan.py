@@ -52,7 +52,7 @@ def plan_command(
     from rotationzoo.codec.formats import FORMATS
 
     card = parse_card(gpu)
-    hush_libraries(models=False)
+    hush_libraries()
     storage = Storage(FORMATS[format], sink, recent)
     wish = Wish(model, context, requests, card, storage, revision)
-    show_capacity(out, measure_capacity(wish, hush_libraries), format)
+    show_capacity(out, measure_capacity(wish), format)

@@ -36,7 +36,7 @@ def load_config(source: Source, rope_scaling: str | None = None) -> "PretrainedC
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = read_json(source.folder / "config.json").get("model_type")
-    if not kind:
+    if not kind or not isinstance(kind, str):
         raise ModelUnavailable(
             f"{source.name} has no readable config.json with a model_type", hint=_FETCH_HINT
         )

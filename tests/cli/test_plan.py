@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 from support.command_line import only_error
@@ -98,32 +96,12 @@ def test_a_model_without_readable_config(inside):
     assert "no readable config.json" in only_error(inside("plan", "x"))
 
 
-def test_it_does_not_wait_for_torch(qwen3_8b):
-    """A known model in 0.5 s on a quiet core; torch and transformers take 2 s alone."""
-    program = f"""
-import sys
-from rotationzoo.cli.app import main
-try:
-    main(["plan", {str(qwen3_8b)!r}])
-except SystemExit as done:
-    assert not done.code
-print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
-"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-1] == "[]"
-
-
-def test_an_unusual_model_is_built_without_noise(inside, monkeypatch):
+def test_an_unusual_model_is_built_without_noise(inside):
     """A hybrid one, of which transformers warns that fast kernels are missing."""
-    hushed = []
-    monkeypatch.setattr(
-        "rotationzoo.cli.plan.hush_libraries", lambda models=True: hushed.append(models)
-    )
     save_family("qwen3_5", inside.folder / "hybrid", weights=False)
     result = inside("plan", "hybrid", "--json")
     assert result.returncode == 0, result.stderr
-    assert hushed == [False, True], "transformers is imported and silenced only for a model"
+    assert "kernel" not in result.stderr
     report = json.loads(result.stdout)
     assert (report["layers"], report["state_bytes_per_request"]) == (1, 14_592)
     assert report["weights_from"] == "config"

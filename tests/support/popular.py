@@ -1,7 +1,14 @@
 """The configs of popular models, as far as they decide what weights and caches take, and how many
 parameters the models have."""
 
+import functools
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
+
+from rotationzoo.capacity.shape import Shape, read_shape
+from rotationzoo.model.source import Source
 
 
 def _config(kind: str, layers: int, hidden: int, width: int, heads: tuple[int, int], **more):
@@ -84,3 +91,11 @@ PARAMETERS = {
     # Without the layer that predicts a second token, which the hub counts, too.
     "DeepSeek-V3": 671_026_404_352,
 }
+
+
+@functools.cache
+def shape_of(name: str) -> Shape:
+    """The shape of a model, built without weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        return read_shape(Source(name, Path(folder), None))
