@@ -23,11 +23,10 @@ __all__ = [
 
 # Type checkers read these imports; at run time `__getattr__` makes them.
 if TYPE_CHECKING:
-    from rotationzoo.api import calibrate, evaluate
+    from rotationzoo.api import calibrate, evaluate, generate
     from rotationzoo.artifact.store import Artifact
     from rotationzoo.rotations import Rotations
     from rotationzoo.runtime.cache import RotatedCache
-    from rotationzoo.runtime.generate import generate
     from rotationzoo.zoo.by_name import pull
 
 _MODULES = {
@@ -36,7 +35,7 @@ _MODULES = {
     "Rotations": "rotationzoo.rotations",
     "calibrate": "rotationzoo.api",
     "evaluate": "rotationzoo.api",
-    "generate": "rotationzoo.runtime.generate",
+    "generate": "rotationzoo.api",
     "pull": "rotationzoo.zoo.by_name",
 }
 

@@ -1,71 +1,177 @@
-"""The public functions `calibrate` and `evaluate`.
+"""The functions that the command line and Python callers share.
 
-They take plain values and return the artifact or the report that the command line shows.
+They take plain values. A `..._job` function makes the settings of one run from them; `calibrate`,
+`evaluate` and `generate` run it, and return the artifact or the report that the command line shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
-from rotationzoo.api_options import CalibrationOptions, EvaluationOptions, Text
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
+from rotationzoo.errors import UsageError
+from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
-from rotationzoo.progress import silent
-from rotationzoo.recipe import (
-    PRESETS,
-    Recipe,
-    load,
-    override,
-    with_feedback,
-    with_rope_scaling,
-)
+from rotationzoo.model.loading import RunOptions
+from rotationzoo.progress import Progress, silent
+from rotationzoo.recipe import PRESETS, Recipe, load, override, with_feedback, with_rope_scaling
+from rotationzoo.runtime.generation import Generation, Sampling
+from rotationzoo.runtime.job import generate as run_generation
+from rotationzoo.runtime.options import CacheOptions
+from rotationzoo.runtime.text_stream import Write
 from rotationzoo.runtime.through_cache import ThroughCache
+from rotationzoo.storage.folders import default_output
+from rotationzoo.words import nearest
 
-_TEXT = Text.__optional_keys__
 _ON_DISK = str | Path | Artifact
+
+
+class Text(TypedDict, total=False):
+    """The text that a model reads. Keys left out take the recipe's values."""
+
+    data: str
+    """A data set id, a `.jsonl`, `.txt` or `.parquet` file, or `bundled`."""
+    tokens: int
+    """Tokens in total."""
+    length: int
+    """Tokens per row."""
+    seed: int
+    """Sets the order of the documents."""
+    subset: str
+    split: str
+    column: str
+    packing: str
+
+
+class Rows(RunOptions, total=False):
+    """How rows of text run through a model."""
+
+    batch: int
+    """Rows per forward pass."""
+    rope_scaling: str
+    """Scale RoPE to more positions than the config has, as `yarn:4`."""
+
+
+class CalibrationOptions(Text, Rows, total=False):
+    """Further options of `calibrate`."""
+
+    feedback: bool
+    """Store, or leave out, what a cache needs to choose codes by error feedback. Without
+    this option, the recipe decides."""
+    restart: bool
+    """Discard an existing checkpoint and replace an existing artifact."""
+    progress: Progress
+    """Called as `(stage, done, total)` while the job runs."""
+
+
+class EvaluationOptions(Text, Rows, total=False):
+    """Further options of `evaluate`."""
+
+    tasks: Sequence[str]
+    """Recall tasks, all by default: `needles`, `key-value`, `quote`, `copy`, `assignments`. An
+    empty list asks nothing."""
+    lengths: Sequence[int]
+    """Tokens per prompt of the tasks. Defaults to `length`."""
+    questions: int
+    """Questions per task and length."""
+    windows: list[tuple[int, int]]
+    """Pairs `(sink, recent)`: how many first and last tokens stay exact. Defaults to the recipe's
+    pair."""
+    format: str
+    """The engine's 2-bit format, such as `sglang` or `mlx`."""
+    pooled: bool
+    """Measure each artifact with one rotation per layer, too, as `export --pooled` writes it."""
+    layers: set[int]
+    """Quantize only these layers."""
+    sides: tuple[str, ...]
+    """The sides to quantize. `("key",)` or `("value",)` leaves the other side exact."""
+    prefill_chunk: int
+    prefill_layout: Literal["server", "window"]
+    real_cache: bool
+    """Read tasks through a cache that stores 2 bits, and not a simulation of it."""
+    queries: int
+    """Queries sampled per text for the attention KL; 0 skips it."""
+    baselines: tuple[str, ...]
+    """The baselines to compare with; all by default."""
+    harness: HarnessSettings
+    """Tasks of lm-evaluation-harness that the exact model and every arm answer."""
+    progress: Progress
+
+
+class GenerationOptions(CacheOptions, RunOptions, total=False):
+    """Further options of `generate`, in addition to the options of the cache."""
+
+    chat: bool
+    """Put the prompt into the tokenizer's chat template, as a user's message."""
+    max_new_tokens: int
+    """256 by default."""
+    temperature: float
+    """Sample at this temperature. By default, each token is the most probable one."""
+    top_p: float
+    seed: int
+    prefill_chunk: int
+    """Tokens of the prompt that are read at a time, 2,048 by default."""
+    compare: bool
+    """Let the exact model continue the prompt, too."""
+    rope_scaling: str
+    """Scale RoPE to more positions than the config has, as `yarn:4`."""
+    write: Write
+    """Called with each piece of the text as soon as it is written."""
+    progress: Progress
+    """Called as `(stage, done, total)` while the job runs."""
 
 
 def calibrate(
     model: str,
     *,
-    output: str | Path,
+    output: str | Path | None = None,
     recipe: str | Recipe = "oscar",
     **options: Unpack[CalibrationOptions],
 ) -> Artifact:
     """Compute the rotations of a model and write them to an artifact folder.
 
     * `model`: a hub id, a local folder, or `demo`, a small model that ships with this package;
-    * `output`: the artifact folder. If it already holds the artifact of this job, that artifact is
-      returned unchanged. A run that was stopped resumes from its checkpoint;
+    * `output`: the artifact folder, by default `rotations/MODEL-RECIPE`. If it already holds the
+      artifact of this job, that artifact is returned unchanged. A run that was stopped resumes from
+      its checkpoint;
     * `recipe`: a name such as `oscar`, a YAML file, or a `Recipe`;
     * `options`: see `CalibrationOptions`.
 
     Raises `RotationZooError` for a model or recipe that cannot be calibrated. Where the config is
     enough to tell, it does so before the weights are read.
     """
+    progress = options.pop("progress", silent)
+    return run_calibration(calibration_job(model, output, recipe, **options), progress)
+
+
+def calibration_job(
+    model: str,
+    output: str | Path | None = None,
+    recipe: str | Recipe = "oscar",
+    **options: Unpack[CalibrationOptions],
+) -> Job:
+    """The settings of one calibration, as `calibrate` takes them. Raises `RotationZooError` for
+    settings that no recipe allows."""
+    _check_names("calibrate", options, CalibrationOptions)
+    settings: dict[str, Any] = {**options}
     loaded = load(recipe) if isinstance(recipe, str) else recipe
-    chosen = override(loaded, **_data_settings(options))
-    if "feedback" in options:
-        chosen = with_feedback(chosen, options["feedback"])
-    if "rope_scaling" in options:
-        chosen = with_rope_scaling(chosen, options["rope_scaling"])
-    settings = {key: value for key, value in options.items() if key not in _TEXT}
-    for of_recipe in ("feedback", "rope_scaling"):
-        settings.pop(of_recipe, None)
-    progress: Any = settings.pop("progress", silent)
     # The user did not choose a preset's row length, so rows may be shortened to the model's
     # positions.
-    fit_length = "length" not in options and isinstance(recipe, str) and recipe in PRESETS
-    output = Path(output).expanduser()
-    # A model that is spread over devices may be read from disk for every batch, so larger batches
-    # are faster.
-    job: Any = {"batch": SIZED if options.get("device_map") else 4, **settings}
-    return run_calibration(Job(model, chosen, output, fit_length=fit_length, **job), progress)
+    fit_length = "length" not in settings and isinstance(recipe, str) and recipe in PRESETS
+    chosen = override(loaded, **_take_text(settings))
+    if "feedback" in settings:
+        chosen = with_feedback(chosen, settings.pop("feedback"))
+    if "rope_scaling" in settings:
+        chosen = with_rope_scaling(chosen, settings.pop("rope_scaling"))
+    folder = default_output(model, chosen.name) if output is None else Path(output).expanduser()
+    # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
+    settings.setdefault("batch", SIZED if settings.get("device_map") else 4)
+    return Job(model, chosen, folder, fit_length=fit_length, **settings)
 
 
 def evaluate(
@@ -90,37 +196,104 @@ def evaluate(
     `output_error` of each rotation. Raises `RotationZooError` where the model, the artifacts and
     the options do not fit together.
     """
+    progress = options.pop("progress", silent)
+    job = evaluation_job(model, artifacts, save, **options)
+    return run_evaluation(job, progress, ThroughCache).report()
+
+
+def evaluation_job(
+    model: str,
+    artifacts: _ON_DISK | Sequence[_ON_DISK] = (),
+    save: bool = False,
+    **options: Unpack[EvaluationOptions],
+) -> Evaluation:
+    """The settings of one evaluation, as `evaluate` takes them."""
+    _check_names("evaluate", options, EvaluationOptions)
+    settings: dict[str, Any] = {**options}
     several = [artifacts] if isinstance(artifacts, str | Path | Artifact) else artifacts
     folders = [_folder_of(artifact) for artifact in several]
-    text = {"tokens": 16384, "length": 2048, **_data_settings(options)}
-    data = override(load("oscar"), **text).data
-    settings: Any = {key: value for key, value in options.items() if key not in _TEXT}
-    progress: Any = settings.pop("progress", silent)
+    settings["fit_length"] = "length" not in settings
+    # Only the text settings of this recipe are used; the artifacts bring their own recipes.
+    text = {"tokens": 16384, "length": 2048, **_take_text(settings)}
+    settings["data"] = override(load("oscar"), **text).data
+    asked: dict[str, Any] = {}
+    for option, field in (("tasks", "names"), ("lengths", "lengths")):
+        if option in settings:
+            asked[field] = tuple(settings.pop(option))
+    if "questions" in settings:
+        asked["questions"] = settings.pop("questions")
     save_to = folders if save else []
-    settings["fit_length"] = "length" not in options
-    settings["tasks"] = _task_settings(settings)
-    job = Evaluation(model, folders, data, save_to=save_to, **settings)
-    return run_evaluation(job, progress, ThroughCache).report()
+    return Evaluation(model, folders, tasks=TaskSettings(**asked), save_to=save_to, **settings)
+
+
+def generate(
+    model: str,
+    prompt: str,
+    *,
+    rotations: str | Artifact | None,
+    **options: Unpack[GenerationOptions],
+) -> dict[str, Any]:
+    """Load a model and let it continue a prompt through a cache that stores 2 bits.
+
+    * `model`: a hub id, a local folder, or `demo`;
+    * `prompt`: the text to continue;
+    * `rotations`: an artifact or its folder, a name in the zoo, which is pulled, or None for no
+      rotation;
+    * `options`: see `GenerationOptions`.
+
+    Returns the report that `rotationzoo generate --json` prints: `text`, `tokens_per_second`,
+    `cache_bytes` and `bf16_cache_bytes`, and with `compare` also `exact_text` and `parted_at`.
+    The model is loaded for this one text; for several, load it yourself and give `RotatedCache` to
+    its own `generate`. Raises `RotationZooError` where model, rotations and prompt do not fit
+    together.
+    """
+    if not isinstance(prompt, str):
+        raise UsageError(
+            f"a prompt is a text, and not of type {type(prompt).__name__}",
+            hint="for token ids, give the model's own generate a RotatedCache",
+        )
+    progress, write = options.pop("progress", silent), options.pop("write", None)
+    return run_generation(generation_job(model, prompt, rotations, **options), progress, write)
+
+
+def generation_job(
+    model: str,
+    prompt: str | None,
+    rotations: str | Artifact | None,
+    **options: Unpack[GenerationOptions],
+) -> Generation:
+    """The settings of one text, as `generate` takes them."""
+    _check_names("generate", options, GenerationOptions)
+    settings: dict[str, Any] = {**options}
+    cache: Any = _take(settings, CacheOptions)
+    sampling = Sampling(**_take(settings, Sampling))
+    return Generation(model, prompt, rotations, sampling=sampling, cache=cache, **settings)
+
+
+def _check_names(function: str, options: Mapping[str, Any], known: type) -> None:
+    """Raise `UsageError` for an option that a function does not have."""
+    names = known.__annotations__
+    if unknown := options.keys() - names:
+        name = min(unknown)
+        raise UsageError(
+            f"{function} has no option {name!r}{nearest(name, names)}",
+            hint=f"rotationzoo.api.{known.__name__} lists them",
+        )
 
 
 def _folder_of(artifact: _ON_DISK) -> Path:
     return artifact.folder if isinstance(artifact, Artifact) else Path(artifact).expanduser()
 
 
-def _data_settings(options: CalibrationOptions | EvaluationOptions) -> dict[str, Any]:
-    """The options that belong to a recipe's `data`, where the option `data` is called `source`."""
-    settings: dict[str, Any] = {key: value for key, value in options.items() if key in _TEXT}
-    if "data" in settings:
-        settings["source"] = settings.pop("data")
-    return settings
+def _take_text(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the settings of a recipe's `data` out of `settings`; the option `data` is `source`
+    there."""
+    text = _take(settings, Text)
+    if "data" in text:
+        text["source"] = text.pop("data")
+    return text
 
 
-def _task_settings(settings: dict[str, Any]) -> TaskSettings:
-    """The recall tasks among the settings of an evaluation, which lose them."""
-    chosen: dict[str, Any] = {}
-    for option, field in (("tasks", "names"), ("lengths", "lengths")):
-        if option in settings:
-            chosen[field] = tuple(settings.pop(option))
-    if "questions" in settings:
-        chosen["questions"] = settings.pop("questions")
-    return TaskSettings(**chosen)
+def _take(settings: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Take the settings that are fields of a type out of `settings`."""
+    return {name: settings.pop(name) for name in kind.__annotations__ if name in settings}

@@ -39,7 +39,6 @@ ORDER = [
     "zoo",
     "capacity",
     "runtime",
-    "api_options",
     "api",
     "cli",
     "__main__",

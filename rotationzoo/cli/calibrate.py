@@ -23,8 +23,8 @@ from rotationzoo.cli.options import (
     RopeScaling,
     Split,
     Subset,
-    default_output,
     follow_link,
+    given,
 )
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
@@ -109,18 +109,13 @@ def calibrate_command(
     """
     out = Output(json, quiet)
     # Commands import what they need only when they run: `--help` must not wait for torch.
-    from rotationzoo.recipe import (
-        PRESETS,
-        load,
-        override,
-        with_feedback,
-        with_rope_scaling,
-    )
+    from rotationzoo.api import calibration_job
+    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
+    from rotationzoo.cli.calibrate_view import show_plan
 
     hush_libraries()
-    chosen = override(
-        load(recipe),
-        source=data,
+    options = given(
+        data=data,
         subset=subset,
         split=split,
         column=column,
@@ -128,34 +123,19 @@ def calibrate_command(
         tokens=tokens,
         length=length,
         seed=seed,
-    )
-    if feedback is not None:
-        chosen = with_feedback(chosen, feedback)
-    if rope_scaling is not None:
-        chosen = with_rope_scaling(chosen, rope_scaling)
-    from rotationzoo.calibration.memory import SIZED
-    from rotationzoo.calibration.plan import Job
-    from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
-    from rotationzoo.cli.calibrate_view import show_plan
-
-    # With a device map, every batch may fetch weights from disk, so fewer, larger ones are faster.
-    default_batch = SIZED if device_map else 4
-    job = Job(
-        model=model,
-        recipe=chosen,
-        output=follow_link(output) or default_output(model, chosen.name),
+        feedback=feedback,
+        rope_scaling=rope_scaling,
+        batch=batch,
+        restart=restart,
         revision=revision,
-        batch=batch or default_batch,
         device=device,
         dtype=dtype,
         device_map=device_map,
         max_memory=max_memory,
-        restart=restart,
-        # A preset's rows are cut to the model's positions, but not a length that the user chose.
-        fit_length=length is None and recipe in PRESETS,
     )
-    if chosen.model not in (None, model):
-        out.note(f"Note: this recipe is meant for {chosen.model}")
+    job = calibration_job(model, follow_link(output), recipe, **options)
+    if job.recipe.model not in (None, model):
+        out.note(f"Note: this recipe is meant for {job.recipe.model}")
     if ranks.launched_rank() is not None:
         from rotationzoo.calibration.job import check_shareable
 

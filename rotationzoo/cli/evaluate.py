@@ -29,6 +29,8 @@ from rotationzoo.cli.options import (
     Subset,
     Tasks,
     TextLength,
+    given,
+    parse_lengths,
     parse_tasks,
     parse_windows,
 )
@@ -149,31 +151,23 @@ def evaluate_command(
             hint="name an artifact folder after the model, or print the report with --json",
         )
     _check_order(model, artifacts or [])
+    from rotationzoo.api import evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
-    from rotationzoo.evaluation.job import Evaluation, check_shareable, evaluate
-    from rotationzoo.model.loading import torch_device
-    from rotationzoo.recipe import load, override
+    from rotationzoo.evaluation.job import check_shareable, evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
 
     hush_libraries()
-    # Only the text settings of this recipe are used; the artifacts bring their own recipes.
-    text = override(
-        load("oscar"),
-        source=data,
+    options = given(
+        data=data,
         subset=subset,
         split=split,
         column=column,
         tokens=tokens,
         length=length,
         seed=seed,
-    )
-    folders = artifacts or []
-    job = Evaluation(
-        model=model,
-        artifacts=folders,
-        data=text.data,
-        fit_length=length is None,
-        tasks=parse_tasks(tasks, lengths, questions),
+        tasks=parse_tasks(tasks),
+        lengths=parse_lengths(lengths),
+        questions=questions,
         windows=parse_windows(windows),
         format=format,
         pooled=pooled,
@@ -191,17 +185,17 @@ def evaluate_command(
         dtype=dtype,
         device_map=device_map,
         max_memory=max_memory,
-        save_to=folders if save else [],
     )
+    job = evaluation_job(model, artifacts or [], save, **options)
     if ranks.launched_rank() is not None:
         check_shareable(job.harness, job.device_map)
         # torchrun sends it to all other processes after one was killed, and they say why they end.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with show_progress(out) as progress, ranks.joined(lambda: torch_device(device)):
+    with show_progress(out) as progress, ranks.joined(lambda: job.torch_device):
         report = evaluate(job, progress, ThroughCache)
     show_evaluation(out, report)
     words = [model, "--revision", revision] if revision else [model]
-    suggest_next(out, words, folders, save)
+    suggest_next(out, words, artifacts or [], save)
 
 
 def _check_order(model: str, artifacts: list[Path]) -> None:

@@ -21,6 +21,7 @@ from rotationzoo.cli.options import (
     PrefillLayout,
     Revision,
     RopeScaling,
+    given,
 )
 from rotationzoo.cli.output import Mode, Output, say, write_text
 from rotationzoo.cli.prompt_text import read_prompt
@@ -108,23 +109,23 @@ def generate_command(
             "--quiet prints one text, and --compare makes two", hint="--json prints both"
         )
     text = read_prompt(prompt, file, out.note)
-    from rotationzoo.runtime.generation import Generation, Sampling
+    from rotationzoo.api import generation_job
     from rotationzoo.runtime.job import generate
 
     hush_libraries()
     _check_order(model, rotations)
-    options = {"format": format, "rounding": rounding, "sink": sink, "recent": recent}
-    options["prefill_layout"] = prefill_layout
-    cache: Any = {name: value for name, value in options.items() if value is not None}
-    job = Generation(
-        model=model,
-        prompt=text,
-        rotations=None,
+    options = given(
         chat=chat,
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_p, seed),
-        cache=cache,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        format=format,
+        rounding=rounding,
+        sink=sink,
+        recent=recent,
         prefill_chunk=prefill_chunk,
+        prefill_layout=prefill_layout,
         compare=compare,
         rope_scaling=rope_scaling,
         revision=revision,
@@ -133,6 +134,7 @@ def generate_command(
         device_map=device_map,
         max_memory=max_memory,
     )
+    job = generation_job(model, text, None, **options)
     job.check()  # before rotations are looked for
     job = replace(job, rotations=_choose_rotations(out, model, rotations, revision))
     with TextScreen(out) as screen:

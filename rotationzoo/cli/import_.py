@@ -14,12 +14,12 @@ from rotationzoo.cli.options import (
     Quiet,
     Revision,
     Windows,
-    default_output,
     follow_link,
     parse_clip,
     parse_window,
 )
 from rotationzoo.cli.output import Output
+from rotationzoo.storage.folders import default_output
 
 
 def import_command(

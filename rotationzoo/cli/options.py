@@ -1,9 +1,8 @@
 """The options that several commands share, their choices, and how their values are parsed."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,9 +16,6 @@ from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.zoo.hubs.registry import HUB_NAMES
-
-if TYPE_CHECKING:
-    from rotationzoo.evaluation.tasks.prompts import TaskSettings
 
 
 def parse_windows(text: str | None) -> list[tuple[int, int]]:
@@ -67,38 +63,31 @@ def parse_clip(text: str | None) -> tuple[float, float] | None:
     return ratios[0], ratios[-1]
 
 
-def parse_tasks(tasks: str, lengths: str | None, questions: int) -> "TaskSettings":
-    """Parse the names of recall tasks, such as `needles,copy`, `all` or `none`, and the lengths of
-    their prompts, such as `2048,8192`. Raises `UsageError`."""
-    from rotationzoo.evaluation.tasks.prompts import TaskSettings
-
-    settings = TaskSettings(questions=questions)
-    if lengths is not None:
-        parts = [part.strip() for part in lengths.split(",")]
-        if not all(part.isdecimal() and part.isascii() for part in parts):
-            raise UsageError(
-                f"--lengths {lengths} is no list of numbers of tokens",
-                hint="write it as: --lengths 2048,8192",
-            )
-        settings = replace(settings, lengths=tuple(dict.fromkeys(map(int, parts))))
+def parse_tasks(tasks: str) -> list[str] | None:
+    """Parse the names of recall tasks, such as `needles,copy`, `all` (None) or `none`."""
     if tasks == "all":
-        return settings
-    names: list[str] = []
-    if tasks != "none":
-        names = [name.strip() for name in tasks.split(",")]
-    settings = replace(settings, names=tuple(dict.fromkeys(names)))
-    settings.check()
-    return settings
+        return None
+    names = tasks.split(",") if tasks != "none" else []
+    return list(dict.fromkeys(name.strip() for name in names))
 
 
-def default_output(model: str, suffix: str) -> Path:
-    """The folder `rotations/MODEL-SUFFIX`.
+def parse_lengths(lengths: str | None) -> list[int] | None:
+    """Parse the lengths of prompts, such as `2048,8192`. Raises `UsageError`."""
+    if lengths is None:
+        return None
+    parts = [part.strip() for part in lengths.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise UsageError(
+            f"--lengths {lengths} is no list of numbers of tokens",
+            hint="write it as: --lengths 2048,8192",
+        )
+    return list(dict.fromkeys(map(int, parts)))
 
-    For a local model, MODEL is the folder's name, even if its path is `.`.
-    """
-    path = Path(model)
-    name = path.resolve().name if path.is_dir() else path.name
-    return Path("rotations") / f"{name}-{suffix}"
+
+def given(**options: Any) -> Any:
+    """The options that the user gave: without those that are None, whose default is the
+    function's."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def follow_link(folder: Path | None) -> Path | None:

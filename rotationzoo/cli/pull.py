@@ -18,12 +18,12 @@ from rotationzoo.cli.options import (
     TrustConfig,
     ZooRepo,
     chosen_hubs,
-    default_output,
     follow_link,
 )
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import PullEngineName
+from rotationzoo.storage.folders import default_output
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact

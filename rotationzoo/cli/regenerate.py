@@ -24,8 +24,9 @@ from rotationzoo.cli.options import (
     TrustConfig,
     ZooRepo,
     chosen_hubs,
-    default_output,
     follow_link,
+    given,
+    parse_lengths,
     parse_tasks,
 )
 from rotationzoo.cli.output import Output, say, table
@@ -101,30 +102,24 @@ def regenerate_command(
         next_words = ["regenerate", models[0].model] if models else ["list"]
         out.suggest(*next_words)
         return
+    from rotationzoo.api import calibration_job, evaluation_job
     from rotationzoo.artifact.store import Artifact
-    from rotationzoo.calibration.plan import Job
     from rotationzoo.cli.report import add_report
-    from rotationzoo.evaluation.job import Evaluation
-    from rotationzoo.recipe import load, override
     from rotationzoo.zoo.regenerate import regenerate
 
-    recipe = load(str(recipe_file))
-    job = Job(
-        model=model,
-        recipe=recipe,
-        output=follow_link(output) or default_output(model, recipe.name),
-        revision=revision,
-        batch=batch,
-        device=device,
-        device_map=device_map,
-        max_memory=max_memory,
+    run = given(
+        revision=revision, batch=batch, device=device, device_map=device_map, max_memory=max_memory
     )
-    # Only the text settings of this recipe are used.
-    text = override(load("oscar"), source=data, tokens=tokens, length=length)
-    asked = parse_tasks(tasks, lengths, questions)
-    evaluation = Evaluation(
-        model=model, artifacts=[], data=text.data, fit_length=length is None, tasks=asked
+    job = calibration_job(model, follow_link(output), str(recipe_file), **run)
+    asked = given(
+        data=data,
+        tokens=tokens,
+        length=length,
+        tasks=parse_tasks(tasks),
+        lengths=parse_lengths(lengths),
+        questions=questions,
     )
+    evaluation = evaluation_job(model, **asked)
     with show_progress(out) as progress:
         verdict = regenerate(job, zoo_index, evaluation, progress)
     add_report(Artifact.open(job.output))

@@ -173,3 +173,13 @@ def _put_back(folder: Path) -> None:
 
 def _beside(folder: Path, what: str) -> Path:
     return folder.with_name(f".{folder.name}.{what}")
+
+
+def default_output(model: str, suffix: str) -> Path:
+    """The folder `rotations/MODEL-SUFFIX`.
+
+    For a local model, MODEL is the folder's name, even if its path is `.`.
+    """
+    path = Path(model)
+    name = path.resolve().name if path.is_dir() else path.name
+    return Path("rotations") / f"{name}-{suffix}"
