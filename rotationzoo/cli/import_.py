@@ -19,7 +19,6 @@ from rotationzoo.cli.options import (
     parse_window,
 )
 from rotationzoo.cli.output import Output
-from rotationzoo.storage.folders import default_output
 
 
 def import_command(
@@ -63,6 +62,7 @@ def import_command(
     hush_libraries(models=model is not None)
     from rotationzoo.cli.artifact_view import show_artifact, suggest_evaluation
     from rotationzoo.engines.import_ import Import, import_
+    from rotationzoo.storage.folders import default_output
 
     job = Import(
         files=files,

@@ -23,7 +23,6 @@ from rotationzoo.cli.options import (
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.engines.registry import PullEngineName
-from rotationzoo.storage.folders import default_output
 
 if TYPE_CHECKING:
     from rotationzoo.artifact.store import Artifact
@@ -112,6 +111,7 @@ def pull_command(
 def _import(pulled: "Pulled", revision: str | None) -> "Artifact":
     """Make an artifact of OSCAR's own files."""
     from rotationzoo.engines.import_ import Import, import_
+    from rotationzoo.storage.folders import default_output
 
     model = pulled.entry.model
     output = default_output(model, "imported")

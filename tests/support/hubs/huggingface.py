@@ -324,7 +324,11 @@ class HuggingFaceHub(Hub):
         if not parent.startswith(summary.get("parentCommit") or ""):
             raise Refusal(412, f"{branch} has moved on to {parent}")
         for operation in operations:
-            self.apply(files, operation["key"], operation["value"], parent)
+            key, value = operation["key"], operation["value"]
+            if key not in ("file", "lfsFile"):
+                raise Refusal(400, f"No such operation: {key}")
+            small = key == "file" and Blob(base64.b64decode(value["content"]), False)
+            files[value["path"]] = small or self.stored(value["oid"])
         pull = (
             self.open_pull(repository, summary["summary"], parent)
             if "create_pr" in call.query
@@ -339,22 +343,6 @@ class HuggingFaceHub(Hub):
         if pull:
             answer["pullRequestUrl"] = f"{page}/discussions/{pull.number}"
         return as_json(answer)
-
-    def apply(self, files: dict[str, Blob], key: str, value: dict, revision: str) -> None:
-        """One line of a commit."""
-        path = value["path"]
-        if key == "file":
-            files[path] = Blob(base64.b64decode(value["content"]), False)
-        elif key == "lfsFile":
-            files[path] = self.stored(value["oid"])
-        elif key == "deletedFile":
-            if files.pop(path, None) is None:
-                raise self.no_entry(path, revision)
-        elif key == "deletedFolder":
-            for name in [name for name in files if name.startswith(f"{path.rstrip('/')}/")]:
-                del files[name]
-        else:
-            raise Refusal(400, f"No such operation: {key}")
 
 
 def serve() -> AbstractContextManager[HuggingFaceHub]:
