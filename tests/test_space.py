@@ -13,8 +13,8 @@ import pytest
 from support.browser import scrolls_sideways, serious_findings
 from support.places import ROOT
 from support.published import ok
+from support.reports import OF_ARTIFACT, Made, make_evaluation
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
-from support.stored_figures import OF_ARTIFACT, Made, make_evaluation
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.network import tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
-from support.damage import READERS, SMALL, all_refuse, refused, small_artifact
+from support.command_line import READERS, SMALL_RECIPE, all_refuse, refused, small_artifact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
@@ -245,7 +245,7 @@ def test_a_checkpoint_that_is_damaged(made, tmp_path, change):
         if stage == "calibrating" and 0 < total // 2 <= done:
             raise KeyboardInterrupt
 
-    job = Job(str(made.parent / "tiny"), SMALL, tmp_path / "out", batch=1, device="cpu")
+    job = Job(str(made.parent / "tiny"), SMALL_RECIPE, tmp_path / "out", batch=1, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         calibrate(job, stop)
     from safetensors import safe_open

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.damage import all_refuse, refused, small_artifact
+from support.command_line import all_refuse, refused, small_artifact
 from support.reports import summary
 
 from rotationzoo.artifact.manifest import parse_manifest

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.damage import edit_manifest, refused, small_artifact
+from support.command_line import edit_manifest, refused, small_artifact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.damage import edit_manifest, refused, small_artifact
+from support.command_line import edit_manifest, refused, small_artifact
 from support.models import save_tiny
 
 from rotationzoo.storage import files

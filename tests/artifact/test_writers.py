@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.damage import small_artifact
+from support.command_line import small_artifact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.damage import edit_manifest
+from support.command_line import edit_manifest
 from support.jobs import job
 from support.models import save_tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.codec_rows import RATIOS, largest, many, rows, shapes
+from support.codec import RATIOS, largest, many, rows, shapes
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.formats import BITS

@@ -9,11 +9,11 @@ import pytest
 from support import engine_readers as engines
 from support.engine_artifacts import (
     base_for,
+    check_engine,
     exported,
     layers_of,
     rows_of,
 )
-from support.engine_checks import check_engine
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.registry import ENGINES

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.engine_artifacts import exported
-from support.hostile_files import entry, refused, torch_file
-from support.oscar_files import KEY, VALUE, v1
+from support.oscar_files import KEY, VALUE, entry, refused, torch_file, v1
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.formats.gguf_rotations import read_gguf

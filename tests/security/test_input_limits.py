@@ -13,9 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.damage import refused
-from support.models import save_tiny
-from support.texts import demo_tokenizer, small
+from support.command_line import refused
+from support.models import demo_tokenizer, save_tiny, small
 
 from rotationzoo import generate
 from rotationzoo.cli import prompt_text

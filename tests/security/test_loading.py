@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.damage import refused
+from support.command_line import refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.linalg.compositions import (

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.zoo_models import model  # noqa: F401
+from support.published import model  # noqa: F401
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.hubs.broken import answer, black_hole, broken, endless, trickle
-from support.hubs.calls import Answer, Fault
-from support.published import ZOO, nothing_left, ok, refused
-from support.zoo_models import publish_oscar_pair
+from support.hubs.hub import Answer, Fault
+from support.hubs.server import answer, black_hole, broken, endless, trickle
+from support.published import ZOO, nothing_left, ok, publish_oscar_pair, refused
 
 COMMIT = b"0123456789" * 4
 HTML = b"<!doctype html><title>Sign in to this network</title>"

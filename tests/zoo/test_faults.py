@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.hubs.calls import Fault
+from support.hubs.hub import Fault
 from support.published import ZOO, nothing_left, ok, refused
 
 from rotationzoo.artifact.store import Artifact

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.hubs import huggingface, modelscope
-from support.hubs.calls import Fault
+from support.hubs.hub import Fault
 from support.published import ZOO, ms_environment
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.published import ZOO, ok, refused
-from support.zoo_models import publish_oscar_pair
+from support.published import ZOO, ok, publish_oscar_pair, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify

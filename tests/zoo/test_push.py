@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.hubs.calls import Fault
+from support.hubs.hub import Fault
 from support.published import ZOO, ok, refused
 from support.reports import summary
 

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import huggingface_hub
 import pytest
 import requests
-from support.hubs.broken import answer, broken
-from support.hubs.calls import Answer
+from support.hubs.hub import Answer
+from support.hubs.server import answer, broken
 from support.published import ZOO, ok, refused
 
 from rotationzoo.errors import HubError

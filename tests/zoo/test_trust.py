@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.hubs.calls import Fault
+from support.hubs.hub import Fault
 from support.published import ZOO, nothing_left, ok, refused
 
 from rotationzoo.artifact.store import Artifact

@@ -17,8 +17,7 @@ from lock_requirements import FOLDER, LOCKS, WITHOUT
 from plan_matrix import matrix_rows, smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
-from support.published import ms_environment
-from support.zoo_models import CONFIG, change_weights
+from support.published import CONFIG, change_weights, ms_environment
 
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index

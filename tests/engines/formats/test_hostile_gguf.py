@@ -11,8 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine_artifacts import AGREED, base_for, exported
-from support.hostile_files import entry, gguf_bytes, gguf_field, gguf_tensor, refused, torch_file
-from support.oscar_files import KEY, VALUE
+from support.oscar_files import (
+    KEY,
+    VALUE,
+    entry,
+    gguf_bytes,
+    gguf_field,
+    gguf_tensor,
+    refused,
+    torch_file,
+)
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.export import export

@@ -8,11 +8,11 @@ from support.engine_artifacts import (
     CENTERED,
     OSCAR,
     attend,
+    check_engine,
     exported,
     layers_of,
     rows_of,
 )
-from support.engine_checks import check_engine
 
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.formats.oscar_pt_reader import read_pt

@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager
 from http.cookies import SimpleCookie
 from typing import Any, ClassVar
 
-from support.hubs.calls import Answer, Call, Refusal, as_json
-from support.hubs.hub import Hub, route
-from support.hubs.repository import Blob, Repository
+from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, route
 from support.hubs.server import running
 
 PRIVATE = 1  # the hub's number for this visibility

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 from support.hubs import huggingface, modelscope
-from support.hubs.calls import Fault
+from support.hubs.hub import Fault
 
 from rotationzoo.zoo.hubs.registry import open_hub
 
