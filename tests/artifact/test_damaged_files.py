@@ -84,9 +84,6 @@ HEADERS = {
     "more elements than bytes": header(
         layers__0__key__rotation={"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 64]}
     ),
-    "beyond the file": header(
-        layers__0__key__rotation={"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}
-    ),
     "an overflow": header(
         layers__0__key__rotation={
             "dtype": "F32",
@@ -99,11 +96,9 @@ HEADERS = {
         a={"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
         b={"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
     ),
-    "a type of its own": header(a={"dtype": "Q4", "shape": [16], "data_offsets": [0, 64]}),
     "a type that no artifact has": header(
         a={"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}
     ),
-    "nothing": b"",
     "a name of 1 MB": header(
         **{"x" * (1 << 20): {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}
     ),
@@ -146,25 +141,16 @@ def reshaped(name, change):
 
 KEY = "layers.0.key.rotation"
 CHANGES = {
-    "no clip": (without("layers.1.value.clip"), "value clip missing: layer 1"),
     "no rotation": (without(KEY), "key rotation missing: layer 0"),
-    "no eigenvalues": (without("layers.0.key.eigenvalues"), "key eigenvalues missing"),
     "fewer heads": (reshaped(KEY, lambda t: t[:1]), "of another shape or type"),
-    "more heads": (reshaped(KEY, lambda t: torch.cat([t, t])), "of another shape or type"),
     "another dimension": (reshaped(KEY, lambda t: t[:, :8, :8]), "of another shape or type"),
-    "flat": (reshaped(KEY, lambda t: t.flatten()), "of another shape or type"),
     "float64": (reshaped(KEY, lambda t: t.double()), "of another shape or type"),
-    "integers": (reshaped(KEY, lambda t: t.long()), "of another shape or type"),
     "clips for one head": (
         reshaped("layers.0.key.clip", lambda t: t[:1]),
         "key clip of another shape",
     ),
     "one more": (
         lambda tensors: tensors.update({"layers.x.key.rotation": torch.ones(1)}),
-        "belong to no layer",
-    ),
-    "another name": (
-        lambda tensors: tensors.update({"rotation": torch.ones(1)}),
         "belong to no layer",
     ),
     "none": (lambda tensors: tensors.clear(), "missing: layers 0, 1"),
@@ -186,25 +172,6 @@ def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says
     for word, *more in (*READERS, ("validate", "--device", "cpu")):
         result = inside(word, folder, *more)
         assert says in refused(result) + result.stdout, word
-
-
-@pytest.mark.hostile("values")
-def test_an_evaluation_of_tensors_that_do_not_fit(inside, folder, made):
-    tensors = load_file(folder / "rotations.safetensors")
-    del tensors["layers.0.key.clip"]
-    replace_rotations(folder, save(tensors))
-    words = (
-        "evaluate",
-        made.parent / "tiny",
-        folder,
-        "--tokens",
-        "512",
-        "--length",
-        "256",
-        "--queries",
-        "0",
-    )
-    assert "key clip missing: layer 0" in refused(inside(*words))
 
 
 @pytest.mark.hostile("malformed")

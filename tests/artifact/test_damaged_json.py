@@ -29,23 +29,16 @@ def folder(made, tmp_path) -> Path:
 TEXTS = {
     "nothing": b"",
     "half": b'{"schema": 1, "model"',
-    "no table": b"[]",
-    "a number": b"1",
     "null": b"null",
     "deep": b"[" * 100_000,
-    "deep and closed": b'{"a":' * 900 + b"1" + b"}" * 900,
     "40 deep": b"[" * 40 + b"]" * 40,
     "no UTF-8": b'{"schema": "\xff\xfe"}',
     "half a character": b'{"schema": 1, "model": "\\ud800"}',
     "a key twice": b'{"schema": 1, "schema": 1}',
     "NaN": b'{"schema": NaN}',
-    "infinity": b'{"schema": -Infinity}',
     "1e999": b'{"schema": 1e999}',
-    "5,000 digits": b'{"schema": ' + b"9" * 5000 + b"}",
     "20 digits": b'{"schema": ' + b"9" * 20 + b"}",
     "a word": b'{"schema": "1"}',
-    "a truth": b'{"schema": true}',
-    "1.5": b'{"schema": 1.5}',
     "zeros": bytes(100),
 }
 

@@ -88,20 +88,6 @@ def test_a_checkpoint_and_an_index_that_are_no_files(inside, made, kind):
     assert named in refused(inside("list", "--index", "zoo_index.json"))
 
 
-@pytest.mark.hostile("link")
-def test_a_folder_full_of_other_things_is_no_artifact(inside):
-    place = inside.folder / "junk"
-    place.mkdir()
-    for number in range(200):
-        (place / f"{number}.bin").write_bytes(os.urandom(100))
-    os.mkfifo(place / "pipe")
-    assert "is no artifact" in refused(inside("verify", place))
-    assert "is no artifact" in refused(
-        inside("calibrate", "demo", "--recipe", "hadamard", "-o", place, "--restart")
-    )
-    assert len(list(place.iterdir())) == 201
-
-
 # ---- folders of models
 
 

@@ -9,11 +9,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.command_line import small_artifact
 
 from rotationzoo.artifact.store import Artifact
@@ -222,27 +220,6 @@ def test_nothing_is_added_to_other_rotations(made, folder):
         artifact.rotation_tensors()
 
 
-def clip_half(layer, side, rotation):
-    return replace(rotation, clip=torch.full_like(rotation.clip, 0.5))
-
-
-@pytest.mark.hostile("crash")
-def test_other_rotations_are_told_apart_in_a_folder_of_the_same_number(made, folder, tmp_path):
-    """Disks often give a new folder the number of one that was removed. Here the folder itself
-    stays, and the other tensors have the same names and shapes."""
-    artifact, of_other = (
-        Artifact.open(folder),
-        Artifact.open(folder).rotations.replace(clip_half),
-    )
-    other = write_artifact(tmp_path / "other", of_other, None, artifact.content).folder
-    number = folder.stat().st_ino
-    for path in other.iterdir():
-        path.replace(folder / path.name)
-    assert folder.stat().st_ino == number
-    with pytest.raises(RotationZooError, match="was replaced while it was read"):
-        artifact.rotation_tensors()
-
-
 @pytest.mark.hostile("crash")
 def test_first_runs_at_once_both_end_with_the_artifact(command):
     words = [*command.program, "calibrate", "demo", "--recipe", "hadamard", "-q"]
@@ -256,27 +233,6 @@ def test_first_runs_at_once_both_end_with_the_artifact(command):
     assert [code for *_, code in ends] == [0, 0], ends
     assert verify(Artifact.open(command.folder / "rotations/demo-hadamard")).ok
     assert [path.name for path in (command.folder / "rotations").iterdir()] == ["demo-hadamard"]
-
-
-@pytest.mark.hostile("crash")
-def test_readers_find_the_artifact_while_it_is_replaced(folder):
-    """By rename it is gone for a moment, in which a reader waits for the lock."""
-    stop, problems = threading.Event(), []
-
-    def look() -> None:
-        while not stop.is_set():
-            try:
-                Artifact.open(folder).rotation_tensors()
-            except RotationZooError as error:
-                problems.append(str(error))
-
-    reader = threading.Thread(target=look)
-    reader.start()
-    for number in range(30):
-        add_files(Artifact.open(folder), {"spectra.png": bytes(number)}, {})
-    stop.set()
-    reader.join()
-    assert problems == []
 
 
 @pytest.mark.hostile("crash")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_caches import LAYOUTS
 from support.codec import on_gpu
 from support.decode_cases import DIMS, Case, Drawing, error_of, reference
 
@@ -173,34 +172,6 @@ def test_a_wrong_output_fails_the_check():
     assert error_of(worse, expected).head > 4e-3
     worse[1, 3, 1, 0] = torch.nan
     assert error_of(worse, expected).row == torch.inf
-
-
-def test_cases_cover_what_they_should():
-    cases = EVERY
-    assert {case.dim for case in cases} >= {64, 80, 96, 112, 128, 160, 192, 256}
-    assert {case.format for case in cases} == set(LAYOUTS)
-    assert {case.group for case in cases} >= {1, 2, 4, 5, 7, 8, 12, 16}
-    assert {case.new for case in cases} == {1, 2, 3, 4}
-    assert any(0 in case.lengths for case in cases)
-
-
-@pytest.mark.parametrize("place", ["first", "last", "head", "tail"])
-def test_a_peak_outweighs_all_other_tokens(place):
-    case = replace(next(iter(quick())), lengths=(300, 40, 33), new=1, peak=(place, 40.0))
-    inputs = Drawing(case, "cpu").inputs()
-    expected = reference(inputs)
-    values = {
-        "first": inputs.packed.value.restore()[:, :, 0],
-        "last": torch.stack(
-            [inputs.packed.value.restore()[row, :, n - 1] for row, n in enumerate(case.lengths)]
-        ),
-        "head": inputs.head.value[:, :, 0].float(),
-        "tail": torch.stack(
-            [inputs.tail.value[row, :, n - 1].float() for row, n in enumerate(case.tail)]
-        ),
-    }
-    heads = values[place].double().repeat_interleave(case.group, 1)
-    assert (expected[:, :, 0] - heads).norm() / heads.norm() < 1e-2
 
 
 def poison(device: str) -> None:

@@ -24,7 +24,7 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize("around", ["{}\n", " {}\r\n", "\t{} "])
+@pytest.mark.parametrize("around", ["{}\n", "\t{} "])
 @pytest.mark.parametrize("name", VARIABLES)
 def test_white_space_around_a_token_is_not_part_of_it(zoo, made, monkeypatch, name, around):
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -91,7 +91,7 @@ def test_a_stored_login_is_used(zoo, made, monkeypatch, tmp_path):
 
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("place", ["huggingface", "modelscope"])
-@pytest.mark.parametrize("status", ["400 Bad", "401 No", "403 No", "404 No", "500 Oh"])
+@pytest.mark.parametrize("status", ["401 No", "500 Oh"])
 def test_a_hub_that_sends_the_token_back_does_not_have_it_printed(
     zoo, made, monkeypatch, place, status
 ):
@@ -234,3 +234,11 @@ def test_the_next_page_of_a_listing_elsewhere_gets_no_credential(zoo, listener, 
         hub.api.list_repo_commits(ZOO)
     assert listener.requests
     assert not [request for request in listener.requests if zoo.hf.token in request]
+
+
+def test_the_loopback_hubs_notice_a_token_under_another_name(zoo):
+    """Without this, the assertions on leaks above could not fail."""
+    address = zoo.hf.endpoint.replace("127.0.0.1", "localhost") + "/api/whoami-v2"
+    requests.get(address, headers={"Authorization": f"Bearer {zoo.hf.token}"}, timeout=10)
+    assert zoo.hf.leaks == ["GET /api/whoami-v2"]
+    zoo.hf.leaks.clear()

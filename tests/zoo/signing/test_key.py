@@ -128,12 +128,6 @@ def test_an_unsigned_push_does_not_break_a_signed_index(zoo, made, keys):
     assert zoo.hf.commits(ZOO) == commits
 
 
-def test_a_signed_index_on_the_second_hub_leaves_the_work_half_done(zoo, made, keys):
-    ok(zoo.run("push", made, ZOO, "--to", "modelscope", "--sign", keys.ours, "--json"))
-    text = refused(zoo.run("push", made, ZOO, "--to", "both"), code=3)
-    assert f"huggingface took it and modelscope did not: the index of {ZOO} is signed" in text
-
-
 def test_a_dry_run_lists_the_signatures(zoo, made, keys):
     words = ["push", made, ZOO, "--dry-run"]
     plan = ok(zoo.run(*words, "--json", "--sign", keys.ours))
@@ -278,8 +272,3 @@ def test_no_hint_would_overwrite_a_private_key_that_is_named_as_the_signer(zoo, 
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, "--signer", keys.ours))
     assert "holds no public key" in text
     assert f"-out {keys.ours}" not in text
-
-
-def test_adopting_an_index_is_a_matter_of_signing(zoo, made):
-    text = refused(zoo.run("push", made, ZOO, "--adopt-index"), code=2)
-    assert "--adopt-index" in text
