@@ -2,14 +2,13 @@
 computes anything."""
 
 import json
-import shutil
 import struct
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
-from support.command_line import READERS, SMALL_RECIPE, all_refuse, refused, small_artifact
+from support.command_line import READERS, SMALL_RECIPE, all_refuse, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
@@ -18,26 +17,13 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    return small_artifact(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "damaged"))
-
-
 # ---- sizes
 
 
+@pytest.mark.hostile("size")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.hostile("size"))
-        for n in ("manifest.json", "zoo_index.json")
-    ],
+    ["manifest.json", "zoo_index.json"],
 )
 def test_json_of_a_terabyte_is_not_read(inside, folder, name):
     """Sparse: it takes no room on the disk, and would take all of the memory."""
@@ -47,9 +33,10 @@ def test_json_of_a_terabyte_is_not_read(inside, folder, name):
     assert "has 1,099,511,627,776 bytes, and no such file has more" in refused(inside(*words))
 
 
+@pytest.mark.hostile("size")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.hostile("size")) for n in ("rotations", "statistics")],
+    ["rotations", "statistics"],
 )
 def test_tensors_of_a_terabyte_are_neither_hashed_nor_read(inside, folder, name):
     path = folder / f"{name}.safetensors"
@@ -105,9 +92,11 @@ HEADERS = {
 }
 
 
+@pytest.mark.hostile("size")
 @pytest.mark.parametrize(
     "data",
-    [pytest.param(d, id=name, marks=pytest.mark.hostile("size")) for name, d in HEADERS.items()],
+    HEADERS.values(),
+    ids=HEADERS,
 )
 def test_a_header_that_asks_for_more_than_the_file_has(inside, folder, data):
     """safetensors holds shape times type against the size of the file; what it lets through is held
@@ -158,12 +147,11 @@ CHANGES = {
 }
 
 
+@pytest.mark.hostile("values")
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        pytest.param(*row, id=name, marks=pytest.mark.hostile("values"))
-        for name, row in CHANGES.items()
-    ],
+    CHANGES.values(),
+    ids=CHANGES,
 )
 def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says):
     tensors = load_file(folder / "rotations.safetensors")
@@ -207,12 +195,12 @@ def test_statistics_that_the_manifest_does_not_list_are_nobodys(folder):
         }.items()
     ],
 )
-def test_a_checkpoint_that_is_damaged(made, tmp_path, change):
+def test_a_checkpoint_that_is_damaged(small, tmp_path, change):
     def stop(stage, done, total):
         if stage == "calibrating" and 0 < total // 2 <= done:
             raise KeyboardInterrupt
 
-    job = Job(str(made.parent / "tiny"), SMALL_RECIPE, tmp_path / "out", batch=1, device="cpu")
+    job = Job(str(small.parent / "tiny"), SMALL_RECIPE, tmp_path / "out", batch=1, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         calibrate(job, stop)
     from safetensors import safe_open

@@ -1,11 +1,9 @@
 """JSON of an artifact that is damaged: every command says where, in one sentence."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
-from support.command_line import all_refuse, refused, small_artifact
+from support.command_line import all_refuse, refused
 from support.reports import summary
 
 from rotationzoo.artifact.manifest import parse_manifest
@@ -14,17 +12,6 @@ from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
 from rotationzoo.storage import files, strict_json
 from rotationzoo.zoo import index
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    return small_artifact(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "damaged"))
-
 
 TEXTS = {
     "nothing": b"",
@@ -43,9 +30,11 @@ TEXTS = {
 }
 
 
+@pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
     "text",
-    [pytest.param(t, id=name, marks=pytest.mark.hostile("malformed")) for name, t in TEXTS.items()],
+    TEXTS.values(),
+    ids=TEXTS,
 )
 def test_text_that_is_no_json_of_ours(inside, folder, text):
     (folder / "manifest.json").write_bytes(text)

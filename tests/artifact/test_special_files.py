@@ -2,26 +2,14 @@
 
 import json
 import os
-import shutil
 import socket
 from pathlib import Path
 
 import pytest
-from support.command_line import edit_manifest, refused, small_artifact
+from support.command_line import edit_manifest, refused
 from support.models import save_tiny
 
 from rotationzoo.storage import files
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    return small_artifact(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made, tmp_path) -> Path:
-    """An artifact to do things to."""
-    return Path(shutil.copytree(made, tmp_path / "planted"))
 
 
 def special(path: Path, kind: str) -> None:
@@ -79,7 +67,7 @@ def test_a_report_of_an_evaluation_that_is_no_file(inside, folder, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_and_an_index_that_are_no_files(inside, made, kind):
+def test_a_checkpoint_and_an_index_that_are_no_files(inside, small, kind):
     (inside.folder / "rotations").mkdir()
     special(inside.folder / "rotations" / "demo-hadamard.checkpoint.safetensors", kind)
     assert "checkpoint" in refused(inside("calibrate", "demo", "--recipe", "hadamard"))
@@ -96,12 +84,10 @@ def model(tmp_path) -> Path:
     return save_tiny(tmp_path / "model")
 
 
+@pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.hostile("link"))
-        for n in ("README.md", "generation_config.json")
-    ],
+    ["README.md", "generation_config.json"],
 )
 def test_a_pipe_in_a_models_folder_is_not_waited_for(inside, model, name):
     special(model / name, "pipe")
@@ -109,19 +95,17 @@ def test_a_pipe_in_a_models_folder_is_not_waited_for(inside, model, name):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.hostile("path")
 @pytest.mark.parametrize(
     "shards",
     [
-        pytest.param(shards, marks=pytest.mark.hostile("path"))
-        for shards in (
-            {"a": "../secret.safetensors"},
-            {"a": "/etc/hostname"},
-            {"a": {"b": 1}},
-            {"a": None},
-            [],
-            "x",
-            3,
-        )
+        {"a": "../secret.safetensors"},
+        {"a": "/etc/hostname"},
+        {"a": {"b": 1}},
+        {"a": None},
+        [],
+        "x",
+        3,
     ],
 )
 def test_an_index_of_shards_names_files_of_its_folder(inside, model, shards):

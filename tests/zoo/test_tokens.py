@@ -1,6 +1,5 @@
 """Tokens: checked before they are sent, sent to the endpoint alone, and never printed."""
 
-import contextlib
 import json
 import pickle
 import time
@@ -12,9 +11,6 @@ import requests
 from support.hubs.hub import Answer
 from support.hubs.server import answer, broken
 from support.published import ZOO, ok, refused
-
-from rotationzoo.errors import HubError
-from rotationzoo.zoo.hubs.huggingface import HuggingFace
 
 SECRET = "se-cret-0123456789"
 VARIABLES = {
@@ -215,25 +211,6 @@ def test_an_upload_address_elsewhere_gets_no_credential(zoo, made, listener, mon
     uploads = [request for request in listener.requests if request.startswith("PUT ")]
     assert uploads
     assert not [request for request in listener.requests if hub.token in request]
-
-
-@pytest.mark.hostile("hub")
-def test_the_next_page_of_a_listing_elsewhere_gets_no_credential(zoo, listener, monkeypatch):
-    zoo.hf.create(ZOO)
-    honest = zoo.hf.answer
-
-    def paged(call):
-        given = honest(call)
-        if "/commits/" in call.target:
-            given.headers["Link"] = f'<{listener.endpoint}/next>; rel="next"'
-        return given
-
-    monkeypatch.setattr(zoo.hf, "answer", paged)
-    hub = HuggingFace()
-    with contextlib.suppress(HubError), hub._errors(ZOO, None):
-        hub.api.list_repo_commits(ZOO)
-    assert listener.requests
-    assert not [request for request in listener.requests if zoo.hf.token in request]
 
 
 def test_the_loopback_hubs_notice_a_token_under_another_name(zoo):

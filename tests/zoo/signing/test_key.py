@@ -272,3 +272,8 @@ def test_no_hint_would_overwrite_a_private_key_that_is_named_as_the_signer(zoo, 
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, "--signer", keys.ours))
     assert "holds no public key" in text
     assert f"-out {keys.ours}" not in text
+
+
+def test_adopting_an_index_is_a_matter_of_signing(zoo, made):
+    text = refused(zoo.run("push", made, ZOO, "--adopt-index"), code=2)
+    assert "--adopt-index" in text

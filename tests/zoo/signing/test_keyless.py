@@ -187,14 +187,6 @@ def test_without_the_keys_of_sigstore_nothing_is_said_to_be_signed(
     assert "cannot be fetched" in text or "cannot be read as a trust configuration" in text
 
 
-def test_nothing_is_signed_by_a_job_that_does_not_ask_for_it(job, made, zoo, sigstore):
-    result = job("push", made, ZOO, "--sign", "none", "--json")
-    assert "it is not signed; to sign it, add: --sign key.pem, or --sign keyless" in result.stderr
-    ok(result)
-    assert not sigstore.server.requests
-    assert "zoo_index.json.sig" not in zoo.hf.files(ZOO)
-
-
 def test_nobody_signs_keyless_without_an_identity(zoo, made, sigstore, monkeypatch):
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
     monkeypatch.setattr("sigstore.oidc.detect_credential", lambda: None)
