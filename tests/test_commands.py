@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from support.documented.pages import (
+from documented.pages import (
     PAGES,
     SHELL,
     blocks_of,
@@ -19,7 +19,7 @@ from support.documented.pages import (
     spans_of,
     understand,
 )
-from support.documented.world import World, small_world
+from documented.world import World, small_world
 from support.places import ROOT
 
 from rotationzoo.cli.app import COMMANDS

@@ -3,15 +3,19 @@ now and then."""
 
 import pytest
 import torch
+from loading import load
 from support import architectures
 
 from rotationzoo.calibration import checkpoint as checkpoints
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
+from rotationzoo.calibration.fit import fit
+from rotationzoo.codec import int2
 from rotationzoo.linalg import run_sums
 from rotationzoo.linalg.moments import Moment
+from rotationzoo.model.capture import capture
 from rotationzoo.model.geometry import geometry_of
-from rotationzoo.recipe import PRESETS, Recipe
+from rotationzoo.recipe import PRESETS, Data, Recipe
 
 BATCHES = list(torch.randint(3, 59, (3, 2, 32), generator=torch.Generator().manual_seed(2)))
 RECIPE = Recipe(sink=4, recent=6)
@@ -118,3 +122,35 @@ def test_a_save_that_would_take_long_waits(tmp_path, monkeypatch):
         now[0] += later
         assert checkpoint.save(statistics, 1) is is_saved
     assert checkpoint.save(statistics, 2, at_once=True)
+
+
+def test_a_rotation_costs_what_the_definition_costs(as_on_a_gpu):
+    """On activations of the demo model: eigenvalues, and the error of scores after 2-bit keys."""
+    loaded = load("demo", torch.bfloat16, Data(source="bundled", tokens=2048, length=512))
+    model, geometry, batches = loaded.model, loaded.geometry, loaded.batches(2)
+    keys = {}
+    with torch.no_grad(), capture(model, lambda layer, query, key, *_: keys.update({layer: key})):
+        model(batches[0], use_cache=False)
+    expected = collect(model, geometry, batches, Recipe())
+    wanted = fit(expected, Recipe(), geometry)
+    as_on_a_gpu()
+    fast = collect(model, geometry, batches, Recipe())
+    rotations = fit(fast, Recipe(), geometry)
+    for layer, moments in expected.items():
+        for kind, moment in moments.items():
+            eigenvalues = torch.linalg.eigvalsh(moment.second_moment)
+            error = torch.linalg.eigvalsh(fast[layer][kind].second_moment) / eigenvalues - 1
+            assert error.abs().max() < 1e-4  # measured 3e-6
+        metric = moments["query"].second_moment
+        codes, costs = [], []
+        for sides in (wanted[layer], rotations[layer]):
+            matrix = sides.key.matrix.double()
+            rotated = keys[layer][0].double() @ matrix
+            stored = int2.quantize(rotated)
+            noise = (int2.dequantize(stored) - rotated) @ matrix.mT
+            codes.append(stored.codes)
+            costs.append(((noise @ metric) * noise).sum(-1))
+        # A code that is nearly a half may become the other one, for more or for less.
+        same = (codes[0] == codes[1]).all(-1)
+        assert same.double().mean() > 0.95
+        assert abs(costs[1][same].sum() / costs[0][same].sum() - 1) < 1e-4  # measured 2e-7

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from support.places import ROOT
 
 from rotationzoo.cli.app import COMMANDS, app
-from support.places import ROOT
 
 PAGES = [
     ROOT / "README.md",
