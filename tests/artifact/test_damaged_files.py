@@ -3,19 +3,24 @@ computes anything."""
 
 import json
 import struct
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
-from support.command_line import READERS, SMALL_RECIPE, all_refuse, refused
+from support.command_line import (
+    READERS,
+    SMALL_RECIPE,
+    all_refuse,
+    edited_manifest,
+    put_file,
+    refused,
+)
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files
 
 # ---- sizes
 
@@ -54,9 +59,8 @@ def test_tensors_of_a_terabyte_are_neither_hashed_nor_read(inside, folder, name)
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize("size", [0, 1, 10**18])
 def test_a_manifest_that_lies_about_a_size(inside, folder, size):
-    content = json.loads((folder / "manifest.json").read_text())
-    content["files"]["rotations.safetensors"]["size"] = size
-    (folder / "manifest.json").write_text(json.dumps(content))
+    with edited_manifest(folder) as content:
+        content["files"]["rotations.safetensors"]["size"] = size
     result = inside("verify", folder)
     refused(result)
     assert f"bytes, not {size}" in result.stdout
@@ -101,7 +105,7 @@ HEADERS = {
 def test_a_header_that_asks_for_more_than_the_file_has(inside, folder, data):
     """safetensors holds shape times type against the size of the file; what it lets through is held
     against the geometry."""
-    replace_rotations(folder, data)
+    put_file(folder, "rotations.safetensors", data)
     for says in all_refuse(inside, folder):
         assert len(says) < 2000
     problems = verify(Artifact.open(folder)).problems
@@ -110,14 +114,6 @@ def test_a_header_that_asks_for_more_than_the_file_has(inside, folder, data):
 
 
 # ---- tensors
-
-
-def replace_rotations(folder: Path, data: bytes) -> None:
-    """Other rotations, with a manifest that says that they are right."""
-    (folder / "rotations.safetensors").write_bytes(data)
-    content = json.loads((folder / "manifest.json").read_text())
-    content["files"]["rotations.safetensors"] = {"size": len(data), "sha256": files.digest(data)}
-    (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def without(name):
@@ -156,7 +152,7 @@ CHANGES = {
 def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says):
     tensors = load_file(folder / "rotations.safetensors")
     change(tensors)
-    replace_rotations(folder, save(tensors))
+    put_file(folder, "rotations.safetensors", save(tensors))
     for word, *more in (*READERS, ("validate", "--device", "cpu")):
         result = inside(word, folder, *more)
         assert says in refused(result) + result.stdout, word
@@ -164,13 +160,8 @@ def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says
 
 @pytest.mark.hostile("malformed")
 def test_statistics_that_the_manifest_does_not_list_are_nobodys(folder):
-    artifact = Artifact.open(folder)
-    listed = {
-        name: known
-        for name, known in artifact.content["files"].items()
-        if name != "statistics.safetensors"
-    }
-    (folder / "manifest.json").write_text(json.dumps({**artifact.content, "files": listed}))
+    with edited_manifest(folder) as content:
+        del content["files"]["statistics.safetensors"]
     assert Artifact.open(folder).statistics_tensors() is None
 
 

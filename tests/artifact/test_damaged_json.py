@@ -1,16 +1,14 @@
 """JSON of an artifact that is damaged: every command says where, in one sentence."""
 
-import json
-
 import pytest
-from support.command_line import all_refuse, refused
+from support.command_line import all_refuse, edited_manifest, put_file, refused
 from support.reports import summary
 
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, strict_json
+from rotationzoo.storage import strict_json
 from rotationzoo.zoo import index
 
 TEXTS = {
@@ -116,9 +114,8 @@ def put(content: dict, path: str, value) -> None:
     ],
 )
 def test_a_manifest_of_wrong_types_says_where(folder, path, value):
-    content = json.loads((folder / "manifest.json").read_text())
-    put(content, path, value)
-    (folder / "manifest.json").write_text(json.dumps(content))
+    with edited_manifest(folder) as content:
+        put(content, path, value)
     with pytest.raises(RotationZooError) as refusal:
         Artifact.open(folder)
     said, _, where = str(refusal.value).partition(" is damaged: ")
@@ -130,11 +127,10 @@ def test_a_manifest_of_wrong_types_says_where(folder, path, value):
 def test_what_only_some_artifacts_have_may_be_missing(folder):
     """An artifact of an earlier version, without the keys that came later and with some that nobody
     knows."""
-    content = json.loads((folder / "manifest.json").read_text())
-    del content["calibration"]["note"], content["model"]["license"]
-    content["run"] = {"seconds": 1.5, "peak_memory_bytes": None, "host": "x"}
-    content["signature"] = {"by": "somebody"}
-    (folder / "manifest.json").write_text(json.dumps(content))
+    with edited_manifest(folder) as content:
+        del content["calibration"]["note"], content["model"]["license"]
+        content["run"] = {"seconds": 1.5, "peak_memory_bytes": None, "host": "x"}
+        content["signature"] = {"by": "somebody"}
     assert verify(Artifact.open(folder)).ok
     assert Artifact.open(folder).content == content
 
@@ -150,10 +146,7 @@ def test_what_only_some_artifacts_have_may_be_missing(folder):
     ],
 )
 def test_an_evaluation_of_wrong_types(inside, folder, text):
-    content = json.loads((folder / "manifest.json").read_text())
-    content["files"]["evaluation.json"] = {"size": len(text), "sha256": files.digest(text)}
-    (folder / "manifest.json").write_text(json.dumps(content))
-    (folder / "evaluation.json").write_bytes(text)
+    put_file(folder, "evaluation.json", text)
     assert "evaluation.json is damaged: " in refused(inside("report", folder))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.command_line import edit_manifest, refused
+from support.command_line import edited_manifest, put_file, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -217,15 +217,12 @@ def test_an_index_that_leads_elsewhere_is_refused(where, name):
 
 
 @pytest.mark.hostile("path")
-@pytest.mark.parametrize(
-    "name",
-    ["../../secret", "/etc/hostname", ".git"],
-)
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", ".git"])
 def test_a_manifest_names_files_of_its_own_folder_alone(inside, folder, name):
     secret = folder.parent.parent / "secret"
     secret.write_text("")
-    known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit_manifest(folder, files=known | {name: {"size": 0, "sha256": files.digest(b"")}})
+    with edited_manifest(folder) as content:
+        content["files"][name] = {"size": 0, "sha256": files.digest(b"")}
     assert "is damaged: files." in refused(inside("verify", folder))
     (folder / ".git").mkdir()
     assert "is damaged: files." in refused(
@@ -237,12 +234,7 @@ def test_a_manifest_names_files_of_its_own_folder_alone(inside, folder, name):
 @pytest.mark.hostile("path")
 def test_restart_replaces_no_file_that_is_no_part_of_an_artifact(inside, folder):
     """Whatever the manifest says, which somebody else may have written."""
-    (folder / "thesis.tex").write_text("years of work")
-    known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit_manifest(
-        folder,
-        files=known | {"thesis.tex": {"size": 13, "sha256": files.sha256(folder / "thesis.tex")}},
-    )
+    put_file(folder, "thesis.tex", b"years of work")
     says = refused(inside("calibrate", "demo", "--recipe", "hadamard", "-o", folder, "--restart"))
     assert "also holds thesis.tex, which is no part of an artifact" in says
     assert (folder / "thesis.tex").read_text() == "years of work"

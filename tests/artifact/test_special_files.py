@@ -6,10 +6,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.command_line import edit_manifest, refused
+from support.command_line import put_file, refused
 from support.models import save_tiny
-
-from rotationzoo.storage import files
 
 
 def special(path: Path, kind: str) -> None:
@@ -58,10 +56,7 @@ def test_nothing_waits_for_a_pipe_or_reads_a_device(inside, folder, name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_report_of_an_evaluation_that_is_no_file(inside, folder, kind):
-    known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit_manifest(
-        folder, files=known | {"evaluation.json": {"size": 2, "sha256": files.digest(b"{}")}}
-    )
+    put_file(folder, "evaluation.json", b"{}")
     special(folder / "evaluation.json", kind)
     assert "evaluation.json" in refused(inside("report", folder))
 

@@ -1,15 +1,12 @@
 """What tests of the command line ask of a run: its one error, and the files that it left."""
 
 import json
-import shutil
-import tempfile
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.recipe import PRESETS, Data
-from support.models import save_tiny
+from rotationzoo.storage import files
 
 SMALL = ["--tokens", "2048", "--length", "256"]
 TITLE = "\x1b]0;owned\x07"  # sets the title of a terminal's window
@@ -51,23 +48,6 @@ READERS = (
 )
 
 
-def small_artifact(folder: Path) -> Path:
-    """An artifact in `folder / out`, and its model in `folder / tiny`: copies of those that this
-    process calibrated once."""
-    kept = _calibrate_once()
-    for name in ("tiny", "out"):
-        shutil.copytree(Path(kept.name) / name, folder / name)
-    return folder / "out"
-
-
-@cache
-def _calibrate_once() -> tempfile.TemporaryDirectory:
-    kept = tempfile.TemporaryDirectory(prefix="rotationzoo-small-")
-    folder = Path(kept.name)
-    calibrate(Job(str(save_tiny(folder / "tiny")), SMALL_RECIPE, folder / "out", device="cpu"))
-    return kept
-
-
 def refused(result) -> str:
     """One sentence and no traceback."""
     assert result.returncode in (1, 2), (result.stdout, result.stderr)
@@ -82,6 +62,17 @@ def all_refuse(inside, folder: Path) -> list[str]:
     return [refused(inside(word, folder, *more)) for word, *more in READERS]
 
 
-def edit_manifest(folder: Path, **changes) -> None:
+@contextmanager
+def edited_manifest(folder: Path) -> Iterator[dict]:
+    """The content of an artifact's manifest, which is written when the block ends."""
     path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
+
+
+def put_file(folder: Path, name: str, data: bytes) -> None:
+    """Write a file of an artifact, and have the manifest say that it is right."""
+    (folder / name).write_bytes(data)
+    with edited_manifest(folder) as content:
+        content["files"][name] = {"size": len(data), "sha256": files.digest(data)}

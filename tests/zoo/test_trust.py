@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.command_line import edited_manifest
 from support.hubs.hub import Fault
 from support.published import ZOO, nothing_left, ok, refused
 
@@ -175,9 +176,8 @@ def test_a_commit_of_a_stranger_on_ones_own_pull_request_is_not_built_on(zoo, ma
 def renamed(made: Path, folder: Path, **changes) -> Path:
     """A copy of an artifact whose manifest says something else of its model."""
     copy = shutil.copytree(made, folder)
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["model"] |= changes
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with edited_manifest(copy) as manifest:
+        manifest["model"] |= changes
     return copy
 
 
