@@ -55,18 +55,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def content(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        chunks = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(chunks)
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def handle_call(self) -> None:
-        hub, call = self.server.hub, Call(self.command, self.path, self.headers, self.content())
+        hub, call = self.server.hub, Call(self.command, self.path, self.headers, self.body())
         fault = hub.record(call)
         what = fault.what if fault else None
         if isinstance(what, int):
