@@ -12,10 +12,14 @@ import torch
 import transformers
 from support import process_server
 from support.browser import Browser, running_browser
+from support.induction import save_induction
+from support.jobs import job
 from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
 from support.published import keys, made, zoo  # noqa: F401
 from support.ranks import Launcher
+
+from rotationzoo.artifact.store import Artifact
 
 # Nothing in this process may look for a hub; subprocesses get one of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -75,6 +79,20 @@ def move_seeds(offset: int) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def induction(tmp_path_factory) -> Path:
+    """A model that can do the tasks `needles` and `quote`, but not `key-value`."""
+    return save_induction(tmp_path_factory.mktemp("models") / "induction")
+
+
+@pytest.fixture(scope="session")
+def calibrated(tiny, tmp_path_factory) -> Artifact:
+    """The artifact of the tiny model, which no test may change."""
+    from rotationzoo.calibration.job import calibrate
+
+    return calibrate(job(tiny, tmp_path_factory.mktemp("calibrated")))
 
 
 def environment(home: Path) -> dict[str, str]:

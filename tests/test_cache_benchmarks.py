@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import benchmark_generate
 import benchmark_memory
 import pytest
 import torch
@@ -56,17 +55,3 @@ def test_running_out_of_memory_is_an_outcome(memory):
     finished = memory.generate(model, RotatedCache(None, model), 2100)
     assert (finished["tokens"], finished["stored_tokens"]) == (8, 2107)
     assert memory.outcome(finished).startswith("generates 8 tokens")
-
-
-def test_speeds_stand_beside_the_fastest_exact_cache():
-    sizes = {"step_milliseconds": 10.0, "cache_gib": 1.0, "peak_gib": 2.0}
-    speeds = {
-        "RotatedCache, pages": 100.0,
-        "DynamicCache, bfloat16": 40.0,
-        "StaticCache, bfloat16": 50.0,
-    }
-    arms = {name: {**sizes, "tokens_per_second": speed} for name, speed in speeds.items()}
-    arms["RotatedCache, rows"] = {"error": "OutOfMemoryError: too large"}
-    lines = benchmark_generate.table(arms).splitlines()
-    assert lines[2] == "| RotatedCache, pages | 100.0 | 10.0 | 2.00 | 1.00 | 2.00 |"
-    assert lines[5] == "| RotatedCache, rows | OutOfMemoryError: too large | | | | |"

@@ -5,16 +5,21 @@ import re
 import sys
 
 import pytest
-from support.documented.blocks import PAGES, SHELL, blocks_of, left_out, name_of, script_of
-from support.documented.options import (
+from documented.pages import (
+    PAGES,
+    SHELL,
+    blocks_of,
     check_options,
     commands_in,
+    left_out,
     lone_options,
+    name_of,
     options_of,
+    script_of,
     spans_of,
     understand,
 )
-from support.documented.world import World, small_world
+from documented.world import World, small_world
 from support.places import ROOT
 
 from rotationzoo.cli.app import COMMANDS

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmark_decode import SHAPES, Row, fastest, table
+from benchmark_decode import SHAPES
 from decode_arms import exact_arms as list_exact_arms
 from decode_arms import exact_error, first_request, packed_variants
 from decode_caches import LAYOUTS, Shape, Storage, exact_caches, packed_caches
-from decode_timing import Timing
 
 from rotationzoo.codec.attention import attend
 
@@ -44,18 +43,3 @@ def test_every_order_of_a_cache_in_memory_gives_its_own_attention():
         if arm.name == "sdpa flash":
             both = [arm.view(side, SHAPE) for side in memory]
             assert exact_error(arm.read(query, *both), query, *both) < 1e-2
-
-
-def test_the_table_compares_with_the_fastest_exact_kernel():
-    times = {"a": 4e-6, "b": 2e-6, "c": 1e-6}
-    rows = [
-        Row("1 x 2", name, 2 if name == "c" else 16, "", 8_000, 0.0, Timing(t, t, t, True))
-        for name, t in times.items()
-    ]
-    rows.append(replace(rows[0], timing=Timing(3e-6, 3e-6, 3e-6, True)))
-    lines = table(fastest(rows), {"copy": 1e10, "read": 2e10}).splitlines()
-    assert lines[2:] == [
-        "| 1 x 2 | a | 3.0 | 0.27 | 0.13 | 0.67 | 0e+00 |  |",
-        "| 1 x 2 | b | 2.0 | 0.40 | 0.20 | 1.00 | 0e+00 |  |",
-        "| 1 x 2 | c | 1.0 | 0.80 | 0.40 | 2.00 | 0e+00 |  |",
-    ]

@@ -7,30 +7,16 @@ import pytest
 import torch
 from engine_caches import (
     ENGINE_CACHES,
-    EngineArm,
     gaussian_centroids,
-    read_fp8,
     read_int4_per_token_head,
     read_lloyd_max,
     read_q4_0,
     read_q8_0,
-    read_uniform,
 )
-from support import architectures
-from support.float64 import CLOSE
-
-from rotationzoo.model.capture import intercept
-from rotationzoo.model.geometry import geometry_of
-from rotationzoo.simulation.layout import CacheLayout
-from rotationzoo.simulation.simulated import Simulation
-from rotationzoo.simulation.size import arm_bits
 
 ROWS = torch.randn(3, 2, 17, 128, generator=torch.Generator().manual_seed(0))
 ROWS[0, 0, 0, :32] = 0  # a block whose scale is zero
 ROWS[..., 5] *= 30
-
-IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
-NO_WINDOWS = CacheLayout(sink=0, recent=0)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +50,6 @@ def test_llama_cpp_spreads_a_towering_channel_over_the_row(name):
     odd = torch.randn(4, 96, generator=torch.Generator().manual_seed(1))
     plain = read_q4_0 if name == "q4_0" else read_q8_0
     assert torch.equal(cache.key.read(odd), plain(odd))
-
-
-def test_fp8_saturates_and_has_three_bits_of_mantissa():
-    row = torch.tensor([1.0, 1.0624, 1.0626, 500.0, -1e9, 0.0])
-    assert read_fp8(row).tolist() == [1.0, 1.0, 1.125, 448.0, -448.0, 0.0]
 
 
 def test_int4_per_token_head_against_a_loop():
@@ -121,11 +102,6 @@ def test_turboquant_keeps_the_norm_of_keys(bits):
     assert error == pytest.approx({3: 0.0345, 4: 0.0095}[bits], rel=0.06)
 
 
-def test_turboquant_stores_values_with_a_minimum_and_a_scale():
-    row = torch.tensor([0.0, 1.0, 2.0, 3.4, 7.0])
-    assert read_uniform(row, 3).tolist() == [0.0, 1.0, 2.0, 3.0, 7.0]
-
-
 def test_bits_are_those_of_the_packed_rows():
     bits = {name: cache.key.bits_per_element(128) for name, cache in ENGINE_CACHES.items()}
     assert (bits["q8_0"], bits["q4_0"], bits["fp8"]) == (8.5, 4.5, 8)
@@ -133,29 +109,3 @@ def test_bits_are_those_of_the_packed_rows():
     # `key_packed_size` and `value_packed_size` of vLLM's TurboQuantConfig, in bytes.
     assert bits["turboquant_3bit_nc"] * 128 / 8 == 128 * 3 / 8 + 2
     assert ENGINE_CACHES["turboquant_3bit_nc"].value.bits_per_element(128) * 16 == 48 + 4
-
-
-@pytest.mark.parametrize("name", ["fp8", "int4_per_token_head", "turboquant_3bit_nc"])
-def test_every_query_reads_all_tokens_quantized_its_own_too(name):
-    model = architectures.build("qwen3", torch.float64)
-    geometry = geometry_of(model)
-    storage = ENGINE_CACHES[name]
-
-    def read(layer, query, key, value, attend):
-        rows = storage.key.read(key.float()), storage.value.read(value.float())
-        return attend(query, *[each.to(query.dtype) for each in rows])
-
-    with torch.no_grad():
-        plain = model(input_ids=IDS, use_cache=False).logits
-        with intercept(model, read):
-            expected = model(input_ids=IDS, use_cache=False).logits
-        simulation = Simulation(EngineArm(name, storage), NO_WINDOWS, geometry, {0, 1, 2, 3})
-        with simulation.running(model):
-            simulated = model(input_ids=IDS, use_cache=False).logits
-    assert (simulated - expected).abs().max() <= CLOSE * plain.abs().max()
-    assert (simulated - plain).abs().max() > 1e-3 * plain.abs().max()
-    dim = geometry[0].key_dim
-    bits = [storage.side(side).bits_per_element(dim) for side in ("key", "value")]
-    assert arm_bits(geometry, EngineArm(name, storage), NO_WINDOWS, 100) == pytest.approx(
-        sum(bits) / 2
-    )

@@ -43,14 +43,6 @@ def test_files_of_the_bundled_texts_are_left_out_in_other_releases_too(name, tmp
     assert lab_rows.read_sources([tmp_path]) == [SEEN]
 
 
-def test_words_of_training_are_whole_and_none_of_those_that_judge():
-    words = lab_rows.common_words(
-        ["socket socket buffer SomeClass lonelyword " + POOLS["judge"][0]]
-    )
-    assert words[0] == "socket"
-    assert set(words) == {"socket", "buffer"}
-
-
 def test_rows_have_one_length_and_weigh_their_answers(source, tokenizer):
     draw = random.Random(3)
     groups = [lab_rows._write_group(draw, 2048) for _ in range(8)]
@@ -85,13 +77,6 @@ def test_the_loss_of_training_is_that_of_the_model(name):
         torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)
         weights[:, 32:] = 3
         assert train_lab_models.loss_of(model, ids, weights) != loss
-
-
-def test_lanes_have_equal_shares():
-    lanes = train_lab_models.lanes_of(["llama", "biased", "qwen3", "demo"], 2)
-    shares = [sum(train_lab_models.MODELS[name].share for name in lane) for lane in lanes]
-    assert sorted(shares) == [2, 3]
-    assert sorted(name for lane in lanes for name in lane) == ["biased", "demo", "llama", "qwen3"]
 
 
 @pytest.mark.parametrize(

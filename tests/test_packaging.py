@@ -8,8 +8,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
-from support.makefile import TEXT, recipe_of
-from support.places import ROOT
+from support.places import ROOT, TEXT, recipe_of
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS = "docs", "engines", "sign", "tasks"  # what CI installs with the package; `cuda` needs a GPU

@@ -4,8 +4,6 @@ import hashlib
 import importlib
 import json
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from http.cookies import SimpleCookie
 from types import SimpleNamespace
 
@@ -13,10 +11,9 @@ import pytest
 from support.browser import scrolls_sideways, serious_findings
 from support.places import ROOT
 from support.published import ok
+from support.reports import OF_ARTIFACT, Made, make_evaluation
 from support.space import OWNERS_TOKEN, ZOO, publish_model, running_space
-from support.stored_figures import OF_ARTIFACT, Made, make_evaluation
 
-from rotationzoo.errors import RotationZooError
 from rotationzoo.network import tokens
 
 pytestmark = pytest.mark.thorough
@@ -292,42 +289,6 @@ def test_tokens_are_forgotten_and_nobody_on_the_way_crowds_out_a_visitor(modules
     sessions.end(last)
     assert sessions.find(last) is None
     assert tokens.redact("hf_last") == "hf_last"
-
-
-def test_plans_leave_threads_to_the_other_pages(modules, monkeypatch):
-    planning = modules("planning")
-    monkeypatch.setattr(planning, "_run", lambda *words: {"model": words[1]})
-    monkeypatch.setattr(planning, "_queue", threading.BoundedSemaphore(1))
-    planning._queue.acquire()
-    with pytest.raises(RotationZooError, match="others are waiting"):
-        planning.make_plan(MODEL, "H100", 8192)
-    planning._queue.release()
-    for model in (MODEL, f"{MODEL}-2"):
-        assert planning.make_plan(model, "H100", 8192) == {"model": model}
-
-
-def test_one_visitor_waits_for_the_hub_and_the_others_see_what_was_read_before(
-    modules, monkeypatch
-):
-    zoo_entries = modules("zoo_entries")
-    asked, answered = threading.Event(), threading.Event()
-
-    def load():
-        asked.set()
-        assert answered.wait(10)
-        return "new"
-
-    zoo = zoo_entries.Zoo("a/zoo")
-    monkeypatch.setattr(zoo, "_load", lambda: "old")
-    assert zoo.entries() == "old"
-    monkeypatch.setattr(zoo_entries, "_FRESH", -1)  # seconds: it is read again at once
-    monkeypatch.setattr(zoo, "_load", load)
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(zoo.entries)
-        assert asked.wait(10)
-        assert zoo.entries() == "old"
-        answered.set()
-        assert waiting.result() == "new"
 
 
 def test_a_code_for_another_visitor_signs_nobody_in(space):

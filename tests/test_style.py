@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.makefile import recipe_of
-from support.places import ROOT
+from support.places import ROOT, recipe_of
 
 PACKAGE = ROOT / "rotationzoo"
 # A package or a top-level module imports only from those before it; inside a package, modules

@@ -1,13 +1,12 @@
 """How the benchmarks read transformers' quantized caches: as `generate` does, one token at a
 time."""
 
-import pytest
 import torch
 import transformers_caches
 from support import architectures
 from transformers import Cache
 from transformers.cache_utils import QuantizedLayer
-from transformers_caches import CACHES, ThroughCache, TransformersCache
+from transformers_caches import ThroughCache, TransformersCache
 
 IDS = torch.randint(3, 59, (2, 100), generator=torch.Generator().manual_seed(1))
 RESIDUAL = 8
@@ -50,21 +49,3 @@ def test_pieces_of_a_batch_are_read_as_single_tokens_are(monkeypatch):
     assert (logits - expected).abs().max() < 1e-4
     exact = model(input_ids=IDS).logits[:, -30:]
     assert (logits - exact).abs().max() > 0.01
-
-
-@pytest.mark.parametrize(
-    ("kept", "prefix"),
-    [
-        (320, 1728),  # the rest fits into the residual
-        (100, 1728),
-        (500, 1536),  # at most 2048 - 500, and a multiple of 64
-    ],
-)
-def test_the_prefix_ends_before_the_first_answer(kept, prefix):
-    assert TransformersCache("hqq", 2, axis=0).prefix(2048, kept) == prefix
-
-
-def test_bits_count_a_full_residual():
-    assert CACHES["hqq-2"].stored_bits == 2.5
-    bits = TransformersCache("hqq", 2, axis=0, residual=512).bits_per_element(2048)
-    assert bits == 2.5 * 0.75 + 16 * 0.25

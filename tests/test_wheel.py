@@ -3,7 +3,6 @@ the wheel works in an environment that does not know this repository."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.metadata import Metadata
-from packaging.requirements import Requirement
 from support.places import ROOT
 
 from rotationzoo import Artifact, __version__
@@ -106,22 +103,6 @@ def test_the_source_distribution_makes_the_same_wheel_and_has_no_tests(built):
     }
     assert others == TOP_LEVEL
     assert contents(built.wheel) == contents(built.direct)
-
-
-def test_what_the_wheel_asks_for(built):
-    """Names and versions are ones that installers take, and what an error tells a reader to install
-    is what an extra asks for."""
-    metadata = Metadata.from_email(contents(built.wheel)[f"{NAME}.dist-info/METADATA"])
-    extras = set(metadata.provides_extra)
-    marks = [str(line.marker) for line in metadata.requires_dist if line.marker]
-    assert {extra for extra in extras if any(f'"{extra}"' in mark for mark in marks)} == extras
-    asked = {str(line).partition(";")[0] for line in metadata.requires_dist if line.marker}
-    named = set()
-    for path in sorted((ROOT / "rotationzoo").rglob("*.py")):
-        for line in re.findall(r"pip install ((?:'[^'{]+' ?)+)", path.read_text("utf-8")):
-            named |= {str(Requirement(each)) for each in re.findall(r"'([^']+)'", line)}
-    assert len(named) >= 8
-    assert named <= asked
 
 
 @pytest.fixture(scope="module")

@@ -2,42 +2,33 @@
 computes anything."""
 
 import json
-import shutil
 import struct
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
-from support.damage import READERS, SMALL, all_refuse, refused, small_artifact
+from support.command_line import (
+    READERS,
+    SMALL_RECIPE,
+    all_refuse,
+    edited_manifest,
+    put_file,
+    refused,
+)
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    return small_artifact(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "damaged"))
-
 
 # ---- sizes
 
 
+@pytest.mark.hostile("size")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=pytest.mark.hostile("size"))
-        for n in ("manifest.json", "zoo_index.json")
-    ],
+    ["manifest.json", "zoo_index.json"],
 )
 def test_json_of_a_terabyte_is_not_read(inside, folder, name):
     """Sparse: it takes no room on the disk, and would take all of the memory."""
@@ -47,9 +38,10 @@ def test_json_of_a_terabyte_is_not_read(inside, folder, name):
     assert "has 1,099,511,627,776 bytes, and no such file has more" in refused(inside(*words))
 
 
+@pytest.mark.hostile("size")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.hostile("size")) for n in ("rotations", "statistics")],
+    ["rotations", "statistics"],
 )
 def test_tensors_of_a_terabyte_are_neither_hashed_nor_read(inside, folder, name):
     path = folder / f"{name}.safetensors"
@@ -67,9 +59,8 @@ def test_tensors_of_a_terabyte_are_neither_hashed_nor_read(inside, folder, name)
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize("size", [0, 1, 10**18])
 def test_a_manifest_that_lies_about_a_size(inside, folder, size):
-    content = json.loads((folder / "manifest.json").read_text())
-    content["files"]["rotations.safetensors"]["size"] = size
-    (folder / "manifest.json").write_text(json.dumps(content))
+    with edited_manifest(folder) as content:
+        content["files"]["rotations.safetensors"]["size"] = size
     result = inside("verify", folder)
     refused(result)
     assert f"bytes, not {size}" in result.stdout
@@ -84,9 +75,6 @@ HEADERS = {
     "more elements than bytes": header(
         layers__0__key__rotation={"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 64]}
     ),
-    "beyond the file": header(
-        layers__0__key__rotation={"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}
-    ),
     "an overflow": header(
         layers__0__key__rotation={
             "dtype": "F32",
@@ -99,25 +87,25 @@ HEADERS = {
         a={"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
         b={"dtype": "F32", "shape": [16], "data_offsets": [0, 64]},
     ),
-    "a type of its own": header(a={"dtype": "Q4", "shape": [16], "data_offsets": [0, 64]}),
     "a type that no artifact has": header(
         a={"dtype": "U8", "shape": [64], "data_offsets": [0, 64]}
     ),
-    "nothing": b"",
     "a name of 1 MB": header(
         **{"x" * (1 << 20): {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}
     ),
 }
 
 
+@pytest.mark.hostile("size")
 @pytest.mark.parametrize(
     "data",
-    [pytest.param(d, id=name, marks=pytest.mark.hostile("size")) for name, d in HEADERS.items()],
+    HEADERS.values(),
+    ids=HEADERS,
 )
 def test_a_header_that_asks_for_more_than_the_file_has(inside, folder, data):
     """safetensors holds shape times type against the size of the file; what it lets through is held
     against the geometry."""
-    replace_rotations(folder, data)
+    put_file(folder, "rotations.safetensors", data)
     for says in all_refuse(inside, folder):
         assert len(says) < 2000
     problems = verify(Artifact.open(folder)).problems
@@ -126,14 +114,6 @@ def test_a_header_that_asks_for_more_than_the_file_has(inside, folder, data):
 
 
 # ---- tensors
-
-
-def replace_rotations(folder: Path, data: bytes) -> None:
-    """Other rotations, with a manifest that says that they are right."""
-    (folder / "rotations.safetensors").write_bytes(data)
-    content = json.loads((folder / "manifest.json").read_text())
-    content["files"]["rotations.safetensors"] = {"size": len(data), "sha256": files.digest(data)}
-    (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def without(name):
@@ -146,15 +126,10 @@ def reshaped(name, change):
 
 KEY = "layers.0.key.rotation"
 CHANGES = {
-    "no clip": (without("layers.1.value.clip"), "value clip missing: layer 1"),
     "no rotation": (without(KEY), "key rotation missing: layer 0"),
-    "no eigenvalues": (without("layers.0.key.eigenvalues"), "key eigenvalues missing"),
     "fewer heads": (reshaped(KEY, lambda t: t[:1]), "of another shape or type"),
-    "more heads": (reshaped(KEY, lambda t: torch.cat([t, t])), "of another shape or type"),
     "another dimension": (reshaped(KEY, lambda t: t[:, :8, :8]), "of another shape or type"),
-    "flat": (reshaped(KEY, lambda t: t.flatten()), "of another shape or type"),
     "float64": (reshaped(KEY, lambda t: t.double()), "of another shape or type"),
-    "integers": (reshaped(KEY, lambda t: t.long()), "of another shape or type"),
     "clips for one head": (
         reshaped("layers.0.key.clip", lambda t: t[:1]),
         "key clip of another shape",
@@ -163,59 +138,30 @@ CHANGES = {
         lambda tensors: tensors.update({"layers.x.key.rotation": torch.ones(1)}),
         "belong to no layer",
     ),
-    "another name": (
-        lambda tensors: tensors.update({"rotation": torch.ones(1)}),
-        "belong to no layer",
-    ),
     "none": (lambda tensors: tensors.clear(), "missing: layers 0, 1"),
     "NaN": (reshaped(KEY, lambda t: t * float("nan")), "key rotation not finite"),
 }
 
 
+@pytest.mark.hostile("values")
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        pytest.param(*row, id=name, marks=pytest.mark.hostile("values"))
-        for name, row in CHANGES.items()
-    ],
+    CHANGES.values(),
+    ids=CHANGES,
 )
 def test_tensors_that_are_not_those_of_the_geometry(inside, folder, change, says):
     tensors = load_file(folder / "rotations.safetensors")
     change(tensors)
-    replace_rotations(folder, save(tensors))
+    put_file(folder, "rotations.safetensors", save(tensors))
     for word, *more in (*READERS, ("validate", "--device", "cpu")):
         result = inside(word, folder, *more)
         assert says in refused(result) + result.stdout, word
 
 
-@pytest.mark.hostile("values")
-def test_an_evaluation_of_tensors_that_do_not_fit(inside, folder, made):
-    tensors = load_file(folder / "rotations.safetensors")
-    del tensors["layers.0.key.clip"]
-    replace_rotations(folder, save(tensors))
-    words = (
-        "evaluate",
-        made.parent / "tiny",
-        folder,
-        "--tokens",
-        "512",
-        "--length",
-        "256",
-        "--queries",
-        "0",
-    )
-    assert "key clip missing: layer 0" in refused(inside(*words))
-
-
 @pytest.mark.hostile("malformed")
 def test_statistics_that_the_manifest_does_not_list_are_nobodys(folder):
-    artifact = Artifact.open(folder)
-    listed = {
-        name: known
-        for name, known in artifact.content["files"].items()
-        if name != "statistics.safetensors"
-    }
-    (folder / "manifest.json").write_text(json.dumps({**artifact.content, "files": listed}))
+    with edited_manifest(folder) as content:
+        del content["files"]["statistics.safetensors"]
     assert Artifact.open(folder).statistics_tensors() is None
 
 
@@ -240,12 +186,12 @@ def test_statistics_that_the_manifest_does_not_list_are_nobodys(folder):
         }.items()
     ],
 )
-def test_a_checkpoint_that_is_damaged(made, tmp_path, change):
+def test_a_checkpoint_that_is_damaged(small, tmp_path, change):
     def stop(stage, done, total):
         if stage == "calibrating" and 0 < total // 2 <= done:
             raise KeyboardInterrupt
 
-    job = Job(str(made.parent / "tiny"), SMALL, tmp_path / "out", batch=1, device="cpu")
+    job = Job(str(small.parent / "tiny"), SMALL_RECIPE, tmp_path / "out", batch=1, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         calibrate(job, stop)
     from safetensors import safe_open

@@ -1,58 +1,38 @@
 """JSON of an artifact that is damaged: every command says where, in one sentence."""
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
-from support.damage import all_refuse, refused, small_artifact
+from support.command_line import all_refuse, edited_manifest, put_file, refused
 from support.reports import summary
 
 from rotationzoo.artifact.manifest import parse_manifest
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.errors import RotationZooError
-from rotationzoo.storage import files, strict_json
+from rotationzoo.storage import strict_json
 from rotationzoo.zoo import index
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    return small_artifact(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "damaged"))
-
 
 TEXTS = {
     "nothing": b"",
     "half": b'{"schema": 1, "model"',
-    "no table": b"[]",
-    "a number": b"1",
     "null": b"null",
     "deep": b"[" * 100_000,
-    "deep and closed": b'{"a":' * 900 + b"1" + b"}" * 900,
     "40 deep": b"[" * 40 + b"]" * 40,
     "no UTF-8": b'{"schema": "\xff\xfe"}',
     "half a character": b'{"schema": 1, "model": "\\ud800"}',
     "a key twice": b'{"schema": 1, "schema": 1}',
     "NaN": b'{"schema": NaN}',
-    "infinity": b'{"schema": -Infinity}',
     "1e999": b'{"schema": 1e999}',
-    "5,000 digits": b'{"schema": ' + b"9" * 5000 + b"}",
     "20 digits": b'{"schema": ' + b"9" * 20 + b"}",
     "a word": b'{"schema": "1"}',
-    "a truth": b'{"schema": true}',
-    "1.5": b'{"schema": 1.5}',
     "zeros": bytes(100),
 }
 
 
+@pytest.mark.hostile("malformed")
 @pytest.mark.parametrize(
     "text",
-    [pytest.param(t, id=name, marks=pytest.mark.hostile("malformed")) for name, t in TEXTS.items()],
+    TEXTS.values(),
+    ids=TEXTS,
 )
 def test_text_that_is_no_json_of_ours(inside, folder, text):
     (folder / "manifest.json").write_bytes(text)
@@ -133,9 +113,8 @@ def put(content: dict, path: str, value) -> None:
     ],
 )
 def test_a_manifest_of_wrong_types_says_where(folder, path, value):
-    content = json.loads((folder / "manifest.json").read_text())
-    put(content, path, value)
-    (folder / "manifest.json").write_text(json.dumps(content))
+    with edited_manifest(folder) as content:
+        put(content, path, value)
     with pytest.raises(RotationZooError) as refusal:
         Artifact.open(folder)
     said, _, where = str(refusal.value).partition(" is damaged: ")
@@ -147,11 +126,10 @@ def test_a_manifest_of_wrong_types_says_where(folder, path, value):
 def test_what_only_some_artifacts_have_may_be_missing(folder):
     """An artifact of an earlier version, without the keys that came later and with some that nobody
     knows."""
-    content = json.loads((folder / "manifest.json").read_text())
-    del content["calibration"]["note"], content["model"]["license"]
-    content["run"] = {"seconds": 1.5, "peak_memory_bytes": None, "host": "x"}
-    content["signature"] = {"by": "somebody"}
-    (folder / "manifest.json").write_text(json.dumps(content))
+    with edited_manifest(folder) as content:
+        del content["calibration"]["note"], content["model"]["license"]
+        content["run"] = {"seconds": 1.5, "peak_memory_bytes": None, "host": "x"}
+        content["signature"] = {"by": "somebody"}
     assert verify(Artifact.open(folder)).ok
     assert Artifact.open(folder).content == content
 
@@ -167,10 +145,7 @@ def test_what_only_some_artifacts_have_may_be_missing(folder):
     ],
 )
 def test_an_evaluation_of_wrong_types(inside, folder, text):
-    content = json.loads((folder / "manifest.json").read_text())
-    content["files"]["evaluation.json"] = {"size": len(text), "sha256": files.digest(text)}
-    (folder / "manifest.json").write_text(json.dumps(content))
-    (folder / "evaluation.json").write_bytes(text)
+    put_file(folder, "evaluation.json", text)
     assert "evaluation.json is damaged: " in refused(inside("report", folder))
 
 

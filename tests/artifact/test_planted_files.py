@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.damage import edit_manifest, refused, small_artifact
+from support.command_line import edited_manifest, put_file, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -16,17 +16,6 @@ from rotationzoo.storage import files
 from rotationzoo.writer import add_files
 from rotationzoo.zoo import index
 from rotationzoo.zoo.upload import prepare_upload
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    return small_artifact(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def folder(made, tmp_path) -> Path:
-    """An artifact to do things to."""
-    return Path(shutil.copytree(made, tmp_path / "planted"))
 
 
 @pytest.fixture
@@ -45,12 +34,13 @@ def docs(tmp_path) -> SimpleNamespace:
 # ---- planted links
 
 
+@pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     ("place", "to_file"),
     [
-        pytest.param("rotations/.demo-hadamard.partial", False, marks=pytest.mark.hostile("link")),
-        pytest.param("rotations/.demo-hadamard.old", False, marks=pytest.mark.hostile("link")),
-        pytest.param("rotations/.demo-hadamard.partial", True, marks=pytest.mark.hostile("link")),
+        ("rotations/.demo-hadamard.partial", False),
+        ("rotations/.demo-hadamard.old", False),
+        ("rotations/.demo-hadamard.partial", True),
     ],
 )
 def test_calibrate_follows_no_link_beside_its_output(inside, docs, place, to_file):
@@ -63,18 +53,14 @@ def test_calibrate_follows_no_link_beside_its_output(inside, docs, place, to_fil
     assert verify(Artifact.open(inside.folder / "rotations/demo-hadamard")).ok
 
 
+@pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("rotations/demo-hadamard", marks=pytest.mark.hostile("link")),
-        pytest.param("rotations/.demo-hadamard.lock", marks=pytest.mark.hostile("link")),
-        pytest.param(
-            "rotations/.demo-hadamard.checkpoint.safetensors.lock",
-            marks=pytest.mark.hostile("link"),
-        ),
-        pytest.param(
-            "rotations/demo-hadamard.checkpoint.safetensors", marks=pytest.mark.hostile("link")
-        ),
+        "rotations/demo-hadamard",
+        "rotations/.demo-hadamard.lock",
+        "rotations/.demo-hadamard.checkpoint.safetensors.lock",
+        "rotations/demo-hadamard.checkpoint.safetensors",
     ],
 )
 def test_a_link_in_the_place_of_an_output_or_a_lock_is_refused(inside, docs, name):
@@ -98,17 +84,15 @@ def test_a_link_that_the_user_names_is_followed(inside, tmp_path):
     assert (inside.folder / "there").is_symlink()
 
 
+@pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.hostile("link"))
-        for name in (
-            ".README.md.partial",
-            ".probe.partial",
-            ".manifest.json.partial",
-            "README.md",
-            "spectra.png",
-        )
+        ".README.md.partial",
+        ".probe.partial",
+        ".manifest.json.partial",
+        "README.md",
+        "spectra.png",
     ],
 )
 def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
@@ -122,16 +106,14 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     assert [problem.split()[0] for problem in problems] == [name] * name.startswith(".")
 
 
+@pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.hostile("link"))
-        for name in (
-            "out/k_rotation_oscar2_center.pt",
-            ".out.partial",
-            ".out.old",
-            "out/.oscar_0.pending.json",
-        )
+        "out/k_rotation_oscar2_center.pt",
+        ".out.partial",
+        ".out.old",
+        "out/.oscar_0.pending.json",
     ],
 )
 def test_an_export_writes_through_no_link(inside, folder, docs, name):
@@ -152,12 +134,10 @@ def test_an_index_is_written_through_no_link(tmp_path, docs):
     assert (tmp_path / "zoo_index.json").read_bytes() == b"{}"
 
 
+@pytest.mark.hostile("link")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.hostile("link"))
-        for name in ("rotations.safetensors", "statistics.safetensors", "manifest.json")
-    ],
+    ["rotations.safetensors", "statistics.safetensors", "manifest.json"],
 )
 def test_what_is_a_link_is_neither_verified_nor_published(inside, folder, tmp_path, name):
     """Even to the very bytes: what it leads to may be other ones a moment later."""
@@ -202,9 +182,8 @@ OUTSIDE = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.hostile("path")) for name in OUTSIDE]
-)
+@pytest.mark.hostile("path")
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_no_name_leads_out_of_its_folder(tmp_path, name):
     with pytest.raises(RotationZooError, match="is no path inside a folder"):
         files.child(tmp_path, name)
@@ -219,9 +198,8 @@ def test_a_folder_inside_that_is_a_link_leads_nowhere(tmp_path, docs):
         files.child(tmp_path / "folder", "sub/thesis.tex")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.hostile("path")) for name in OUTSIDE]
-)
+@pytest.mark.hostile("path")
+@pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("where", ["recipe", "revision", "path", "file", "model"])
 def test_an_index_that_leads_elsewhere_is_refused(where, name):
     copy = {"hub": "huggingface", "repo": "a/b", "path": "c", "revision": "0" * 40}
@@ -238,18 +216,13 @@ def test_an_index_that_leads_elsewhere_is_refused(where, name):
         index.parse(content, "an index")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.hostile("path"))
-        for n in ("../../secret", "/etc/hostname", ".git")
-    ],
-)
+@pytest.mark.hostile("path")
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", ".git"])
 def test_a_manifest_names_files_of_its_own_folder_alone(inside, folder, name):
     secret = folder.parent.parent / "secret"
     secret.write_text("")
-    known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit_manifest(folder, files=known | {name: {"size": 0, "sha256": files.digest(b"")}})
+    with edited_manifest(folder) as content:
+        content["files"][name] = {"size": 0, "sha256": files.digest(b"")}
     assert "is damaged: files." in refused(inside("verify", folder))
     (folder / ".git").mkdir()
     assert "is damaged: files." in refused(
@@ -261,12 +234,7 @@ def test_a_manifest_names_files_of_its_own_folder_alone(inside, folder, name):
 @pytest.mark.hostile("path")
 def test_restart_replaces_no_file_that_is_no_part_of_an_artifact(inside, folder):
     """Whatever the manifest says, which somebody else may have written."""
-    (folder / "thesis.tex").write_text("years of work")
-    known = json.loads((folder / "manifest.json").read_text())["files"]
-    edit_manifest(
-        folder,
-        files=known | {"thesis.tex": {"size": 13, "sha256": files.sha256(folder / "thesis.tex")}},
-    )
+    put_file(folder, "thesis.tex", b"years of work")
     says = refused(inside("calibrate", "demo", "--recipe", "hadamard", "-o", folder, "--restart"))
     assert "also holds thesis.tex, which is no part of an artifact" in says
     assert (folder / "thesis.tex").read_text() == "years of work"
@@ -291,11 +259,11 @@ def test_an_export_keeps_what_it_did_not_write(inside, folder):
 
 
 @pytest.mark.hostile("link")
-def test_a_model_is_copied_without_what_its_links_lead_to(made, docs, tmp_path):
-    model = Path(shutil.copytree(made.parent / "tiny", tmp_path / "model"))
+def test_a_model_is_copied_without_what_its_links_lead_to(small, docs, tmp_path):
+    model = Path(shutil.copytree(small.parent / "tiny", tmp_path / "model"))
     (model / "notes.txt").symlink_to(docs.file)
     with pytest.raises(RotationZooError, match=r"notes\.txt leads out of its folder"):
-        absorb(Artifact.open(made), str(model), tmp_path / "out")
+        absorb(Artifact.open(small), str(model), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
     cache = tmp_path / "models--a--b"  # as the hub's client keeps models
@@ -306,5 +274,5 @@ def test_a_model_is_copied_without_what_its_links_lead_to(made, docs, tmp_path):
     snapshot.mkdir()
     for path in (cache / "blobs").iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    copied = absorb(Artifact.open(made), str(snapshot), tmp_path / "out")
+    copied = absorb(Artifact.open(small), str(snapshot), tmp_path / "out")
     assert not [path for path in copied.iterdir() if path.is_symlink()]

@@ -65,18 +65,6 @@ def test_layers_that_share_a_cache_count_for_its_owner():
         assert kinds["key"].weight.tolist() == [tokens * 28 / 32] * 2
 
 
-def test_two_head_dims_and_unequal_keys_and_values():
-    for name, shapes in {
-        "gemma4": {(2, 16, 16), (2, 32, 32)},
-        "mimo_v2_flash": {(4, 16, 16), (2, 16, 16)},
-    }.items():
-        model = architectures.build(name)
-        geometry = geometry_of(model)
-        rotations = fit(collect(model, geometry, BATCHES, Recipe(sink=4)), Recipe(), geometry)
-        assert {tuple(sides.key.matrix.shape) for sides in rotations.values()} == shapes
-    assert rotations[0].value.matrix.shape == (4, 12, 12)
-
-
 def test_not_finite_activations_name_the_layer():
     model = architectures.build("qwen3")
     with torch.no_grad():

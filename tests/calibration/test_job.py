@@ -57,14 +57,6 @@ def test_a_finished_job_is_not_done_again(calibrated, tiny, monkeypatch):
     assert again.identity == calibrated.identity
 
 
-def test_the_rotations_can_be_refitted_without_the_model(calibrated):
-    """U from the stored rotation diagonalises the stored statistic, whose eigenvalues are the
-    stored ones."""
-    statistics, rotations = calibrated.statistics_tensors(), calibrated.rotation_tensors()
-    values = torch.linalg.eigvalsh(statistics["layers.1.query.second_moment"])
-    assert torch.allclose(values.float(), rotations["layers.1.key.eigenvalues"], rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_recipe_makes_a_sound_artifact(name, tiny, tmp_path):
     recipe = PRESETS[name].model_copy(update={"data": SMALL})

@@ -3,8 +3,6 @@ job."""
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -96,23 +94,6 @@ def test_a_whole_job_takes_what_the_dry_run_says(command, tmp_path):
     made = command(*words, alone=True)
     assert made.returncode == 0, made.stderr
     assert 0.8 < planned / json.loads(made.stdout)["peak_memory_bytes"] < 1.6  # 0.91 to 1.01
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the two apart")
-def test_the_peak_is_that_of_the_process_itself():
-    """Linux hands the peak of a process on to those that it starts: a job would seem as large as
-    what it was started from, here a process that held 800 MiB more."""
-    ask = "from rotationzoo.calibration.memory import peak_memory; print(peak_memory())"
-    large = (
-        "import subprocess, sys\n"
-        "held = bytearray(b'x') * (800 << 20)\n"
-        "del held\n"
-        f"{ask}\n"
-        f"print(subprocess.check_output([sys.executable, '-c', {ask!r}], text=True))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, check=True)
-    large_peak, own_peak = map(int, done.stdout.split())
-    assert own_peak < large_peak - (400 << 20)
 
 
 def test_where_the_system_does_not_tell_the_peak_it_is_asked_otherwise(monkeypatch, tmp_path):

@@ -15,14 +15,9 @@ BF16 = {
     "Llama-3.1-8B": 131_072,  # 32 x 2 x 8 x 128 x 2
     "Llama-3.3-70B": 327_680,  # 80 x 2 x 8 x 128 x 2
     "Qwen2.5-7B": 57_344,  # 28 x 2 x 4 x 128 x 2
-    "Qwen2.5-72B": 327_680,
     "Qwen3-4B": 147_456,  # 36 x 2 x 8 x 128 x 2
     "Qwen3-8B": 147_456,
-    "Qwen3-32B": 262_144,  # 64 x 2 x 8 x 128 x 2
     "Qwen3-30B-A3B": 98_304,  # 48 x 2 x 4 x 128 x 2
-    "Mistral-7B-v0.3": 131_072,
-    "GLM-4-9B-0414": 40_960,  # 40 x 2 x 2 x 128 x 2
-    "phi-4": 204_800,  # 40 x 2 x 10 x 128 x 2
 }
 # The same for a quantized token in the format of sglang: a row of 128 takes 32 bytes and two
 # float32, 40 bytes together; so layers x 2 x KV heads x 40.
@@ -30,14 +25,9 @@ INT2 = {
     "Llama-3.1-8B": 20_480,
     "Llama-3.3-70B": 51_200,
     "Qwen2.5-7B": 8_960,
-    "Qwen2.5-72B": 51_200,
     "Qwen3-4B": 23_040,
     "Qwen3-8B": 23_040,
-    "Qwen3-32B": 40_960,
     "Qwen3-30B-A3B": 15_360,
-    "Mistral-7B-v0.3": 20_480,
-    "GLM-4-9B-0414": 6_400,
-    "phi-4": 32_000,
 }
 
 

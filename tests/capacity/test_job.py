@@ -28,7 +28,6 @@ def measure(tmp_path):
     ("name", "gpu", "says"),
     [
         ("Llama-3.3-70B", "RTX 3090", "No: even in 4 bits, the weights take 39.8 GB"),
-        ("Qwen2.5-72B", "RTX 3090", "No: even in 4 bits, the weights take 41.5 GB"),
         ("Qwen2.5-7B", "RTX 3090", "weights as published and a cache in bf16, fp8, int4 or int2"),
         ("Llama-3.3-70B", "2x RTX 3090", "weights in 4 bits and a cache in int2"),
         ("Llama-3.3-70B", "H100", "weights in 4 bits and a cache in fp8, int4 or int2"),

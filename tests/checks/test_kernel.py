@@ -10,28 +10,17 @@ import torch
 from support.models import save_tiny
 
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.checks.kernel import Validation, validate_kernel
 from rotationzoo.errors import RotationZooError
-from rotationzoo.recipe import PRESETS, Data
-from rotationzoo.storage import files
 from rotationzoo.writer import add_files
 
 ON_CPU = Validation(rows=64, device="cpu")
 
 
-@pytest.fixture(scope="module")
-def demo_artifact(tmp_path_factory):
-    recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
-    output = tmp_path_factory.mktemp("validate") / "made"
-    return calibrate(Job("demo", recipe, output, device="cpu")).folder
-
-
 @pytest.fixture
-def folder(demo_artifact, tmp_path):
+def folder(made, tmp_path):
     """A copy of the demo model's artifact, to change."""
-    return shutil.copytree(demo_artifact, tmp_path / "artifact")
+    return shutil.copytree(made, tmp_path / "artifact")
 
 
 def contents(folder):
@@ -82,22 +71,6 @@ def test_another_model_is_refused(folder, tmp_path):
     other = save_tiny(tmp_path / "other")
     with pytest.raises(RotationZooError, match="was not made for"):
         validate_kernel(Artifact.open(folder), replace(ON_CPU, model=str(other)))
-
-
-def test_a_full_disk_leaves_the_artifact_as_it_was(folder, monkeypatch):
-    artifact = Artifact.open(folder)
-    before = contents(folder)
-    write = files.write_new
-
-    def full(path, data):
-        if path.name == "manifest.json":
-            raise OSError(28, "No space left on device")
-        return write(path, data)
-
-    monkeypatch.setattr(files, "write_new", full)
-    with pytest.raises(RotationZooError, match="No space left"):
-        add_files(artifact, {"evaluation.json": b"{}"}, {"new": 1})
-    assert contents(folder) == before
 
 
 def test_the_command_line(inside):

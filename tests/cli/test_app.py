@@ -260,10 +260,6 @@ def test_an_unforeseen_error_is_its_type_and_first_line(inside, monkeypatch, err
     assert "\x1b" not in asked_for
 
 
-def test_tracebacks_only_when_asked_for(command):
-    assert "Traceback" in command("calibrate", "./nowhere", env={"ROTATIONZOO_DEBUG": "1"}).stderr
-
-
 # ---- JSON of a command that fails
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from support.codec_rows import RATIOS, largest, many, rows
+from support.codec import RATIOS, largest, many, rows
 
 from rotationzoo.codec import int2
 from rotationzoo.codec.clip import bisected_threshold, clip_threshold

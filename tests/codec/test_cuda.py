@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.devices import on_gpu
-from support.nvcc import spilled_registers
+from support.codec import on_gpu, spilled_registers
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import edge_rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.devices import gpu
+from support.codec import gpu
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2

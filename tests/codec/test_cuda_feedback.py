@@ -1,13 +1,16 @@
 """The CUDA kernel of error feedback: equal to its definition on a CPU, which runs the same source,
 and on a GPU; tests/codec/test_cuda.py has the other kernels."""
 
+import ctypes
+import re
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from support import cuda_on_cpu
-from support.devices import on_cpu, on_gpu
-from support.nvcc import spilled_registers
+from support.codec import on_cpu, on_gpu, spilled_registers
+from support.places import TESTS
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
@@ -70,12 +73,53 @@ def assert_equal(packed: cuda.Packed, expected: int2.Quantized, format: int2.For
     assert torch.equal(packed.metadata.cpu().view(torch.uint8), metadata.view(torch.uint8))
 
 
+HEADER = TESTS / "support" / "cuda_on_cpu.h"
+# Functions of int2.cu in PTX, which the header has in C++. Their definitions become unused names.
+IN_PTX = re.compile(r"(__device__ \w+ )((?:from|to)_half|(?:min|max)_nan)(\()")
+LAUNCH = """
+extern "C" void launch(
+    const Element* rows, long long count, int heads, int blocks, const float* factors,
+    unsigned char* codes, Metadata* metadata, int* refused) {
+  for (blockIdx.y = 0; blockIdx.y < heads; blockIdx.y++)
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+      for (threadIdx.x = 0; threadIdx.x < ROWS; threadIdx.x++)
+        quantize_with_feedback(rows, count, factors, codes, metadata, refused);
+}
+"""
+
+
+def quantize_on_cpu(
+    folder: Path, rows: torch.Tensor, factor: torch.Tensor, group: int, format: int2.Format
+) -> tuple[cuda.Packed, bool]:
+    """What `cuda_encoder.quantize_with_feedback` stores, and whether the kernel refuses a row."""
+    heads, count, dim = rows.shape
+    variant = cuda.Variant(dim, group, rows.dtype, format, feedback=True)
+    source, library = folder / "kernel.cpp", folder / "kernel.so"
+    renamed = IN_PTX.sub(r"\1ptx_\2\3", variant.source).replace("1.0f / 0.0f", "HUGE_VALF")
+    source.write_text(f'#include "{HEADER}"\n{renamed}{LAUNCH}')
+    macros = [f"-D{name}={value}" for name, value in variant.macros()]
+    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
+    # Shared memory has one name in every library that is loaded, and must not be one array.
+    flags += ["-shared", "-fPIC", "-fno-gnu-unique"]
+    command = ["g++", *flags, *macros, "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    packed = cuda.empty_packed(rows, group, format)
+    refused = cuda.unset_flag(rows.device)
+    rows, factor = rows.contiguous(), factor.contiguous()
+    tensors = rows, factor, packed.codes, packed.metadata, refused
+    first, *others = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    blocks = -(-count // variant.block_rows)
+    ctypes.CDLL(str(library)).launch(first, ctypes.c_longlong(count), heads, blocks, *others)
+    return packed, bool(refused)
+
+
 @on_cpu
 @pytest.mark.parametrize(("dim", "group", "dtype", "format"), COMPILED)
 def test_the_source_run_on_a_cpu_is_the_definition(dim, group, dtype, format, tmp_path):
     """No thread needs another, so C++ can run them in turn."""
     rows, factor = sample(dim, dtype)[:, ::4], factorize(metrics(dim))
-    packed, refused = cuda_on_cpu.quantize(tmp_path, rows, factor, group, FORMATS[format])
+    packed, refused = quantize_on_cpu(tmp_path, rows, factor, group, FORMATS[format])
     assert not refused
     assert_equal(packed, feedback.quantize(rows, factor, group, FORMATS[format]), FORMATS[format])
 
@@ -86,7 +130,7 @@ def test_the_source_run_on_a_cpu_refuses_what_the_definition_does(number, tmp_pa
     rows = torch.ones(1, 3, 16)
     rows[0, 1, 15] = number
     factor = factorize(torch.zeros(1, 16, 16))
-    _, refused = cuda_on_cpu.quantize(tmp_path, rows, factor, 16, int2.SGLANG)
+    _, refused = quantize_on_cpu(tmp_path, rows, factor, 16, int2.SGLANG)
     assert refused
 
 

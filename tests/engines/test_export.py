@@ -9,11 +9,11 @@ import pytest
 from support import engine_readers as engines
 from support.engine_artifacts import (
     base_for,
+    check_engine,
     exported,
     layers_of,
     rows_of,
 )
-from support.engine_checks import check_engine
 
 from rotationzoo.engines.base import Options
 from rotationzoo.engines.registry import ENGINES
@@ -90,19 +90,6 @@ def test_other_geometries_are_served_or_refused(family, engine, made, tmp_path):
     with pytest.raises(RotationZooError, match=reason):
         exported(engine, artifact, tmp_path)
     assert not (tmp_path / "out").exists()
-
-
-def test_mlx_itself_multiplies_by_the_rotation(made, tmp_path):
-    mx = pytest.importorskip("mlx.core")
-    artifact = made(head_dim=32)
-    done = exported("mlx", artifact, tmp_path)
-    stored = mx.load(str(done.path / "k_rotation.safetensors"))
-    rows = rows_of(layers_of(artifact)[1], "key")
-    found = np.array(mx.array(rows.numpy()) @ mx.swapaxes(stored["layer_1"], -1, -2))
-    assert (
-        np.abs(found - (rows @ artifact.rotation_tensors()["layers.1.key.rotation"]).numpy()).max()
-        < 1e-4
-    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

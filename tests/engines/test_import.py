@@ -83,16 +83,6 @@ def recompose(moment: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return compositions.compose(basis * (basis * given).sum(0).sign(), "r_h_pbr", len(matrix))
 
 
-def test_eigenvalues_are_optional(pair):
-    for side in (pair.key, pair.value):
-        for entry in side["layers"].values():
-            del entry["eigenvalues"]
-    artifact = pair.read()
-    assert verify(artifact).ok
-    assert artifact.statistics_tensors() is None
-    assert any("no eigenvalues" in note for note in artifact.content["imported"]["notes"])
-
-
 def test_layers_that_share_one_matrix(tmp_path):
     """Published Hadamard pairs hold one matrix for all layers, which safetensors would not
     write."""

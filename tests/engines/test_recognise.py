@@ -43,7 +43,7 @@ def slow_directions(dim: int, seed: int, strength: float) -> torch.Tensor:
     return moment + strength * torch.linalg.eigvalsh(moment)[-1] * basis @ basis.mT
 
 
-@pytest.mark.parametrize("strength", [0.8, 1.0, 1.3, 2.0])
+@pytest.mark.parametrize("strength", [0.8, 2.0])
 def test_a_stated_composition_is_believed_although_the_reverse_order_shows_the_mark_more(
     pair, strength
 ):

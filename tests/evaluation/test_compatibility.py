@@ -6,7 +6,6 @@ import transformers
 from support.models import save_tiny
 from support.reports import evaluate
 
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import RotationZooError, UsageError
@@ -36,12 +35,6 @@ def test_an_artifact_that_was_calibrated_on_the_text_is_noted(artifacts):
     seen = Data(source=str(BUNDLED), tokens=2048, length=512)
     job = Evaluation("demo", artifacts[:1], seen, queries=0, tasks=TaskSettings(()))
     assert "oscar was calibrated on this very text" in evaluate(job)["notes"]
-
-
-def test_groups_that_do_not_divide_the_heads_are_refused(artifacts, monkeypatch):
-    monkeypatch.setattr(Artifact, "recipe", Recipe(group_size=48))
-    with pytest.raises(RotationZooError, match="but groups of 4, 8, 16, 32, 64 do"):
-        evaluate(Evaluation("demo", artifacts[:1], ONE_ROW))
 
 
 def test_what_does_not_fit_is_refused_before_the_weights(artifacts, tmp_path, tiny):

@@ -5,7 +5,6 @@ import math
 import shutil
 
 import pytest
-from support.induction import save_induction
 from support.reports import arm, exact
 
 from rotationzoo.artifact.store import Artifact
@@ -22,24 +21,19 @@ from rotationzoo.recipe import PRESETS, Data
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_induction(tmp_path_factory.mktemp("models") / "induction")
-
-
-@pytest.fixture(scope="module")
-def mine(model, tmp_path_factory):
+def mine(induction, tmp_path_factory):
     data = Data(tokens=512, length=256)
     changes = {"data": data, "sink": 16, "recent": 64, "feedback": True}
     recipe = PRESETS["oscar"].model_copy(update=changes)
     folder = tmp_path_factory.mktemp("made") / "mine"
-    return calibrate(Job(str(model), recipe, folder, device="cpu")).folder
+    return calibrate(Job(str(induction), recipe, folder, device="cpu")).folder
 
 
-def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(model, mine, capsys):
+def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
     measured = evaluate(
-        Evaluation(str(model), [mine], text, tasks=tasks, device="cpu", save_to=[mine])
+        Evaluation(str(induction), [mine], text, tasks=tasks, device="cpu", save_to=[mine])
     )
     report = measured.report()
     assert list(report["arms"]) == ["mine", "mine+feedback", *BASELINES]
@@ -78,7 +72,7 @@ def test_both_ways_to_write_keys_are_arms_and_the_verdict_is_on_the_nearest(mode
     assert "* mine+feedback against mine, the same bytes: " in card
 
 
-def test_arms_of_artifacts_come_first_and_no_two_have_one_name(model, mine, tmp_path):
+def test_arms_of_artifacts_come_first_and_no_two_have_one_name(induction, mine, tmp_path):
     taken = shutil.copytree(mine, tmp_path / "mine+feedback")
     artifacts = [Artifact.open(folder) for folder in (taken, mine, mine)]
     arms = build_arms(artifacts, artifacts[0].geometry)

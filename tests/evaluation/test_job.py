@@ -127,21 +127,6 @@ def test_a_layer_in_2_bits_is_so_for_all_that_read_its_cache(tmp_path):
     assert refusal.value.hint == "name that layer: --layers 1"
 
 
-def test_chunked_prefill_reads_less_of_the_quantized_history():
-    """The more is kept exact, the less is lost: in a chunk its own tokens are, and with `window`
-    also some before it, which no server keeps."""
-    text = Data(tokens=1024, length=512)
-    options = dict(data=text, windows=[(4, 64)], queries=16, tasks=NO_TASKS)
-    chunked = options | dict(prefill_chunk=256)
-    decode = evaluate(Evaluation("demo", [], **options))
-    server = evaluate(Evaluation("demo", [], **chunked))
-    window = evaluate(Evaluation("demo", [], prefill_layout="window", **chunked))
-    kl = [report["arms"]["identity"]["attention_kl"] for report in (window, server, decode)]
-    assert 0 < kl[0] < kl[1] < kl[2]
-    layouts = [report["prefill_layout"] for report in (decode, server, window)]
-    assert layouts == [None, "server", "window"]
-
-
 def test_how_it_was_prefilled_is_said_wherever_the_figures_are(inside, artifacts, tmp_path):
     folder = shutil.copytree(artifacts[0], tmp_path / "made")
     words = ["evaluate", "demo", folder, "--save", "--windows", "4/64", "--queries", 0]
@@ -178,11 +163,11 @@ def test_windows_and_layers_on_the_command_line():
             parse_layers(text)
 
 
-def test_the_command_line(command, inside, artifacts, monkeypatch):
-    folder = Path(shutil.copytree(artifacts[0], command.folder / "made"))
+def test_the_command_line(inside, artifacts, monkeypatch):
+    folder = Path(shutil.copytree(artifacts[0], inside.folder / "made"))
     words = ["evaluate", "demo", folder, "--windows", "16/64,64/256"]
     words += ["--tokens", "512", "--length", "512", "--tasks", "none"]
-    shown = command(*words, "--save", "--json")
+    shown = inside(*words, "--save", "--json")
     assert shown.returncode == 0, shown.stderr
     report = json.loads(shown.stdout)
     assert {"tokens", "exact", "arms"} <= report.keys()

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import only_error
+from support.command_line import edited_manifest, only_error
 from support.models import save_tiny
 from support.reports import evaluate
 
@@ -75,9 +75,8 @@ def test_an_export_that_pools_names_the_command_and_then_has_the_figures(inside,
 
 def test_what_cannot_be_pooled_is_refused_before_a_model_is_read(inside, mine):
     (mine / "statistics.safetensors").unlink()
-    manifest = json.loads((mine / "manifest.json").read_text())
-    del manifest["files"]["statistics.safetensors"]
-    (mine / "manifest.json").write_text(json.dumps(manifest))
+    with edited_manifest(mine) as manifest:
+        del manifest["files"]["statistics.safetensors"]
     error = only_error(inside("evaluate", "no-such-model", mine, "--pooled"))
     assert "cannot be pooled: it has no statistics" in error
     error = only_error(inside("evaluate", "no-such-model", "--pooled"), 2)

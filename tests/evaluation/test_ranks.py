@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from support.induction import save_induction
 from support.jobs import job
 from support.ranks import Beside, silent
 from support.reports import evaluate
@@ -24,11 +23,6 @@ TASKS = TaskSettings(("quote",), questions=4)
 WORDS = [
     "--tokens", "704", "--length", "352", "--queries", "4", "--tasks", "quote", "--questions", "4",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def induction(tmp_path_factory):
-    return save_induction(tmp_path_factory.mktemp("models") / "induction")
 
 
 @pytest.fixture(scope="module")

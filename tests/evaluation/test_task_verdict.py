@@ -54,23 +54,6 @@ def test_with_one_question_a_prompt_it_is_mcnemars_exact_test(first, second):
     assert sign_flip([1] * first + [-1] * second) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("correlation", [0.1, 0.2, 0.4])
-def test_equal_arms_are_seldom_told_apart_though_a_prompts_questions_fail_together(correlation):
-    """24 prompts of 8 questions, of which either arm alone answers some. McNemar's test over
-    questions tells equal arms apart in 8, 12 and 22 % of such evaluations."""
-    draw, level, trials = np.random.default_rng(7), 0.05, 2000
-    common = draw.standard_normal((trials, 24, 1)) * correlation**0.5
-    own = draw.standard_normal((trials, 24, 8)) * (1 - correlation) ** 0.5
-    gains = np.sign(common + own).astype(int).sum(-1)
-    found = np.mean([sign_flip(each) < level for each in gains.tolist()])
-    # Three standard errors of the share of 2,000 trials.
-    assert found < level + 3 * (level * (1 - level) / trials) ** 0.5
-    over_questions = np.mean(
-        [stats.norm.sf(abs(each.sum()) / 192**0.5) * 2 < level for each in gains]
-    )
-    assert over_questions > 1.4 * level, "the questions are independent after all"
-
-
 def test_log_probabilities_are_compared_by_prompts():
     """Three prompts of two, two and four questions: the standard error is that of their means."""
     logs = [-1.0, -2.0, -3.0, -3.0, -4.0, -4.0, -5.0, -5.0]

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.induction import save_induction
 from support.reports import evaluate
 
 from rotationzoo.artifact.manifest import parse_manifest
-from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.cli.evaluate_view import suggest_next
 from rotationzoo.cli.options import parse_tasks
 from rotationzoo.cli.output import Output
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -26,16 +24,9 @@ from rotationzoo.recall.answers import Answers
 from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.report.card import render_card
-from rotationzoo.zoo.regenerate import compare_rotations
 
 LENGTH, SHORT = 512, 352
 TEXT = Data(tokens=LENGTH, length=LENGTH)
-
-
-@pytest.fixture(scope="module")
-def induction(tmp_path_factory):
-    """A model that can do `needles` and `quote`, but not `key-value`."""
-    return save_induction(tmp_path_factory.mktemp("models") / "induction")
 
 
 @pytest.fixture(scope="module")
@@ -127,35 +118,6 @@ def check_cells(score):
     able = [each for each in asked if each.get("can_do", True)] or asked
     if asked:
         assert lengths == {each["length"]: each["questions"] for each in able}
-
-
-def test_worse_answers_are_a_reason_not_to_publish(report):
-    """As if the rotations of the artifact had been published, and no rotation were the new one."""
-    measured = Measured.model_validate(report)
-    published, new = measured.window.arms["mine"], measured.window.arms["identity"]
-    arms = {
-        "mine": published,
-        "identity": new.model_copy(update={"kind": "artifact", "artifact": "0" * 64}),
-    }
-    window = measured.window.model_copy(update={"arms": arms})
-    measured = measured.model_copy(update={"windows": [window]})
-    identities = "0" * 64, published.artifact
-    with pytest.raises(RotationZooError, match="the new rotations of it answer worse"):
-        compare_rotations(measured, identities, "it", Path("new"))
-
-
-def test_an_exact_cache_answers_exactly_as_the_model_does(job):
-    """With neither side in 2 bits, the simulation reads exact copies alone."""
-    tasks = replace(job.tasks, names=("quote",))
-    report = evaluate(replace(job, artifacts=[], sides=(), tasks=tasks))
-    exact = report["exact"]["tasks"]
-    for arm in report["arms"].values():
-        for task, score in arm["tasks"].items():
-            assert score["correct"] == exact[task]["correct"]
-            # Measured: at most 1e-5 apart, from sums in another order.
-            assert score["log_probabilities"] == pytest.approx(
-                exact[task]["log_probabilities"], abs=1e-3
-            )
 
 
 def test_the_report_is_saved_and_shown_with_answers_first(report, job):

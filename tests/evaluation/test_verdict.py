@@ -73,24 +73,6 @@ def test_many_comparisons_are_corrected_for():
     assert alone["p_value"] < among_many["p_value"]
 
 
-@pytest.mark.parametrize("level", [0.05])
-def test_equal_arms_are_rarely_called_different(level):
-    """500 evaluations of four texts and three baselines that are all the same but for noise: two
-    standard errors would call a third of them different (measured 172 of 500), the correction 5 %
-    at most. How many of 500 that are varies as a binomial."""
-    generator = torch.Generator().manual_seed(1)
-    wrong = two_errors = 0
-    for _ in range(500):
-        noise = torch.randn(4, 4, generator=generator, dtype=torch.float64)
-        losses = dict(zip("abcd", noise.tolist(), strict=True))
-        rows = judge(losses, ["a"], [1] * 4)["comparisons"]
-        wrong += any(row["clear"] for row in rows)
-        errors = [abs(row["log_perplexity_difference"]) / row["standard_error"] for row in rows]
-        two_errors += max(errors) > 2
-    expected, deviation = level * 500, math.sqrt(level * (1 - level) * 500)
-    assert wrong <= expected + 4 * deviation < two_errors
-
-
 @pytest.mark.hostile("values")
 @pytest.mark.parametrize("losses", [[3.0], [3.0, 3.0], [math.nan, 3.0], [math.inf, 3.0]], ids=str)
 def test_texts_that_give_no_error_give_no_verdict(losses):

@@ -1,7 +1,6 @@
 import torch
 
-from rotationzoo.artifact.layout import statistics_tensors
-from rotationzoo.linalg.moments import Moment, average, from_raw, to_raw
+from rotationzoo.linalg.moments import Moment, from_raw, to_raw
 
 
 def rows(seed, heads=2, count=50, dim=8, dtype=torch.float64):
@@ -63,14 +62,3 @@ def test_checkpoint_form_loses_no_bit():
         for kind, moment in kinds.items():
             for field in ("second", "first", "weight"):
                 assert torch.equal(getattr(back[layer][kind], field), getattr(moment, field))
-
-
-def test_artifact_form_has_the_names_and_types_of_the_contract():
-    tensors = statistics_tensors(
-        average({5: {"query": moment_of(rows(0)), "key_energy": moment_of(rows(1))}})
-    )
-    assert tensors["layers.5.query.second_moment"].shape == (2, 8, 8)
-    assert tensors["layers.5.query.second_moment"].dtype == torch.float64
-    assert tensors["layers.5.query.count"].dtype == torch.int64
-    assert tensors["layers.5.query.count"].item() == 50
-    assert tensors["layers.5.value.key_energy_moment"].shape == (2, 8, 8)

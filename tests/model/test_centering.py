@@ -11,7 +11,6 @@ import torch
 from support import architectures
 from support.architectures import families
 from support.models import save_family
-from support.reports import evaluate
 
 from rotationzoo.artifact.store import MANIFEST, Artifact
 from rotationzoo.calibration.job import calibrate
@@ -21,8 +20,6 @@ from rotationzoo.engines.export import export
 from rotationzoo.engines.import_ import Import, import_
 from rotationzoo.engines.payload import Request
 from rotationzoo.errors import RotationZooError
-from rotationzoo.evaluation.job import Evaluation
-from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.model import centering, loading
 from rotationzoo.model.capture import Attention, check_transparent
 from rotationzoo.model.geometry import (
@@ -215,15 +212,6 @@ def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, 
     )
     left_out = export(older, Request("sglang", tmp_path / "uncentered", uncentered=True))
     assert not any("untested whether" in note for note in left_out.launch.notes)
-
-
-def test_artifacts_of_earlier_versions_are_evaluated(centered, folders, tmp_path):
-    """Their geometry does not say whether the mean cancels; the model does."""
-    older = planted(centered, tmp_path / "older", None)
-    text = Data(tokens=512, length=512)
-    job = Evaluation(str(folders("qwen3")), [older.folder], text, windows=[(4, 16)], queries=0)
-    report = evaluate(replace(job, tasks=TaskSettings(())))
-    assert not any("centers keys" in note for note in report["notes"])
 
 
 def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():

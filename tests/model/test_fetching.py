@@ -68,13 +68,3 @@ def test_a_failed_download_ends_the_thread(source, monkeypatch):
         model_source.fetch_weights(source, lambda *step: told.append(step))
     assert told == [("fetching the weights", 0, 1000)]
     assert not any(thread.name == "growth" for thread in threading.enumerate())
-
-
-@pytest.mark.parametrize("metadata", [None, {}, {"total_size": "many"}, {"total_size": -1}, []])
-def test_weights_whose_size_nobody_tells_have_no_count(source, metadata, monkeypatch):
-    monkeypatch.setattr(model_source, "fetch", lambda source: None)
-    index = source.folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": metadata}))
-    told = []
-    model_source.fetch_weights(source, lambda *step: told.append(step))
-    assert told == [("fetching the weights", 0, 0)]

@@ -2,12 +2,13 @@
 once."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import accelerate
 import pytest
 import torch
 from support import architectures
-from support.full_memory import room_for
 
 from rotationzoo import ranks
 from rotationzoo.calibration import running_sums
@@ -26,6 +27,26 @@ from rotationzoo.simulation.layout import CacheLayout
 
 RECIPE = Recipe(sink=4)
 IDS = torch.randint(3, 59, (7, 32), generator=torch.Generator().manual_seed(2))
+
+
+@contextmanager
+def room_for(model, rows: int, layer: int = 1) -> Iterator[list[int]]:
+    """Inside the block, this layer of the model raises what a full GPU raises where a forward pass
+    has more rows. Yields the rows of every pass that has got so far."""
+    passes: list[int] = []
+
+    def fail(module, args, kwargs) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        passes.append(len(hidden))
+        if len(hidden) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    module = model.model.layers[layer].mlp  # after its attention, whose rows count already
+    hook = module.register_forward_pre_hook(fail, with_kwargs=True)
+    try:
+        yield passes
+    finally:
+        hook.remove()
 
 
 def assert_same(sums, expected) -> None:

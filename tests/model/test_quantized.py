@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from support.jobs import job
 from support.models import save_tiny
 from support.quantized import (
-    quantize_rows_to_fp8,
-    quantize_to_4_bits,
     quantize_to_fp8,
     set_quantization,
 )
 
-from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import plan
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.model import loading
@@ -141,69 +137,3 @@ def test_evaluation_and_generation_read_fp8(tmp_path, inside):
     absorbed = inside("export", "out", "--absorb", str(folder), "--output", "served")
     assert absorbed.returncode == 1
     assert "are quantized in blocks" in absorbed.stderr
-
-
-# ---- other libraries, where they are installed
-
-
-def test_compressed_tensors(tmp_path):
-    pytest.importorskip("compressed_tensors")
-    folder = save_tiny(tmp_path / "model", **WIDE)
-    exact = quantize_rows_to_fp8(folder)
-    weights = load(folder).state_dict()
-    for name, weight in exact.items():
-        assert torch.allclose(weights[name].float(), weight, rtol=2**-8), name
-    calibrate(job(folder, tmp_path))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes(bits, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    settings = {f"load_in_{bits}bit": True}
-    if bits == 4:
-        settings |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    check_packed(tmp_path, transformers.BitsAndBytesConfig(**settings), {4: 0.12, 8: 0.02}[bits])
-
-
-def test_torchao(tmp_path):
-    quantization = pytest.importorskip("torchao.quantization")
-    config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    check_packed(tmp_path, config, 0.02)
-
-
-def check_packed(tmp_path, settings, tolerance) -> None:
-    """Let transformers quantize and save the model; then calibrate it, and read its output
-    projections. The tolerance is what the bits cost: .092, .007 and .007 were measured."""
-    plain = save_tiny(tmp_path / "plain", **WIDE)
-    exact = transformers.AutoModelForCausalLM.from_pretrained(plain)
-    folder = tmp_path / "model"
-    transformers.AutoModelForCausalLM.from_pretrained(
-        plain, quantization_config=settings, dtype=torch.bfloat16
-    ).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(plain / name, folder)
-    for layer, original in zip(load(folder).model.layers, exact.model.layers, strict=True):
-        weight = original.self_attn.o_proj.weight
-        error = (multiplied_weight(layer.self_attn.o_proj) - weight).norm() / weight.norm()
-        assert 1e-3 < error < tolerance
-    calibrate(job(folder, tmp_path))
-
-
-@torch.no_grad()
-def multiplied_weight(module) -> torch.Tensor:
-    """The weight that a linear map of any library multiplies with, from the rows of the identity
-    matrix: a one and zeros are exact in every type."""
-    rows = torch.eye(module.in_features, dtype=torch.bfloat16)
-    return module(rows).float().T
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_gptq_and_awq(method, tmp_path):
-    pytest.importorskip("gptqmodel")
-    folder = save_tiny(tmp_path / "model", **{**WIDE, "intermediate_size": 256})
-    exact = quantize_to_4_bits(folder, method)
-    for index, layer in enumerate(load(folder).model.layers):
-        weight = exact[f"model.layers.{index}.self_attn.o_proj.weight"]
-        error = (multiplied_weight(layer.self_attn.o_proj) - weight).norm() / weight.norm()
-        assert error < 0.004  # measured .0017, the rounding of bfloat16
-    assert calibrate(job(folder, tmp_path)).content["run"]["dtype"] == "float16"

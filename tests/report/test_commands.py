@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 import yaml
-from support.stored_figures import Made, make_artifact
+from support.reports import Made, make_artifact
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.recipe import PRESETS, override

@@ -6,7 +6,7 @@ import shlex
 import pytest
 import typer
 from support.browser import scrolls_sideways, serious_findings
-from support.stored_figures import (
+from support.reports import (
     BASELINES,
     OF_ARTIFACT,
     Made,

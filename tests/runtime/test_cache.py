@@ -1,12 +1,11 @@
 """The 2-bit cache inside every family of models, against the simulation of the same layout."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 from support import architectures
-from support.architectures import EXPECTED, NAMES
+from support.architectures import CALIBRATED, families
 from support.float64 import CLOSE, to_float64
 from transformers import DynamicCache
 
@@ -18,21 +17,10 @@ from rotationzoo.recipe import PRESETS
 from rotationzoo.runtime.cache import RotatedCache
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.simulation.arm import Arm
-from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.simulation.simulated import Simulation
 
 IDS = torch.randint(3, 59, (2, 24), generator=torch.Generator().manual_seed(1))
-calibrated = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not architectures.available(name), reason="not in this transformers"
-        ),
-    )
-    for name in NAMES
-    if not EXPECTED[name].refusal
-]
 # How many tokens a call brings, and what it reads. All windows are smaller than the sliding windows
 # of these models, so that they read quantized tokens.
 LAYOUTS = {
@@ -79,7 +67,7 @@ def distance(logits, expected):
 
 
 @pytest.mark.parametrize(("step", "windows"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("name", calibrated)
+@families(CALIBRATED)
 def test_it_is_read_as_the_simulation_says(name, step, windows):
     model = architectures.build(name, torch.float64)
     arm = Arm("random", random_rotations(model))
@@ -90,29 +78,6 @@ def test_it_is_read_as_the_simulation_says(name, step, windows):
         if distance(own, exact) > 0.5:  # with transformers 5.17
             pytest.skip("this transformers reads no cache of this family right")
     # The codec moves the logits by .03 to 1.
-    assert distance(read, simulated) <= CLOSE
-    assert distance(simulated, exact) > 0.01
-
-
-@pytest.mark.parametrize("step", [1, 7])
-@pytest.mark.parametrize(
-    ("name", "codec"),
-    [
-        *product(["llama"], ["vllm", "mlx", "groups", "kivi"]),
-        *product(["gemma3", "gpt_oss"], ["kivi"]),
-    ],
-)
-def test_every_codec_is_read_as_the_simulation_says(name, step, codec):
-    model = architectures.build(name, torch.float64)
-    rotations = random_rotations(model)
-    windows = CacheLayout(FORMATS.get(codec, FORMATS["sglang"]), sink=1, recent=3)
-    if step > 1:
-        windows = replace(windows, prefill_chunk=step)
-    arm = Arm("random", rotations, group_size=4 if codec == "groups" else None)
-    if codec == "kivi":
-        arm = KiviArm("kivi", rotations, tokens=4, channels=8)
-    simulated, exact = simulate(model, arm, windows), read_whole(model)
-    read = read_in_calls(model, cache_for(model, arm, windows), step)
     assert distance(read, simulated) <= CLOSE
     assert distance(simulated, exact) > 0.01
 

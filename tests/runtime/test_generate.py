@@ -9,7 +9,6 @@ from support import architectures
 from support.float64 import CLOSE, to_float64
 from support.naive_cache import NaiveLayer
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.errors import RotationZooError
@@ -49,29 +48,6 @@ def simulation_of(model, windows=WINDOWS):
     geometry = geometry_of(model)
     layers = {layer.index for layer in geometry}
     return Simulation(Arm("", rotations_of(model)), windows, geometry, layers)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
-def test_greedy_text_is_the_argmax_of_the_simulation_at_each_step(name):
-    model = architectures.build(name, torch.float64)
-    options = {"output_logits": True, "return_dict_in_generate": True}
-    output = generate(model, empty(model), **options)
-    # The prompt reads itself exact; each token after it reads all earlier ones through the codec.
-    past = cache_of_all_positions(model)
-    logits, ids, steps = model(input_ids=PROMPT, past_key_values=past).logits[:, -1:], PROMPT, []
-    with simulation_of(model).running(model):
-        for _ in range(14):
-            steps.append(logits[:, 0])
-            allowed = logits.index_fill(-1, torch.tensor([2]), -torch.inf)  # not the end
-            ids = torch.cat([ids, allowed.argmax(-1)], dim=1)
-            logits = model(input_ids=ids[:, -1:], past_key_values=past).logits
-    assert torch.equal(output.sequences, ids)
-    read, simulated = torch.stack(output.logits), torch.stack(steps)
-    largest = simulated.abs().max()
-    assert (read - simulated).abs().max() <= CLOSE * largest
-    exact = generate(model, DynamicCache(config=model.config), **options)
-    assert (read - torch.stack(exact.logits)).abs().max() > 0.01 * largest
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -120,43 +96,6 @@ def test_candidates_are_read_as_by_a_reference_with_the_same_rule(name, helper):
     cache = empty(model, slack=24)
     assert torch.equal(generate(model, cache, **options), generate(model, reference, **options))
     assert cache.get_seq_length() == reference.get_seq_length()
-
-
-def test_candidates_beyond_the_slack_are_refused():
-    model = architectures.build("llama", torch.float64)
-    cache = empty(model, slack=1)
-    generate(model, cache)
-    cache.activate_past_recording()
-    with torch.no_grad():
-        model(input_ids=PROMPT[:, :12], past_key_values=cache)
-    with pytest.raises(RotationZooError, match="7 tokens cannot be taken back") as refused:
-        cache.crop(-7)
-    assert "slack" in refused.value.hint
-    assert cache.get_seq_length() == 31 + 12
-    cache.crop(-6)
-    assert cache.get_seq_length() == 31 + 6
-
-
-class Streamed(BaseStreamer):
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
-def test_sampling_and_streaming():
-    model = architectures.build("llama", torch.float64)
-    streamer = Streamed()
-    torch.manual_seed(0)
-    text = generate(model, empty(model), do_sample=True, top_k=5, streamer=streamer)
-    assert streamer.tokens == text[0].tolist()
-    assert streamer.ended
-    torch.manual_seed(0)
-    assert torch.equal(generate(model, empty(model), do_sample=True, top_k=5), text)
 
 
 def test_one_cache_serves_request_after_request():
@@ -246,13 +185,3 @@ def test_a_copied_prefix_serves_a_batch():
     copied.batch_repeat_interleave(2)
     text = generate(model, cache)
     assert torch.equal(generate(model, copied, PROMPT.repeat(2, 1)), text.repeat(2, 1))
-
-
-def test_what_takes_the_cache_s_bytes():
-    model = architectures.build("gemma3", torch.float64)
-    cache = empty(model)
-    generate(model, cache)
-    tensors = cache.tensors()
-    assert cache.bytes_held == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    # 31 tokens in one layer and 7 in each of three with a window of 8; 2 heads of 16 + 16 channels.
-    assert cache.bytes_in_bf16 == 2 * 2 * 32 * (31 + 3 * 7)

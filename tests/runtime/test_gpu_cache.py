@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import architectures
-from support.devices import gpu
+from support.codec import gpu
 from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.calibration.fit import fit

@@ -162,8 +162,10 @@ def test_what_is_quantized_is_not_taken_back():
     layer = layer_of(ARMS["one group"], CacheLayout(sink=2, recent=4))
     feed(layer, draw(1, 20), [20])
     before = layer.streams[0].read()
-    with pytest.raises(RotationZooError, match="5 tokens cannot be taken back: all but the last 4"):
+    taken_back = "5 tokens cannot be taken back: all but the last 4"
+    with pytest.raises(RotationZooError, match=taken_back) as refusal:
         layer.crop(-5)
+    assert "slack" in refusal.value.hint
     with pytest.raises(RotationZooError, match="not cropped to a length of 5"):
         layer.crop(5)
     layer.crop(-3)

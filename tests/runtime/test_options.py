@@ -108,12 +108,6 @@ def test_what_no_cache_can_have_is_refused(demo, options, message):
         RotatedCache(None, demo, **options)
 
 
-def test_groups_that_do_not_divide_the_heads_are_refused(demo, made):
-    for rotations in (None, made, Artifact.open(made).rotations):
-        with pytest.raises(RotationZooError, match="but groups of 4, 8, 16, 32, 64 do"):
-            RotatedCache(rotations, demo, group_size=12)
-
-
 def test_a_folder_that_is_not_there_is_not_looked_up_in_a_hub(demo, made, tmp_path, monkeypatch):
     monkeypatch.setattr(artifacts, "pull", lambda name: pytest.fail(f"asked for {name}"))
     monkeypatch.chdir(made.parent)

@@ -87,11 +87,8 @@ FAMILIES = [
     ("gemma2", 2, EAGER),
     ("gemma4", 2, {}),
     ("gpt_oss", 1, EAGER),
-    ("glm4_moe", 4, {"attention_bias": True}),
     ("qwen3_next", 1, {}),
-    ("minimax", 1, {}),
     ("doge", 0, {}),  # computes its masks from the values
-    ("doge", 0, EAGER),
 ]
 
 

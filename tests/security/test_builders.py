@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.command_line import edited_manifest
 from support.places import ROOT
 from take_built import take_built
 
@@ -27,9 +28,8 @@ def built(made, tmp_path) -> Path:
 
 def say_model(folder: Path, **changes) -> None:
     """Have a manifest say something else of its model."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["model"] |= changes
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with edited_manifest(folder) as manifest:
+        manifest["model"] |= changes
 
 
 def test_the_folder_of_a_row_is_taken(built, tmp_path):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from plan_matrix import main
-from support.damage import refused
+from support.command_line import refused
 
 from rotationzoo.network.tokens import redact
 

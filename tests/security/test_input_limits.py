@@ -7,26 +7,21 @@ import resource
 import signal
 import threading
 import time
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.damage import refused
-from support.models import save_tiny
-from support.texts import demo_tokenizer, small
+from support.command_line import refused
+from support.models import demo_tokenizer, save_tiny
 
 from rotationzoo import generate
 from rotationzoo.cli import prompt_text
-from rotationzoo.engines.formats import oscar_pt_reader
 from rotationzoo.errors import RotationZooError, UsageError
-from rotationzoo.model.files import MOST_LAYERS
 from rotationzoo.model.source import find, license_of
 from rotationzoo.recipe import load
 from rotationzoo.text import chats
 from rotationzoo.text.chats import ChatTemplate
-from rotationzoo.text.rows import read_corpus
 
 PROMPT = ("generate", "demo", "--rotations", "none", "--max-new-tokens", "2")
 LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -296,26 +291,3 @@ def test_a_pair_of_many_layers_is_refused_before_it_is_unpickled(inside, monkeyp
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpickled"))
     error = refused(inside("import", "k_rotation.pt", "v_rotation.pt"))
     assert "holds more tensors than any model has layers for" in error
-
-
-def test_a_pair_of_as_many_layers_as_may_be_is_read(tmp_path):
-    layers = {
-        n: {"layer_id": n, "rotation": torch.eye(2), "eigenvalues": torch.ones(2),
-            "k_mean": torch.ones(2)} for n in range(MOST_LAYERS)
-    }  # fmt: skip
-    path = tmp_path / "k_rotation.pt"
-    torch.save({"objective": "qqt_r_h_pbr", "layers": layers}, path)
-    with zipfile.ZipFile(path) as archive:
-        assert len(archive.infolist()) > 3 * MOST_LAYERS
-    assert len(oscar_pt_reader.read_pt(path).content.rotation) == MOST_LAYERS
-
-
-def test_a_template_of_the_tokenizer_is_used_for_every_chat(tmp_path):
-    """One process serves all chats of a corpus."""
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    chat = {"messages": [{"role": "user", "content": "def function(self): return 1"}]}
-    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 2000)
-    started = time.monotonic()
-    assert read_corpus(small(tmp_path / "chats.jsonl"), tokenizer).rows
-    assert time.monotonic() - started < 20

@@ -7,7 +7,6 @@ import json
 import pytest
 from support.published import ZOO, nothing_left, ok, refused
 
-from rotationzoo.storage import strict_json
 from rotationzoo.zoo import index, signed_index
 from rotationzoo.zoo.index import Statement
 
@@ -94,18 +93,6 @@ def test_an_older_state_is_refused_by_whoever_has_seen_a_newer_one(
     ok(zoo.run("pull", "demo", "--repo", ZOO, *asked, "--json"))
 
 
-def test_counters_are_of_one_repository_and_what_was_seen_is_written_whole(zoo, made, keys, words):
-    """Another zoo, published earlier, is not older."""
-    for repo in (STAGING, ZOO):
-        ok(zoo.run("push", made, repo, "--sign", keys.ours, "--json"))
-    for repo in (ZOO, STAGING):
-        ok(zoo.run("pull", "demo", "--repo", repo, *words, "--json"))
-    seen = strict_json.read(zoo.state / "indexes.json")
-    counters = {f"huggingface/{repo}": statement_of(zoo, repo).counter for repo in (ZOO, STAGING)}
-    assert seen == counters
-    assert {path.name for path in zoo.state.iterdir()} == {"indexes.json", "artifacts"}
-
-
 @pytest.mark.hostile("hub")
 def test_whoever_names_no_signer_can_be_given_no_counter_to_remember(zoo, made, keys, words):
     """Somebody else's signature, with the highest counter, does not lock the repository."""
@@ -129,17 +116,6 @@ def test_an_older_state_is_not_signed_again(zoo, made, keys):
     assert "a new signature would vouch for all that it lists" in text
     assert zoo.hf.files(ZOO) == older
     ok(zoo.run(*push, "--adopt-index"))
-
-
-@pytest.mark.hostile("hub")
-def test_nor_is_a_zoo_that_was_signed_for_another_place(zoo, made, keys):
-    ok(zoo.run("push", made, STAGING, "--sign", keys.ours, "--json"))
-    serve(zoo.hf, zoo.hf.files(STAGING))
-    text = refused(zoo.run("push", made, ZOO, "--sign", keys.ours))
-    assert f"was signed for {STAGING}" in text
-    assert "--adopt-index" in text
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--adopt-index", "--json"))
-    assert statement_of(zoo).repo == ZOO
 
 
 @pytest.mark.hostile("hub")

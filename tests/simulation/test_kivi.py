@@ -1,8 +1,6 @@
 """The arm `kivi`: keys per channel over groups of tokens, against a cache that is filled token by
 token."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
@@ -137,11 +135,3 @@ def test_a_towering_key_channel_costs_the_others_nothing():
     assert torch.equal(plain[..., rest], other[..., rest])
     values = arm.fake_quantize(towering, 0, "value", int2.SGLANG)
     assert not torch.equal(values[..., rest], plain[..., rest])
-
-
-def test_bits_count_a_scale_and_a_minimum_for_each_group():
-    arm = KiviArm("kivi", None, tokens=64, channels=32)
-    assert arm.stored_bits("key", 128, int2.SGLANG) == 2 + 32 / 64
-    assert arm.stored_bits("value", 128, int2.SGLANG) == 2 + 32 / 32
-    assert arm.stored_bits("value", 80, int2.SGLANG) == 2 + 32 / 16, "32 does not divide 80"
-    assert arm.stored_bits("key", 128, replace(int2.SGLANG, bits=4)) == 4 + 32 / 64

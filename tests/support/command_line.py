@@ -1,5 +1,13 @@
 """What tests of the command line ask of a run: its one error, and the files that it left."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rotationzoo.recipe import PRESETS, Data
+from rotationzoo.storage import files
+
 SMALL = ["--tokens", "2048", "--length", "256"]
 TITLE = "\x1b]0;owned\x07"  # sets the title of a terminal's window
 
@@ -24,3 +32,47 @@ def without_stages(errors: str) -> list[str]:
 def left_behind(command) -> list[str]:
     """Every path in the folder that the command ran in."""
     return sorted(str(path.relative_to(command.folder)) for path in command.folder.rglob("*"))
+
+
+SMALL_RECIPE = PRESETS["oscar"].model_copy(
+    update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16}
+)
+
+# Commands that read an artifact, with the rest of their words.
+READERS = (
+    ("inspect",),
+    ("verify",),
+    ("report",),
+    ("export", "--to", "sglang"),
+    ("push", "me/zoo", "--dry-run"),
+)
+
+
+def refused(result) -> str:
+    """One sentence and no traceback."""
+    assert result.returncode in (1, 2), (result.stdout, result.stderr)
+    lines = result.stderr.splitlines()
+    assert [line[:7] for line in lines if line.startswith("Error: ")] == ["Error: "], result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def all_refuse(inside, folder: Path) -> list[str]:
+    """What each command says, in one sentence."""
+    return [refused(inside(word, folder, *more)) for word, *more in READERS]
+
+
+@contextmanager
+def edited_manifest(folder: Path) -> Iterator[dict]:
+    """The content of an artifact's manifest, which is written when the block ends."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
+
+
+def put_file(folder: Path, name: str, data: bytes) -> None:
+    """Write a file of an artifact, and have the manifest say that it is right."""
+    (folder / name).write_bytes(data)
+    with edited_manifest(folder) as content:
+        content["files"][name] = {"size": len(data), "sha256": files.digest(data)}

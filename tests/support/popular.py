@@ -32,19 +32,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _config("llama", 32, 4096, 14336, (32, 8), **_LLAMA),
     "Llama-3.3-70B": _config("llama", 80, 8192, 28672, (64, 8), **_LLAMA),
     "Qwen2.5-7B": _config("qwen2", 28, 3584, 18944, (28, 4), **_QWEN2),
-    "Qwen2.5-72B": _config("qwen2", 80, 8192, 29568, (64, 8), **_QWEN2),
     "Qwen3-4B": _config(
         "qwen3", 36, 2560, 9728, (32, 8), **{**_QWEN3, "tie_word_embeddings": True}
     ),
     "Qwen3-8B": _config("qwen3", 36, 4096, 12288, (32, 8), **_QWEN3),
-    "Qwen3-32B": _config("qwen3", 64, 5120, 25600, (64, 8), **_QWEN3),
     "Qwen3-30B-A3B": _config(
         "qwen3_moe", 48, 2048, 6144, (32, 4), num_experts=128, num_experts_per_tok=8,
         moe_intermediate_size=768, decoder_sparse_step=1, mlp_only_layers=[], **_QWEN3,
-    ),
-    "Mistral-7B-v0.3": _config(
-        "mistral", 32, 4096, 14336, (32, 8), vocab_size=32768, max_position_embeddings=32768,
-        sliding_window=None, tie_word_embeddings=False,
     ),
     "gemma-2-9b": _config(
         "gemma2", 42, 3584, 14336, (16, 8), head_dim=256, vocab_size=256000,
@@ -56,14 +50,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=4, tie_word_embeddings=False,
         layer_types=["sliding_attention", "full_attention"] * 12,
         quantization_config={"quant_method": "mxfp4"},
-    ),
-    "GLM-4-9B-0414": _config(
-        "glm4", 40, 4096, 13696, (32, 2), head_dim=128, vocab_size=151552,
-        max_position_embeddings=32768, tie_word_embeddings=False,
-    ),
-    "phi-4": _config(
-        "phi3", 40, 5120, 17920, (40, 10), vocab_size=100352, max_position_embeddings=16384,
-        sliding_window=None, tie_word_embeddings=False,
     ),
     "DeepSeek-V3": _config(
         "deepseek_v3", 61, 7168, 18432, (128, 128), vocab_size=129280, kv_lora_rank=512,
@@ -78,16 +64,11 @@ PARAMETERS = {
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.3-70B": 70_553_706_496,
     "Qwen2.5-7B": 7_615_616_512,
-    "Qwen2.5-72B": 72_706_203_648,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
-    "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
-    "Mistral-7B-v0.3": 7_248_023_552,
     "gemma-2-9b": 9_241_705_984,
     "gpt-oss-20b": 20_914_757_184,
-    "GLM-4-9B-0414": 9_400_279_040,
-    "phi-4": 14_659_507_200,
     # Without the layer that predicts a second token, which the hub counts, too.
     "DeepSeek-V3": 671_026_404_352,
 }

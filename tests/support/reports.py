@@ -1,12 +1,230 @@
-"""The report of an evaluation as programs get it: what `evaluate --json` prints; and parts of a
-report, to judge."""
+"""Artifacts of any shape with an evaluation whose figures are made up: what a report is drawn from,
+without a model."""
 
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from rotationzoo.artifact.manifest import STATISTICS
 from rotationzoo.artifact.measured import Exact, MeasuredArm
 from rotationzoo.artifact.scores import ExactTaskRecall, TaskRecall
+from rotationzoo.artifact.store import EVALUATION, Artifact
+from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation import job
+from rotationzoo.model.geometry import Layer, geometry_json
 from rotationzoo.progress import Progress, silent
+from rotationzoo.recipe import PRESETS
+from rotationzoo.rotations import Rotation
+from rotationzoo.writer import add_files, library_versions, write_artifact
+
+OF_ARTIFACT = "0123456789abcdef" * 4
+"""Stands in an evaluation for the identity of the artifact that it is stored in."""
+BASELINES = "identity", "hadamard", "random", "kivi"
+_RANGES = [(512, 1024), (1024, 2048), (2048, 4096)]
+_DEPTHS = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What to make up."""
+
+    layers: Sequence[int] = range(4)
+    heads: int = 2
+    dim: int = 16
+    model: str = "demo"
+    recipe: str = "oscar"
+    arm: str = "made"
+    fingerprint: str = "0" * 64
+    clips: bool = False
+    """Whether the clip ratios of heads differ: 0.5, 0.6, ..."""
+
+
+def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
+    """Write an artifact to `folder`, with an evaluation unless told otherwise."""
+    geometry = [Layer(i, i, 2 * made.heads, made.heads, made.dim, made.dim) for i in made.layers]
+    recipe = PRESETS[made.recipe]
+    rotations = fit(None, PRESETS["hadamard"], geometry)
+    share = torch.arange(1.0, made.dim + 1) ** 2
+
+    def spread(layer: int, side: str, rotation: Rotation) -> Rotation:
+        eigenvalues = (share * (1 + layer)).expand(made.heads, made.dim).contiguous()
+        clip = rotation.clip
+        if made.clips:
+            clip = torch.arange(made.heads, dtype=torch.float64) / 10 + 0.5
+        zeros, identity = torch.zeros(made.heads, made.dim), torch.eye(made.dim)
+        return Rotation(
+            rotation.matrix,
+            clip,
+            eigenvalues,
+            mean=zeros if side in recipe.centered else None,
+            feedback=identity.repeat(made.heads, 1, 1) if recipe.feedback else None,
+        )
+
+    text = {"source": "bundled", "tokens": 2048, "rows": 4, "fingerprint": "1" * 64}
+    content = {
+        "model": {
+            "id": made.model,
+            "architecture": "MadeUp",
+            "revision": None,
+            "license": None,
+            "config_sha256": "2" * 64,
+            "weights_fingerprint": "3" * 64,
+        },
+        "geometry": geometry_json(geometry),
+        "recipe": recipe.published(),
+        "recipe_sha256": recipe.hash,
+        "calibration": text,
+        "identity": {},
+        "versions": library_versions(),
+        "run": {"seconds": 1.0, "peak_memory_bytes": None},
+        "metrics": {"orthogonality_error": 1e-8},
+        "notes": [],
+    }
+    write_artifact(folder, rotations.replace(spread), None, content)
+    assert STATISTICS not in content
+    if evaluated:
+        store_evaluation(folder, make_evaluation(made))
+    return folder
+
+
+def store_evaluation(folder: Path, evaluation: dict) -> None:
+    """Put an evaluation into an artifact, as `evaluate --save` does."""
+    artifact = Artifact.open(folder)
+    text = json.dumps(evaluation).replace(OF_ARTIFACT, artifact.identity)
+    add_files(artifact, {EVALUATION: text.encode()}, {})
+
+
+def make_evaluation(made: Made) -> dict:
+    """The content of `evaluation.json`: the more to the right an arm stands, the more it costs."""
+    names = [made.arm, *BASELINES]
+    arms = {name: make_arm(made, name, number) for number, name in enumerate(names, 1)}
+    verdict = {
+        "texts": 2,
+        "words": [f"{made.arm}: answers clearly more than identity"],
+        "level": 0.05,
+        "comparisons": [],
+        "answers": None,
+        "feedback": [],
+    }
+    window = {"sink": 64, "recent": 256, "arms": arms, "verdict": verdict}
+    return {
+        "model": made.model,
+        "revision": None,
+        "weights_fingerprint": "3" * 64,
+        "text": {
+            "source": "bundled",
+            "fingerprint": made.fingerprint,
+            "rows": 2,
+            "length": 4096,
+        },
+        "tokens": 7000,
+        "format": "sglang",
+        "first_position": 320,
+        "sides": ["key", "value"],
+        "layers": list(made.layers),
+        "real_cache": False,
+        "prefill_chunk": None,
+        "prefill_layout": None,
+        "rope_scaling": None,
+        "notes": [],
+        "tasks": {
+            "names": ["needles"],
+            "lengths": [4096],
+            "questions": 96,
+            "first": 64,
+            "recent": 256,
+        },
+        "exact": {
+            "perplexity": 3.5,
+            "by_length": [],
+            "text_tokens": [3500, 3500],
+            "text_losses": [1.25, 1.25],
+            "tasks": {},
+            "all_tasks": _make_recall(made, 0),
+        },
+        "windows": [window],
+    }
+
+
+def make_arm(made: Made, name: str, number: int) -> dict:
+    """One arm: of the artifact where it bears its name, and otherwise a baseline."""
+    cost = 0.01 * number
+    of_artifact = name not in BASELINES
+    buckets = []
+    for start, end in _RANGES:
+        measures = {
+            "perplexity_increase": cost * start / 512,
+            "attention_kl": cost / 3,
+            "output_error": cost * 2,
+            "standard_error": {},
+        }
+        buckets.append({"from": start, "to": end, "perplexity": 3.6, **measures})
+    return {
+        "name": name,
+        "kind": "artifact" if of_artifact else "baseline",
+        "rounding": "nearest",
+        "artifact": OF_ARTIFACT if of_artifact else None,
+        "pooled": False,
+        "perplexity": 3.5 * (1 + cost),
+        "perplexity_increase": cost,
+        "attention_kl": cost / 3,
+        "output_error": cost * 2,
+        "standard_error": {"perplexity_increase": cost / 4},
+        "by_length": buckets,
+        "by_layer": [_make_layer(made, layer, cost) for layer in made.layers],
+        "tasks": {},
+        "all_tasks": _make_recall(made, number),
+        "text_losses": [1.25 + cost, 1.25 + cost],
+        "bits_per_element": 2.53,
+        "bits_at_length": 3.5,
+    }
+
+
+def _make_layer(made: Made, layer: int, cost: float) -> dict:
+    heads = range(made.heads)
+    kl = [cost * (1 + layer) * math.exp(0.2 * head) for head in heads]
+    figures = {"layer": layer, "output_error": cost * 2, "attention_kl": sum(kl) / made.heads}
+    figures["heads"] = {
+        "attention_kl": kl,
+        "output_error": [2 * value for value in kl],
+        "key_row_range": [4 + 30 * cost + 0.1 * head for head in heads],
+        "value_row_range": [None if head else 3 + 30 * cost for head in heads],
+    }
+    return figures
+
+
+def _make_recall(made: Made, number: int) -> dict:
+    cells = []
+    for distance, (start, end) in enumerate(_RANGES):
+        for depth, (top, bottom) in enumerate(_DEPTHS):
+            if distance + depth in (0, 5):  # cells without questions, at the first corner too
+                continue
+            cells.append(
+                {
+                    "length": 4096,
+                    "distance_from": start,
+                    "distance_to": end,
+                    "depth_from": top,
+                    "depth_to": bottom,
+                    "answered": max(0, 8 - number * distance - depth * (number > 0)),
+                    "questions": 8,
+                    "log_probability": -0.1 * number,
+                }
+            )
+    return {
+        "answered": sum(cell["answered"] for cell in cells),
+        "questions": sum(cell["questions"] for cell in cells),
+        "log_probability": -0.1 * number,
+        "standard_error": {"answered": 0.01 * number},
+        "by_distance": [],
+        "by_depth": [],
+        "by_cell": cells,
+    }
 
 
 def evaluate(

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from support.texts import TEXTS, demo_tokenizer
+from support.models import TEXTS, demo_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.texts import TEXTS, small
+from support.models import TEXTS, small
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text import documents

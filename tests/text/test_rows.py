@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.texts import TEXTS, small, tokenizer_that_starts_with
+from support.models import TEXTS, small, tokenizer_that_starts_with
 
 from rotationzoo.text.rows import read_corpus
 

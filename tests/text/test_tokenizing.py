@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support.texts import TEXTS, demo_tokenizer, small
+from support.models import TEXTS, demo_tokenizer, small
 
 from rotationzoo.errors import RotationZooError
 from rotationzoo.text.rows import read_corpus

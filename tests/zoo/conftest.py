@@ -3,18 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
-from support.zoo_models import model  # noqa: F401
+from support.hubs.server import running
+from support.published import model  # noqa: F401
 
 
 @pytest.fixture
 def sigstore(tmp_path):
     """A running Sigstore, whose keys are in the file `sigstore.trust`."""
     pytest.importorskip("model_signing", reason="the extra `sign` is not installed")
-    from support import local_sigstore
+    from zoo import local_sigstore
 
-    with local_sigstore.running(local_sigstore.LocalSigstore()) as running:
-        trust = running.write_trust(tmp_path / "trust.json")
-        yield SimpleNamespace(server=running, trust=trust, **vars(local_sigstore))
+    with running(local_sigstore.LocalSigstore()) as server:
+        trust = server.write_trust(tmp_path / "trust.json")
+        yield SimpleNamespace(server=server, trust=trust, **vars(local_sigstore))
 
 
 @pytest.fixture

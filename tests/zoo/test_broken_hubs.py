@@ -3,17 +3,14 @@ announced."""
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.hubs.broken import answer, black_hole, broken, endless, trickle
-from support.hubs.calls import Answer, Fault
-from support.published import ZOO, nothing_left, ok, refused
-from support.zoo_models import publish_oscar_pair
+from support.hubs.hub import Answer, Fault
+from support.hubs.server import answer, black_hole, broken, endless, trickle
+from support.published import ZOO, nothing_left, ok, publish_oscar_pair, refused
 
 COMMIT = b"0123456789" * 4
 HTML = b"<!doctype html><title>Sign in to this network</title>"
@@ -21,16 +18,11 @@ OK = b"HTTP/1.1 200 OK\r\n"
 ANSWERS = {
     "nothing": lambda _: [],
     "no-status-line": lambda _: [b"\x00\xff\x00 hub\r\n\r\n"],
-    "a-status-that-is-no-number": lambda _: [b"HTTP/1.1 abc OK\r\n\r\n"],
     "html": lambda _: answer(HTML, "Content-Type: text/html\r\n"),
-    "html-404": lambda _: answer(HTML, "Content-Type: text/html\r\n", "404 Not Found"),
     "no-json": lambda _: answer(b"{not json"),
-    "empty": lambda _: answer(b""),
     "no-utf-8": lambda _: answer(b'{"sha": "\xff\xfe"}'),
     "truncated": lambda _: [OK + b"Content-Length: 1000\r\n\r\n", b'{"sha": '],
     "a-list": lambda _: answer(b"[1, 2, 3]"),
-    "null": lambda _: answer(b"null"),
-    "a-number": lambda _: answer(b"7"),
     "types": lambda _: answer(
         b'{"id": 7, "sha": ["x"], "siblings": 3, "data": 4, "Data": 5, "Code": {}}'
     ),
@@ -38,14 +30,12 @@ ANSWERS = {
         b'{"id": "a/b", "sha": "../../../escaped", "data": [], "Data": "x"}'
     ),
     "nested": lambda _: answer(b"[" * 100_000),
-    "a-long-number": lambda _: answer(b'{"sha": ' + b"9" * 100_000 + b"}"),
     "compressed": lambda _: answer(b"\x1f\x8b\x08", "Content-Encoding: gzip\r\n"),
     "redirected-for-ever": lambda _: answer(
         b"", "Location: /api/models/again/again\r\n", "302 Found"
     ),
     "redirected-to-a-file": lambda _: answer(b"", "Location: file:///etc/passwd\r\n", "302 Found"),
     "a-wait-of-a-day": lambda _: answer(b"{}", "Retry-After: 86400\r\n", "429 Too Many Requests"),
-    "unavailable": lambda _: answer(HTML, "", "503 Service Unavailable"),
     "without-end": lambda _: endless(OK + b"\r\n", b"[" * 65536),
     "an-error-without-end": lambda _: endless(b"HTTP/1.1 500 Oh\r\n\r\n", b"x" * 65536),
     "headers-without-end": lambda _: endless(OK, b"X-More: " + b"x" * 60_000 + b"\r\n"),
@@ -154,10 +144,7 @@ def test_an_index_of_any_size_is_not_read(zoo, made, pointed, tmp_path):
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "what",
-    ["html", "nothing", "no-status-line", "compressed", "without-end", "headers-without-end"],
-)
+@pytest.mark.parametrize("what", ["html", "nothing", "without-end", "headers-without-end"])
 def test_an_index_at_an_address_is_held_to_the_same(zoo, what):
     with broken(ANSWERS[what]) as server:
         text = refused(zoo.run("list", "--index", f"{server.endpoint}/zoo_index.json"))
@@ -232,32 +219,6 @@ def test_where_nobody_answers_it_says_whom_it_waits_for(zoo, pointed, words, mon
     assert "did not answer within 1 s" in text or "cannot be reached" in text
 
 
-@pytest.mark.hostile("hub")
-def test_a_newcomer_without_a_network_waits_less_than_ten_seconds(command):
-    """From the word that somebody is waited for, which itself comes after a second and a half, to
-    the error."""
-    with black_hole() as endpoint:
-        environment = command.environment | {"HF_ENDPOINT": endpoint}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rotationzoo", "list"],
-            cwd=command.folder,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        waiting = process.stderr.readline()
-        started = time.monotonic()
-        rest = process.stderr.readline()
-        took = time.monotonic() - started
-        rest += process.stderr.read()
-        assert process.wait() == 1
-        assert took < 8.5
-    assert waiting.startswith("Waiting for 127.0.0.1")
-    assert "rotationzoo/zoo on Hugging Face cannot be reached" in rest
-    assert "--index bundled" in rest
-    assert "published rotations" in command("list", "--index", "bundled").stdout
-
-
 def test_offline_no_hub_is_asked(zoo, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for place in ("huggingface", "modelscope"):
@@ -287,13 +248,10 @@ def test_the_plan_says_what_it_knows(zoo, model):
     assert "Error: whether someone/broken is due is not known" in done.stderr
 
 
-WRITING = ["nothing", "html", "no-json", "a-list", "null", "types", "nested", "compressed"]
-
-
 @pytest.mark.hostile("hub")
 @pytest.mark.parametrize("place", ["huggingface", "modelscope"])
 @pytest.mark.parametrize("after", range(5))
-@pytest.mark.parametrize("what", WRITING)
+@pytest.mark.parametrize("what", ["nothing", "types"])
 def test_a_hub_that_loses_its_mind_while_it_is_written_to(
     zoo, made, monkeypatch, place, after, what
 ):

@@ -4,9 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from support.hubs.calls import Fault
-from support.published import nothing_left, ok, refused
-from support.zoo_models import foreign, publish_oscar_pair
+from support.hubs.hub import Fault
+from support.published import foreign, nothing_left, ok, publish_oscar_pair, refused
 
 
 def test_a_rotation_of_the_makers_is_pulled_checked_and_locked(zoo, tmp_path):

@@ -1,14 +1,13 @@
 """Fetching: pinned revisions, files that are here already, places, and exports."""
 
-import json
 import shlex
 import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from support.published import ZOO, ok, refused
-from support.zoo_models import publish_oscar_pair
+from support.command_line import edited_manifest
+from support.published import ZOO, ok, publish_oscar_pair, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
@@ -92,9 +91,8 @@ def test_a_launch_line_names_a_model_that_is_there(zoo, made, tmp_path):
     assert Path(model) == DEMO
     assert not [note for note in done["notes"] if "MODEL" in note]
     local = shutil.copytree(made, tmp_path / "local")
-    manifest = json.loads((local / "manifest.json").read_text())
-    manifest["model"]["id"] = "my-model"
-    (local / "manifest.json").write_text(json.dumps(manifest))
+    with edited_manifest(local) as manifest:
+        manifest["model"]["id"] = "my-model"
     done = ok(zoo.run("export", local, "--to", "sglang", "--output", "local-export", "--json"))
     assert "--model-path MODEL" in done["command"][0]
     assert (

@@ -1,7 +1,6 @@
 """New rotations for a new revision: planned, compared with the old, and published."""
 
-from support.published import ZOO, ok, refused
-from support.zoo_models import CONFIG, EVALUATED, change_weights, planned
+from support.published import CONFIG, EVALUATED, ZOO, change_weights, ok, planned, refused
 
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify

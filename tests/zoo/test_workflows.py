@@ -14,11 +14,10 @@ import huggingface_hub
 import pytest
 import yaml
 from lock_requirements import FOLDER, LOCKS, WITHOUT
-from plan_matrix import matrix_rows, smallest_runner
+from plan_matrix import smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
-from support.published import ms_environment
-from support.zoo_models import CONFIG, change_weights
+from support.published import CONFIG, change_weights, ms_environment
 
 from rotationzoo.model.source import DEMO
 from rotationzoo.zoo import index
@@ -40,13 +39,6 @@ def test_the_workflow_is_one_that_github_takes(path):
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@NAMES
-@pytest.mark.skipif(not shutil.which("actionlint"), reason="needs actionlint")
-def test_actionlint_finds_nothing(path):
-    done = subprocess.run(["actionlint", str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 def steps(workflow: dict) -> list[dict]:
@@ -315,25 +307,6 @@ def test_a_fleet_has_a_runner_for_each_model(runner):
     for line in (*script.splitlines(), *step["run"].splitlines(), step["env"]["RUNNERS"]):
         assert line.strip() in described
     assert not {"permissions", "secrets"} & jobs("fleet")["build"].keys()
-
-
-def test_two_recipes_of_a_model_are_built_apart(runner):
-    """As for a model that is also served with scaled RoPE. Each row builds from its own recipe,
-    under a name of its own; that of a model with one recipe is the model's."""
-    scaled = CONFIG.replace("extends: oscar", "extends: hadamard\nrope_scaling: yarn:2")
-    (runner.folder / "configs" / "scaled.yaml").write_text(scaled)
-    rows = json.loads(plan(runner)["matrix"])["include"]
-    assert [row["name"] for row in rows] == ["someone__model__model", "someone__model__scaled"]
-    for row in rows:
-        build(runner, row)
-    found = {}
-    for path in sorted(runner.folder.rglob("manifest.json")):
-        content = json.loads(path.read_text())
-        found[path.parent.name.removeprefix("rotations-")] = content["recipe"].get("rope_scaling")
-    assert found == {"someone__model__model": None, "someone__model__scaled": "yarn:2"}
-    due = {"revision": "0", "recipe": "configs/other.yaml"}
-    rows = matrix_rows([{"model": "a/b", **due}, {"model": "a/c", **due}], "", None)
-    assert [row["name"] for row in rows] == ["a__b", "a__c"]
 
 
 def test_a_model_goes_to_the_smallest_runner_that_holds_it():

@@ -2,14 +2,168 @@
 call."""
 
 import hashlib
+import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from email.message import Message
 from typing import Any, ClassVar
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from support.hubs.calls import Answer, Call, Fault, Refusal, ranged
-from support.hubs.repository import Blob, Repository
+
+@dataclass
+class Fault:
+    """Spoil the next `count` requests of this method whose path with its query matches the pattern.
+
+    `what` is the status of an error, "drop" (no answer), "cut" (half of the body), "flip" (one
+    wrong bit in the body), or "lost" (the request is carried out, but nobody hears of it).
+    """
+
+    method: str
+    pattern: str
+    what: int | str
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.what, int) and self.what not in ("drop", "cut", "flip", "lost"):
+            raise ValueError(f"No such fault: {self.what}")
+
+
+class Refusal(Exception):
+    """An error to answer with; each hub has its own way to write it."""
+
+    def __init__(
+        self, status: int, message: str, code: str | int = "", headers: dict[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, headers or {}
+
+
+@dataclass
+class Call:
+    method: str
+    target: str  # the path with its query, as sent
+    headers: Message
+    body: bytes
+
+    def __post_init__(self) -> None:
+        address = urlsplit(self.target)
+        self.path, self.query = address.path, parse_qs(address.query)
+
+    def option(self, name: str, default: str = "") -> str:
+        return self.query.get(name, [default])[0]
+
+    def json(self) -> Any:
+        return json.loads(self.body or b"{}")
+
+
+@dataclass
+class Answer:
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
+    return Answer(
+        status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})}
+    )
+
+
+def ranged(call: Call, data: bytes, headers: dict[str, str]) -> Answer:
+    """The bytes that the Range header asks for, or all of them."""
+    wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", call.headers.get("Range", ""))
+    if not wanted:
+        return Answer(200, data, {"Accept-Ranges": "bytes", **headers})
+    first, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
+    if first > last:
+        return Answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+    return Answer(
+        206,
+        data[first : last + 1],
+        {"Content-Range": f"bytes {first}-{last}/{len(data)}", **headers},
+    )
+
+
+@dataclass(frozen=True)
+class Blob:
+    """The content of a file. Git holds a large one as a pointer only; its bytes are in the
+    storage."""
+
+    data: bytes
+    large: bool
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def pointer(self) -> bytes:
+        lines = [
+            "version https://git-lfs.github.com/spec/v1",
+            f"oid sha256:{self.sha256}",
+            f"size {len(self.data)}",
+            "",
+        ]
+        return "\n".join(lines).encode()
+
+    @property
+    def oid(self) -> str:
+        content = self.pointer if self.large else self.data
+        return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+@dataclass
+class Commit:
+    files: dict[str, Blob]
+    parent: str | None
+    title: str
+    description: str
+    seconds: float = field(default_factory=time.time)
+    author: str = ""  # nobody's where the test made it
+
+    @property
+    def date(self) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.seconds))
+
+
+@dataclass
+class Repository:
+    name: str
+    private: bool = False
+    commits: dict[str, Commit] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)  # "refs/heads/main" and so on
+    pulls: list = field(default_factory=list)  # only Hugging Face has them
+
+    def find(self, revision: str) -> str | None:
+        """The commit that a branch, a tag, a full ref or the start of a commit's name stands
+        for."""
+        for ref in (revision, f"refs/heads/{revision}", f"refs/tags/{revision}"):
+            if ref in self.refs:
+                return self.refs[ref]
+        found = [name for name in self.commits if len(revision) >= 7 and name.startswith(revision)]
+        return found[0] if len(found) == 1 else None
+
+    def add(
+        self,
+        ref: str,
+        parent: str | None,
+        files: dict[str, Blob],
+        title: str,
+        description: str = "",
+    ) -> str:
+        content = [(path, blob.oid) for path, blob in sorted(files.items())]
+        # The count tells commits apart that have everything else in common, and unlike a clock it
+        # repeats in every run.
+        name = hashlib.sha1(
+            repr((self.name, len(self.commits), parent, content, title)).encode()
+        ).hexdigest()
+        self.commits[name] = Commit(files, parent, title, description)
+        self.refs[ref] = name
+        return name
+
 
 # What the braces in a route stand for; any other name is one segment of the path.
 FIELDS = {

@@ -5,25 +5,72 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import parse_qs, urlencode
 
-from support.hubs.calls import Answer, Call, Refusal, as_json, ranged
-from support.hubs.hub import Hub, route
-from support.hubs.huggingface_rows import (
-    PullRequest,
-    as_discussion,
-    as_entry,
-    as_folder,
-    as_sibling,
-)
-from support.hubs.repository import Blob, Repository
+from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, ranged, route
 from support.hubs.server import running
 
-PAGE = 1000  # entries of a tree that one answer holds, as on the real hub
-DISCUSSIONS = 50  # the same for discussions
-KINDS = {"heads": "branches", "tags": "tags", "pr": "pullRequests"}
+
+@dataclass
+class PullRequest:
+    number: int
+    title: str
+    base: str  # the commit that it started from, which says what it changes
+    status: str = "draft"  # as the real hub opens those that come through the API
+    merged: str | None = None
+    author: str = "tester"
+
+    @property
+    def ref(self) -> str:
+        return f"refs/pr/{self.number}"
+
+
+def as_entry(path: str, blob: Blob) -> dict:
+    """A file as trees list it."""
+    entry = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
+    if blob.large:
+        entry["lfs"] = {
+            "oid": blob.sha256,
+            "size": len(blob.data),
+            "pointerSize": len(blob.pointer),
+        }
+    return entry
+
+
+def as_folder(path: str) -> dict:
+    return {"type": "directory", "path": path, "size": 0, "oid": Blob(path.encode(), False).oid}
+
+
+def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
+    """A file as the description of a repository lists it."""
+    sibling = {"rfilename": path}
+    if blobs:
+        sibling |= {"size": len(blob.data), "blobId": blob.oid}
+        if blob.large:
+            sibling["lfs"] = {
+                "sha256": blob.sha256,
+                "size": len(blob.data),
+                "pointerSize": len(blob.pointer),
+            }
+    return sibling
+
+
+def as_discussion(repository: Repository, pull: PullRequest) -> dict:
+    name = repository.name.removeprefix("datasets/")
+    return {
+        "num": pull.number,
+        "title": pull.title,
+        "status": pull.status,
+        "author": {"name": pull.author},
+        "isPullRequest": True,
+        "createdAt": repository.commits[pull.base].date,
+        "repo": {"name": name, "type": "model" if name == repository.name else "dataset"},
+    }
+
+
+DISCUSSIONS = 50  # that one answer holds, as on the real hub
 
 
 class HuggingFaceHub(Hub):
@@ -74,13 +121,6 @@ class HuggingFaceHub(Hub):
             return as_json({"error": "There is such a repository", "url": url}, 409)
         self.create(name, bool(call.json().get("private")))
         return as_json({"url": url})
-
-    @route("DELETE", "/api/repos/delete", access="write")
-    def delete_repository(self, call: Call) -> Answer:
-        if self.named(call) not in self.repositories:
-            raise Refusal(404, "No such repository", self.no_repository)
-        self.remove(self.named(call))
-        return as_json({})
 
     @route("GET", "/api/{repository}(?:/revision/{revision})?")
     def describe(self, call: Call, repository: Repository, revision: str | None = None) -> Answer:
@@ -139,52 +179,7 @@ class HuggingFaceHub(Hub):
         ]
         if path and not entries:
             raise self.no_entry(path, revision)
-        start = int(call.option("cursor", "0"))
-        headers = {}
-        if start + PAGE < len(entries):
-            query = urlencode({**call.query, "cursor": start + PAGE}, doseq=True)
-            headers["Link"] = f'<{self.endpoint}{call.path}?{query}>; rel="next"'
-        return as_json(entries[start : start + PAGE], headers=headers)
-
-    @route("POST", "/api/{repository}/paths-info/{revision}")
-    def paths_info(self, call: Call, repository: Repository, revision: str) -> Answer:
-        files, entries = repository.commits[revision].files, []
-        for path in parse_qs(call.body.decode()).get("paths", []):
-            if path in files:
-                entries.append(as_entry(path, files[path]))
-            elif any(other.startswith(f"{path}/") for other in files):
-                entries.append(as_folder(path))
         return as_json(entries)
-
-    @route("GET", "/api/{repository}/refs")
-    def list_refs(self, call: Call, repository: Repository) -> Answer:
-        found: dict[str, list] = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
-        for ref, commit in repository.refs.items():
-            _, kind, name = ref.split("/", 2)
-            found[KINDS[kind]].append({"name": name, "ref": ref, "targetCommit": commit})
-        return as_json(found)
-
-    def new_ref(self, repository: Repository, ref: str, commit: str) -> Answer:
-        if ref in repository.refs:
-            raise Refusal(409, f"{ref} is taken")
-        repository.refs[ref] = commit
-        return as_json({})
-
-    @route("POST", "/api/{repository}/branch/{branch}", access="write")
-    def new_branch(self, call: Call, repository: Repository, branch: str) -> Answer:
-        start = call.json().get("startingPoint") or self.branch
-        return self.new_ref(repository, f"refs/heads/{branch}", self.resolve(repository, start))
-
-    @route("POST", "/api/{repository}/tag/{revision}", access="write")
-    def new_tag(self, call: Call, repository: Repository, revision: str) -> Answer:
-        return self.new_ref(repository, f"refs/tags/{call.json()['tag']}", revision)
-
-    @route("DELETE", "/api/{repository}/{kind}/{ref}", access="write")
-    def delete_ref(self, call: Call, repository: Repository, kind: str, ref: str) -> Answer:
-        folder = {"branch": "heads", "tag": "tags"}.get(kind)
-        if repository.refs.pop(f"refs/{folder}/{ref}", None) is None:
-            raise Refusal(404, f"No such {kind}: {ref}", self.no_revision)
-        return as_json({})
 
     def no_entry(self, path: str, revision: str) -> Refusal:
         return Refusal(404, f"No such file: {path}", "EntryNotFound", {"X-Repo-Commit": revision})
@@ -237,20 +232,6 @@ class HuggingFaceHub(Hub):
         return as_json(
             {"discussions": rows[start : start + DISCUSSIONS], "count": len(rows), "start": start}
         )
-
-    @route("POST", "/api/{repository}/discussions", access="write")
-    def new_discussion(self, call: Call, repository: Repository) -> Answer:
-        pull = self.open_pull(
-            repository, call.json()["title"], self.resolve(repository, self.branch)
-        )
-        return as_json({"num": pull.number})
-
-    @route("GET", "/api/{repository}/discussions/{number}")
-    def discussion(self, call: Call, repository: Repository, number: str) -> Answer:
-        pull = self.pull(repository, number)
-        changes = {"base": f"refs/heads/{self.branch}", "mergeCommitId": pull.merged}
-        details = {"changes": changes, "filesWithConflicts": [], "diff": "", "events": []}
-        return as_json({**as_discussion(repository, pull), **details})
 
     @route("POST", "/api/{repository}/discussions/{number}/merge", access="write")
     def merge(self, call: Call, repository: Repository, number: str) -> Answer:
@@ -324,11 +305,11 @@ class HuggingFaceHub(Hub):
         if not parent.startswith(summary.get("parentCommit") or ""):
             raise Refusal(412, f"{branch} has moved on to {parent}")
         for operation in operations:
-            key, value = operation["key"], operation["value"]
-            if key not in ("file", "lfsFile"):
-                raise Refusal(400, f"No such operation: {key}")
-            small = key == "file" and Blob(base64.b64decode(value["content"]), False)
-            files[value["path"]] = small or self.stored(value["oid"])
+            value = operation["value"]
+            if operation["key"] == "lfsFile":
+                files[value["path"]] = self.stored(value["oid"])
+            else:  # a push deletes nothing
+                files[value["path"]] = Blob(base64.b64decode(value["content"]), False)
         pull = (
             self.open_pull(repository, summary["summary"], parent)
             if "create_pr" in call.query

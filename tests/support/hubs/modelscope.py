@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager
 from http.cookies import SimpleCookie
 from typing import Any, ClassVar
 
-from support.hubs.calls import Answer, Call, Refusal, as_json
-from support.hubs.hub import Hub, route
-from support.hubs.repository import Blob, Repository
+from support.hubs.hub import Answer, Blob, Call, Hub, Refusal, Repository, as_json, route
 from support.hubs.server import running
 
 PRIVATE = 1  # the hub's number for this visibility
@@ -58,23 +56,6 @@ class ModelScopeHub(Hub):
 
     # Account and repositories
 
-    @route("POST", "/api/v1/login", access="open")
-    def login(self, call: Call) -> Answer:
-        if call.json()["AccessToken"] != self.token:
-            raise Refusal(401, "This token is not valid")
-        account = {"AccessToken": "git", "Username": "tester", "Email": "tester@example.com"}
-        return wrapped(account, {"Set-Cookie": f"m_session_id={self.token}; Path=/"})
-
-    @route("GET", "/openapi/v1/users/me", access="write")
-    def whoami(self, call: Call) -> Answer:
-        return as_json(
-            {"success": True, "data": {"username": "tester", "email": "tester@example.com"}}
-        )
-
-    @route("GET", "/api/v1/repos/internalAccelerationInfo", access="open")
-    def acceleration(self, call: Call) -> Answer:
-        return wrapped({"InternalRegionQueryAddress": ""})
-
     @route("POST", "/api/v1/models", access="write")
     def new_repository(self, call: Call) -> Answer:
         wanted = call.json()
@@ -96,11 +77,6 @@ class ModelScopeHub(Hub):
         return as_json(
             {"success": True, "data": data, "Code": 200, "Data": data}
         )  # one address spells it so, one so
-
-    @route("DELETE", "/api/v1/models/{repository}", access="write")
-    def delete_repository(self, call: Call, repository: Repository) -> Answer:
-        self.remove(repository.name)
-        return wrapped()
 
     @route("GET", "/api/v1/models/{repository}/revisions")
     def revisions(self, call: Call, repository: Repository) -> Answer:

@@ -3,13 +3,14 @@
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from support.hubs.calls import Answer, Call, Refusal
-from support.hubs.hub import Hub
+from support.hubs.hub import Answer, Call, Hub, Refusal
 
 
 class Server(ThreadingHTTPServer):
@@ -54,18 +55,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_) -> None:
         pass
 
-    def content(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        chunks = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(chunks)
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def handle_call(self) -> None:
-        hub, call = self.server.hub, Call(self.command, self.path, self.headers, self.content())
+        hub, call = self.server.hub, Call(self.command, self.path, self.headers, self.body())
         fault = hub.record(call)
         what = fault.what if fault else None
         if isinstance(what, int):
@@ -111,3 +105,71 @@ def running(hub: Hub) -> Iterator[Any]:
         yield hub
     finally:
         server.stop()
+
+
+def answer(body: bytes, headers: str = "", status: str = "200 OK") -> list[bytes]:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}"
+    return [f"{head}Connection: close\r\n\r\n".encode(), body]
+
+
+def trickle(start: bytes, seconds: float = 0.3) -> Iterator[bytes]:
+    yield start
+    while True:
+        time.sleep(seconds)
+        yield b"x"
+
+
+def endless(start: bytes, chunk: bytes) -> Iterator[bytes]:
+    yield start
+    while True:
+        yield chunk
+
+
+@dataclass
+class Broken:
+    """`says` makes the chunks of an answer from a request; the connection is closed after them."""
+
+    says: Callable[[str], object]
+    endpoint: str = ""
+    requests: list[str] = field(default_factory=list)
+    sent: int = 0
+
+    def serve(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            connection.settimeout(60)
+            head = b""
+            while b"\r\n\r\n" not in head:
+                received = connection.recv(65536)
+                if not received:
+                    return
+                head += received
+            self.requests.append(head.decode("latin-1"))
+            for chunk in self.says(self.requests[-1]):  # type: ignore[attr-defined]
+                connection.sendall(chunk)
+                self.sent += len(chunk)
+
+
+@contextmanager
+def broken(says: Callable[[str], object]) -> Iterator[Broken]:
+    """Serve until the end of the block."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=50)
+    server = Broken(says, f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=server.serve, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield server
+    finally:
+        listener.close()
+
+
+@contextmanager
+def black_hole() -> Iterator[str]:
+    """An address that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=50) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"

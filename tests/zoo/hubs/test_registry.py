@@ -39,9 +39,6 @@ def test_a_new_hub_takes_a_module_and_a_row(with_folder_hub, made):
     tag = sent["hubs"]["folder"]["revision"]
     content = with_folder_hub.folder / "hub" / ZOO / tag / index.NAME
     assert '"hub": "folder"' in content.read_text()
-    listed = with_folder_hub("list", "--repo", ZOO, "--from", "folder", "--remote")
-    assert "fo" in listed.stdout.split()
-    assert "yes" in listed.stdout.split()
     words = ["pull", "demo", "--repo", ZOO, "--from", "folder", "--local-dir", "here", "--json"]
     pulled = ok(with_folder_hub(*words))
     assert (pulled["hub"], pulled["revision"]) == ("folder", tag)

@@ -50,13 +50,6 @@ def test_the_library_of_the_format_accepts_it_too(zoo, sigstore, published):
         config.verify(folder, folder / "model.sig")
 
 
-def test_a_signature_of_somebody_whom_nobody_named_is_checked_and_said(zoo, sigstore, published):
-    shown = zoo.run("pull", "demo", "--repo", ZOO, *published[-2:], "--json")
-    assert f"is signed by {sigstore.WORKFLOW}" in shown.stderr
-    assert "to accept no other, add --signer" in shown.stderr
-    assert ok(shown)["signature"]["state"] == "signed"
-
-
 @pytest.mark.hostile("hub")
 def test_another_identity_is_refused(zoo, sigstore, published):
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, "--signer", OTHER, *published[-2:]))
@@ -140,18 +133,6 @@ def test_a_stripped_signature_is_refused(zoo, published, sigstore):
 
 
 @pytest.mark.hostile("hub")
-def test_a_signer_without_a_signature_is_refused(zoo, published):
-    def change(entry, files):
-        del entry["files"]["model.sig"]
-        return {}
-
-    spoil(zoo, change)
-    assert "has no signature, and should have one" in refused(
-        zoo.run("pull", "demo", *published[:2])
-    )
-
-
-@pytest.mark.hostile("hub")
 @pytest.mark.parametrize("late", [datetime.timedelta(minutes=20), -datetime.timedelta(minutes=20)])
 def test_an_expired_certificate_is_refused(zoo, job, made, sigstore, late):
     """The log says that the signature was made after the certificate's ten minutes, or before
@@ -204,14 +185,6 @@ def test_without_the_keys_of_sigstore_nothing_is_said_to_be_signed(
     assert ok(shown)["signature"]["state"] == "unchecked"
     text = refused(zoo.run("pull", "demo", *published[:-2], *words))
     assert "cannot be fetched" in text or "cannot be read as a trust configuration" in text
-
-
-def test_nothing_is_signed_by_a_job_that_does_not_ask_for_it(job, made, zoo, sigstore):
-    result = job("push", made, ZOO, "--sign", "none", "--json")
-    assert "it is not signed; to sign it, add: --sign key.pem, or --sign keyless" in result.stderr
-    ok(result)
-    assert not sigstore.server.requests
-    assert "zoo_index.json.sig" not in zoo.hf.files(ZOO)
 
 
 def test_nobody_signs_keyless_without_an_identity(zoo, made, sigstore, monkeypatch):

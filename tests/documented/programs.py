@@ -18,9 +18,9 @@ from typing import NoReturn
 
 from torch.distributed import TCPStore
 
-sys.path[0] = str(Path(__file__).parents[2])
+sys.path[0] = str(Path(__file__).parents[1])
 
-from support.documented import small_jobs  # noqa: E402
+from documented import small_jobs  # noqa: E402
 from support.process_server import wait_for_words  # noqa: E402
 
 

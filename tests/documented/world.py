@@ -13,14 +13,14 @@ from pathlib import Path
 
 import gguf
 import yaml
+from documented.pages import PAGES, blocks_of
 from safetensors.numpy import load_file
-
-from rotationzoo.text.documents import BUNDLED, HELD_OUT
 from support import process_server
-from support.documented.blocks import PAGES, blocks_of
 from support.hubs import huggingface, modelscope
 from support.models import save_tiny
 from support.places import ROOT
+
+from rotationzoo.text.documents import BUNDLED, HELD_OUT
 
 PROGRAMS = ("rotationzoo", "python", "torchrun", "accelerate")
 IMPORTED = (

@@ -10,11 +10,7 @@ import datetime
 import hashlib
 import json
 import struct
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jwt
@@ -23,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from support.hubs.hub import Answer, Call, as_json
 
 GITHUB = "https://token.actions.githubusercontent.com"
 WORKFLOW = "https://github.com/someone/zoo/.github/workflows/regenerate.yml@refs/heads/main"
@@ -54,6 +51,17 @@ def pem(certificate: x509.Certificate) -> str:
     return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
 
+def _builder(names, public_key, valid, extensions) -> x509.CertificateBuilder:
+    """A certificate to sign, of a subject and its issuer, with extensions: whether each is
+    critical."""
+    builder = x509.CertificateBuilder().subject_name(names[0]).issuer_name(names[1])
+    builder = builder.public_key(public_key).serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(valid[0]).not_valid_after(valid[1])
+    for extension, critical in extensions.items():
+        builder = builder.add_extension(extension, critical)
+    return builder
+
+
 @dataclass
 class LocalSigstore:
     """`late` is how long after a certificate the log says that a signature was entered."""
@@ -62,6 +70,7 @@ class LocalSigstore:
     identity: str = WORKFLOW
     """Whom a token of GitHub Actions is for."""
     endpoint: str = ""
+    storage_origin: str = ""  # which the server around it sets, as it does for hubs
     requests: list[str] = field(default_factory=list)
     root_key: Key = field(default_factory=new_key)
     timestamp_key: Key = field(default_factory=new_key)
@@ -70,23 +79,13 @@ class LocalSigstore:
     def __post_init__(self) -> None:
         self.now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "local authority")])
-        public = self.root_key.public_key()
-        self.root = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(self.now - datetime.timedelta(days=1))
-            .not_valid_after(self.now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(True, 0), critical=True)
-            .add_extension(
-                x509.KeyUsage(*[False] * 5, True, True, False, False),  # certificates and lists
-                critical=True,
-            )
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .sign(self.root_key, hashes.SHA256())
-        )
+        public, day = self.root_key.public_key(), datetime.timedelta(days=1)
+        valid = self.now - day, self.now + day
+        for_certificates = x509.KeyUsage(*[False] * 5, True, True, False, False)
+        identifier = x509.SubjectKeyIdentifier.from_public_key(public)
+        extensions = {x509.BasicConstraints(True, 0): True, for_certificates: True}
+        builder = _builder((name, name), public, valid, extensions | {identifier: False})
+        self.root = builder.sign(self.root_key, hashes.SHA256())
 
     def token(self) -> str:
         """A token as the issuer of identities gives out; nobody here checks its signature."""
@@ -104,33 +103,17 @@ class LocalSigstore:
     def certify(self, public_key: ec.EllipticCurvePublicKey, token: str) -> x509.Certificate:
         """Fulcio: a certificate of the token's identity, with the promise that it was logged."""
         claims = jwt.decode(token, options={"verify_signature": False})
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([]))
-            .issuer_name(self.root.subject)
-            .public_key(public_key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(self.now)
-            .not_valid_after(self.now + _MINUTES)
-            .add_extension(
-                x509.KeyUsage(True, *[False] * 8),  # signatures alone
-                critical=True,
-            )
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
-            )
-            .add_extension(
-                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(claims["sub"])]),
-                critical=True,
-            )
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(self.root_key.public_key()),
-                critical=False,
-            )
-            .add_extension(
-                x509.UnrecognizedExtension(_ISSUER, claims["iss"].encode()), critical=False
-            )
-        )
+        valid = self.now, self.now + _MINUTES
+        authority = self.root_key.public_key()
+        extensions = {
+            x509.KeyUsage(True, *[False] * 8): True,  # signatures alone
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]): False,
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(claims["sub"])]): True,
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority): False,
+            x509.UnrecognizedExtension(_ISSUER, claims["iss"].encode()): False,
+        }
+        names = x509.Name([]), self.root.subject
+        builder = _builder(names, public_key, valid, extensions)
         # The log signs the certificate as it is without the log's own promise in it.
         before = builder.sign(self.root_key, hashes.SHA256()).tbs_certificate_bytes
         promise = x509.UnrecognizedExtension(_TIMESTAMPS, self._timestamps(before))
@@ -230,50 +213,27 @@ class LocalSigstore:
             "logId": {"keyId": text(key_id(key))},
         }
 
-    def answer(self, path: str, token: str, body: dict) -> dict:
-        self.requests.append(path)
-        if path == "/.well-known/openid-configuration":
+    def record(self, call: Call) -> None:
+        self.requests.append(call.path)
+
+    def answer(self, call: Call) -> Answer:
+        return as_json(self._content(call), 201 if call.method == "POST" else 200)
+
+    def _content(self, call: Call) -> dict:
+        if call.path == "/.well-known/openid-configuration":
             addresses = {"authorization_endpoint": "auth", "token_endpoint": "token"}
             return {name: f"{self.endpoint}/{place}" for name, place in addresses.items()}
-        if path == "/token":  # of GitHub Actions, for a job that may have one
+        if call.path == "/token":  # of GitHub Actions, for a job that may have one
             return {"value": self.token()}
-        if path == "/api/v2/signingCert":
+        body = call.json()
+        if call.path == "/api/v2/signingCert":
             request = x509.load_pem_x509_csr(base64.b64decode(body["certificateSigningRequest"]))
-            public_key = request.public_key()
-            assert isinstance(public_key, ec.EllipticCurvePublicKey)
-            chain = [pem(self.certify(public_key, token)), pem(self.root)]
+            token = call.headers["Authorization"].removeprefix("Bearer ")
+            chain = [pem(self.certify(request.public_key(), token)), pem(self.root)]
             return {"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}}
-        assert path == "/api/v1/log/entries", path
+        assert call.path == "/api/v1/log/entries", call.path
         return self.enter(body)
 
 
 def _sha256(data: bytes) -> dict[str, str]:
     return {"algorithm": "sha256", "value": hashlib.sha256(data).hexdigest()}
-
-
-@contextmanager
-def running(sigstore: LocalSigstore) -> Iterator[LocalSigstore]:
-    """Serve until the end of the block."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            path = self.path.partition("?")[0]
-            data = json.dumps(sigstore.answer(path, token, json.loads(body or b"{}"))).encode()
-            self.send_response(201 if self.command == "POST" else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST
-
-        def log_message(self, *_) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        sigstore.endpoint = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield sigstore
-        server.shutdown()

@@ -1,0 +1,80 @@
+"""Marks of tests that need a GPU, or a compiler that makes CUDA sources run on a CPU."""
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from rotationzoo.codec import cuda
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+on_cpu = pytest.mark.skipif(
+    platform.machine() != "x86_64" or platform.system() != "Linux" or not shutil.which("g++"),
+    reason="needs GNU's compiler on Linux and x86",
+)
+
+
+RATIOS = st.sampled_from([1.0, 0.96, 0.92, 0.5, 0.03])
+many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+@st.composite
+def shapes(draw) -> tuple[int, int]:
+    """Row length and group size."""
+    dim = draw(st.sampled_from([8, 16, 48, 64, 80, 128]))
+    divisors = [size for size in range(4, dim + 1, 4) if dim % size == 0]
+    return dim, draw(st.sampled_from(divisors))
+
+
+@st.composite
+def rows(draw, largest: float = 100.0) -> tuple[torch.Tensor, int]:
+    """A few rows `[N, D]` with ties, zeros and subnormals among them, and a group size."""
+    dim, group = draw(shapes())
+    count = draw(st.integers(1, 3))
+    values = st.floats(-largest, largest, width=32)
+    return torch.from_numpy(draw(arrays(np.float32, (count, dim), elements=values))), group
+
+
+def largest(rows: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude `[..., 1]` of each row."""
+    return rows.abs().amax(-1, keepdim=True)
+
+
+# One front end serves the three: the sources ask for no generation, but for attention.cu.
+GENERATIONS = "-gencode=arch=compute_80,code=[sm_80,sm_90,sm_100]"
+# What compiles at all is compiled in half the time without optimization.
+ONLY_COMPILE = "-gencode=arch=compute_90,code=sm_90", "-Ofc=max"
+
+
+def spilled_registers(variant: cuda.Variant, folder: Path) -> list[str]:
+    """The line on spilled registers of each kernel, and of each generation."""
+    assert "__CUDA_ARCH__" not in variant.source
+    output = compile_kernels(variant.source, variant.macros(), folder, [GENERATIONS])
+    return [line.strip() for line in output.splitlines() if "spill stores" in line]
+
+
+def compile_kernels(
+    text: str, macros: Iterable[tuple[str, str]], folder: Path, options: Iterable[str]
+) -> str:
+    """What nvcc writes when it compiles a source with these macros, which must be no warning."""
+    source = folder / "kernels.cu"
+    source.write_text(text)
+    defined = [f"-D{name}={value}" for name, value in macros]
+    files = ["-o", str(folder / "out"), str(source)]
+    command = ["nvcc", "-fatbin", "-Xptxas=-v", *options, *defined, *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    return done.stderr
