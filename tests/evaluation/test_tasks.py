@@ -14,14 +14,13 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.calibration.plan import Job
 from rotationzoo.cli.evaluate_view import suggest_next
-from rotationzoo.cli.options import parse_tasks
+from rotationzoo.cli.options import parse_lengths, parse_tasks
 from rotationzoo.cli.output import Output
 from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.tasks.answering import ExactAnswers
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recall.answers import Answers
-from rotationzoo.recall.exercises import TASKS
 from rotationzoo.recipe import PRESETS, Data
 from rotationzoo.report.card import render_card
 
@@ -203,12 +202,15 @@ def test_the_command_line(inside, induction):
 
 
 def test_the_values_of_options():
-    assert parse_tasks("all", None, 8) == TaskSettings(tuple(TASKS), (), 8)
-    assert parse_tasks("copy,needles", "2048,8192", 8).names == ("copy", "needles")
-    assert parse_tasks("none", "2048,8192", 8) == TaskSettings((), (2048, 8192), 8)
-    for lengths in ("2k", "", "512,", "-1", "1"):
+    assert parse_tasks("all") is None
+    assert parse_tasks("copy,needles,copy") == ["copy", "needles"]
+    assert parse_tasks("none") == []
+    assert parse_lengths("2048,8192") == [2048, 8192]
+    for lengths in ("2k", "", "512,", "-1"):
         with pytest.raises(UsageError, match="--lengths"):
-            parse_tasks("all", lengths, 8).check()
+            parse_lengths(lengths)
+    with pytest.raises(UsageError, match="--lengths"):
+        TaskSettings(lengths=(1,)).check()
     with pytest.raises(UsageError, match="--questions"):
         TaskSettings(questions=0).check()
 
