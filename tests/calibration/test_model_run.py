@@ -33,8 +33,8 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
     places, fetched = [], Counter()
     load = loading.load
 
-    def load_and_note(*arguments):
-        loaded = load(*arguments)
+    def load_and_note(*arguments, **options):
+        loaded = load(*arguments, **options)
         places.extend(loaded.hf_device_map.values())
         return loaded
 

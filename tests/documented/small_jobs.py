@@ -25,7 +25,7 @@ def shrink() -> None:
 
     calibration.plan = _with_result(calibration.plan, small_plan)
     evaluation.judged_text = _with_result(evaluation.judged_text, judged_data)
-    evaluation.build_arms = _with_argument(evaluation.build_arms, 3, few_baselines)
+    evaluation.build_arms = _with_argument(evaluation.build_arms, 2, few_baselines)
     evaluation.plan_tasks = _with_argument(evaluation.plan_tasks, 0, small_tasks)
     evaluation.run_harness = _with_argument(evaluation.run_harness, 3, small_harness)
     GenerationMixin.generate = _of_few_tokens(GenerationMixin.generate)
