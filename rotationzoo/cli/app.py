@@ -30,6 +30,7 @@ from rotationzoo.cli.pull import pull_command
 from rotationzoo.cli.push import push_command
 from rotationzoo.cli.regenerate import regenerate_command
 from rotationzoo.cli.report import report_command
+from rotationzoo.cli.serve import serve_command
 from rotationzoo.cli.validate import validate_command
 from rotationzoo.cli.verify import verify_command
 from rotationzoo.errors import Interrupted, RotationZooError, UsageError
@@ -64,6 +65,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify_command,
     "evaluate": evaluate_command,
     "generate": generate_command,
+    "serve": serve_command,
     "validate": validate_command,
     "report": report_command,
     "export": export_command,
@@ -169,8 +171,10 @@ def _close_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+# What `serve` does not know goes to vLLM.
+_HANDED_ON = {"serve": {"allow_extra_args": True, "ignore_unknown_options": True}}
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_interruptible(_command))
+    app.command(_name, context_settings=_HANDED_ON.get(_name))(_interruptible(_command))
 
 
 def _print_version(wanted: bool) -> None:

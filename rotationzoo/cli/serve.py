@@ -1,0 +1,80 @@
+"""`rotationzoo serve`: start a vLLM server whose cache is stored in 2 bits."""
+
+import os
+import shlex
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rotationzoo.cli.completion import complete_artifact
+from rotationzoo.cli.library_logs import hush_libraries
+from rotationzoo.cli.options import Json, ModelName, Quiet, Revision, given
+from rotationzoo.cli.output import Output, show_lines
+from rotationzoo.errors import UsageError
+
+_OURS = "--additional-config"
+
+
+def serve_command(
+    context: typer.Context,
+    model: ModelName,
+    rotations: Annotated[
+        Path, typer.Option(help="The artifact folder.", autocompletion=complete_artifact)
+    ],
+    format: Annotated[
+        Literal["sglang", "vllm"], typer.Option(help="How scales and offsets are stored.")
+    ] = "vllm",
+    rounding: Annotated[
+        Literal["nearest", "feedback"] | None,
+        typer.Option(help="How rows get their codes (feedback, where the artifact has it)."),
+    ] = None,
+    sink: Annotated[
+        int | None, typer.Option(min=0, help="First tokens kept exact (the recipe's).")
+    ] = None,
+    recent: Annotated[
+        int | None, typer.Option(min=0, help="Last tokens kept exact (the recipe's).")
+    ] = None,
+    revision: Revision = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, and print the line alone.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve a model with vLLM, whose cache is stored in 2 bits. What follows the options here goes
+    to vLLM.
+
+    rotationzoo serve Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --max-model-len 131072
+    """
+    out = Output(json, quiet)
+    if any(word.partition("=")[0] == _OURS for word in context.args):
+        raise UsageError(
+            f"{_OURS} names the artifact to vLLM, and is written by this command",
+            hint="start vllm serve yourself, with both in one object",
+        )
+    hush_libraries()
+    from rotationzoo.model.source import find
+    from rotationzoo.runtime.vllm.plugin import check_version
+    from rotationzoo.runtime.vllm.settings import KEY, Options, make_settings
+
+    chosen = given(format=format, rounding=rounding, sink=sink, recent=recent)
+    options = Options(artifact=str(rotations.expanduser().absolute()), **chosen)
+    source = find(model, revision)
+    settings = make_settings(options, source)
+    check_version()
+    # A hub id stays what it is, because vLLM finds its files in the same cache.
+    place = model if source.revision else str(source.folder)
+    words = ["vllm", "serve", place, *(["--revision", revision] if revision else [])]
+    named = {KEY: options.model_dump(exclude_none=True)}
+    words += [_OURS, dumps(named), *context.args]
+    layout = settings.layout
+    out.note(
+        f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} and "
+        f"the last {layout.recent} tokens exact"
+    )
+    line = shlex.join(words)
+    out.result({"command": words}, line, lambda: show_lines(line))
+    if not dry_run:
+        os.execvp(words[0], words)

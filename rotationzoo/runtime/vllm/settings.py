@@ -1,0 +1,129 @@
+"""The settings of a server's cache: what vLLM's `additional_config` names under `rotationzoo`, read
+from the artifact and compared with the model."""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rotationzoo.artifact.store import Artifact
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.errors import RotationZooError, UnsupportedModel
+from rotationzoo.model.source import Source, config_hash, find
+from rotationzoo.runtime.options import Rounding
+from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.runtime.vllm.plugin import check_version
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+from rotationzoo.storage import strict_json
+
+KEY = "rotationzoo"
+"""The key of `additional_config` that names the artifact."""
+
+
+class Options(strict_json.Strict, extra="forbid"):
+    """The settings under `KEY`."""
+
+    artifact: str
+    """The folder of the artifact."""
+    format: Literal["sglang", "vllm"] = "vllm"
+    rounding: Rounding | None = None
+    """By default `feedback` where the artifact has its factors."""
+    sink: int | None = None
+    recent: int | None = None
+    """First and last tokens that stay exact; by default the recipe's."""
+
+
+def parse_options(additional_config: Any) -> Options | None:
+    """The options among vLLM's `additional_config`; None if there are none. Raises
+    `RotationZooError` for anything that is no option."""
+    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+        return None
+    return strict_json.validate(Options, dict(additional_config[KEY]), f"additional_config.{KEY}")
+
+
+def read_settings(config: Any) -> CacheSettings | None:
+    """The settings of the cache that a `VllmConfig` asks for; None if it names no artifact.
+
+    Raises `RotationZooError` for an artifact of another model, and `UnsupportedModel` for what this
+    backend cannot serve. Nothing is read twice in a process.
+    """
+    options = parse_options(config.additional_config)
+    if options is None:
+        return None
+    check_version()
+    _check_server(config)
+    model = config.model_config
+    source = find(model.model, model.revision)
+    return _settings_of(options.model_dump_json(), source)
+
+
+@functools.cache
+def _settings_of(options: str, source: Source) -> CacheSettings:
+    return make_settings(Options(**json.loads(options)), source)
+
+
+def make_settings(options: Options, source: Source) -> CacheSettings:
+    """The settings that options make for a model. Raises as `read_settings`."""
+    artifact = Artifact.open(Path(options.artifact).expanduser())
+    check_model(artifact, source)
+    recipe, rotations = artifact.recipe, artifact.rotations
+    default: Rounding = "feedback" if rotations.has_feedback else "nearest"
+    arm = Arm(artifact.folder.name, rotations, recipe.group_size, options.rounding or default)
+    layout = CacheLayout(
+        FORMATS[options.format],
+        recipe.sink if options.sink is None else options.sink,
+        recipe.recent if options.recent is None else options.recent,
+        prefill_layout="window",
+        group_size=recipe.group_size,
+    )
+    return CacheSettings(arm, layout)
+
+
+def check_model(artifact: Artifact, source: Source) -> None:
+    """Raise `RotationZooError` for an artifact of another model, and `UnsupportedModel` for a model
+    of which vLLM's pages cannot hold every layer."""
+    made_for = artifact.manifest.model
+    if not artifact.bound or made_for.config_sha256 != config_hash(source):
+        raise RotationZooError(
+            f"{artifact.folder} was made for {made_for.id}, and not for {source.name}",
+            hint=f"make one with: rotationzoo calibrate {source.name}",
+        )
+    geometry = artifact.geometry
+    shared = [layer.index for layer in geometry if layer.owner != layer.index]
+    shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in geometry}
+    if shared or len(shapes) > 1 or any(key != value for _, key, value in shapes):
+        raise UnsupportedModel(
+            f"the layers of {source.name} do not all cache keys and values of one shape, which "
+            "vLLM's pages of one size need",
+            hint=f"read it with transformers: rotationzoo generate {source.name}",
+        )
+
+
+def _check_server(config: Any) -> None:
+    """Raise `UnsupportedModel` for options of vLLM that this backend does not serve."""
+    unserved = {
+        "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
+        "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        "a KV cache dtype of vLLM's own": config.cache_config.cache_dtype
+        not in ("auto", "bfloat16"),
+    }
+    for what, asked in unserved.items():
+        if asked:
+            raise UnsupportedModel(f"rotations are not served with {what} yet", hint="leave it out")
+
+
+def cell_bytes(settings: CacheSettings, head_size: int) -> int:
+    """The bytes of one token of one KV head: codes, scale and offset of its key and its value.
+    Raises `UnsupportedModel` for another head size than the rotations'."""
+    layer = min(settings.arm.rotations)
+    rotation = settings.arm.rotations[layer].key
+    if rotation.dim != head_size:
+        raise UnsupportedModel(
+            f"the model has heads of {head_size}, and the rotations are for {rotation.dim}"
+        )
+    groups = head_size // (settings.arm.group_size or head_size)
+    metadata = 2 * groups * settings.layout.format.metadata_bits // 8
+    return 2 * (head_size // 4 + metadata)
