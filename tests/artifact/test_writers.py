@@ -5,7 +5,6 @@ import fcntl
 import multiprocessing
 import os
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -207,21 +206,6 @@ def test_nothing_is_added_to_other_rotations(small, folder):
         add_files(artifact, {"spectra.png": b""}, {})
     with pytest.raises(RotationZooError, match="was replaced while it was read"):
         artifact.rotation_tensors()
-
-
-@pytest.mark.hostile("crash")
-def test_first_runs_at_once_both_end_with_the_artifact(command):
-    words = [*command.program, "calibrate", "demo", "--recipe", "hadamard", "-q"]
-    running = [
-        subprocess.Popen(
-            words, cwd=command.folder, env=command.environment, stdout=-1, stderr=-1, text=True
-        )
-        for _ in range(2)
-    ]
-    ends = [(*one.communicate(timeout=240), one.returncode) for one in running]
-    assert [code for *_, code in ends] == [0, 0], ends
-    assert verify(Artifact.open(command.folder / "rotations/demo-hadamard")).ok
-    assert [path.name for path in (command.folder / "rotations").iterdir()] == ["demo-hadamard"]
 
 
 @pytest.mark.hostile("crash")

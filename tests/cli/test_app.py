@@ -20,24 +20,6 @@ from rotationzoo.cli.output import visible
 # ---- help and usage
 
 
-def test_help_is_quick_to_import():
-    program = """
-import sys
-from rotationzoo.cli.app import main
-try:
-    main(["--help"])
-except SystemExit as done:
-    assert not done.code
-slow = {
-    "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub", "numpy"
-}
-print(sorted(slow & set(sys.modules)))
-"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
-    assert "calibrate" in shown
-    assert shown.splitlines()[-1] == "[]"
-
-
 def test_commands_that_read_an_artifact_do_not_wait_for_transformers(made, tmp_path):
     """It takes half of their time to import, and only models need it."""
     program = f"""

@@ -1,7 +1,5 @@
 """What an engine does not serve: refused with the flags that accept it, or left out and said."""
 
-import json
-
 import pytest
 from support.engine_artifacts import (
     CENTERED,
@@ -9,9 +7,6 @@ from support.engine_artifacts import (
     exported,
 )
 
-from rotationzoo.artifact.layout import rotations_from
-from rotationzoo.calibration.soundness import Verification
-from rotationzoo.engines import export as exporting
 from rotationzoo.errors import RotationZooError
 from rotationzoo.writer import write_artifact
 
@@ -44,38 +39,6 @@ def test_means_that_an_engine_does_not_subtract_are_left_out(made, tmp_path):
     assert done.reduced == ["keys and values that keep their mean"]
     done = exported("onnx", artifact, tmp_path / "onnx")
     assert done.reduced == ["keys and values that keep their mean"]
-
-
-def test_clip_ratios_of_single_heads(made, tmp_path, monkeypatch):
-    """No recipe makes such an artifact yet, so its verification, which knows that, is left out."""
-    monkeypatch.setattr(exporting, "verify", lambda artifact: Verification([], None, []))
-    artifact = made(head_dim=32)
-    # In copies: the artifact is shared with other tests, and keeps what it has read.
-    tensors = {name: tensor.clone() for name, tensor in artifact.rotation_tensors().items()}
-    tensors["layers.1.key.clip"][1] = 0.9
-    changed = write_artifact(
-        tmp_path / "changed",
-        rotations_from(tensors),
-        artifact.statistics,
-        dict(artifact.content),
-    )
-    for engine, words in (("sglang", "one clip ratio for all keys"), ("onnx", "one a layer")):
-        with pytest.raises(RotationZooError, match=words) as refused:
-            exported(engine, changed, tmp_path / engine)
-        assert refused.value.hint.endswith(" --clip 0.96/0.92")
-    tensors["layers.1.key.clip"][0] = 0.9
-    changed = write_artifact(
-        tmp_path / "changed",
-        rotations_from(tensors),
-        artifact.statistics,
-        dict(artifact.content),
-    )
-    done = exported("onnx", changed, tmp_path / "onnx")
-    attributes = json.loads((done.path / "attributes.json").read_text())["layers"]
-    assert [attributes[layer]["k_quant_rho"] for layer in "012"] == [0.96, 0.9, 0.96]
-    done = exported("sglang", changed, tmp_path / "sglang", clip=(1.0, 0.92))
-    assert done.launch.environment["SGLANG_OSCAR_K_CLIP_RATIO"] == "0", "SGLang's word for off"
-    assert done.reduced == ["clip ratios 1/0.92 instead of the artifact's own"]
 
 
 def test_other_refusals(made, tmp_path):

@@ -69,25 +69,11 @@ def test_a_dry_run_reaches_no_hub(zoo, made):
     assert len(without) == len(files) - 1
 
 
-def test_without_statistics_it_is_still_sound(zoo, made):
-    ok(zoo.run("push", made, ZOO, "--no-statistics", "--json"))
-    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
-    assert "statistics.safetensors" not in pulled["files"]
-    assert verify(Artifact.open(Path(pulled["path"])), "demo").ok
-
-
 def test_a_repository_needs_an_owner_and_a_name(zoo, made):
     for repo in ("zoo", "a/b/c", "../b"):
         assert f"{repo} is no repository" in refused(
             zoo.run("push", made, repo, "--dry-run"), code=2
         )
-
-
-def test_a_damaged_artifact_is_not_published(zoo, made, tmp_path):
-    broken = shutil.copytree(made, tmp_path / "broken")
-    (broken / "statistics.safetensors").write_bytes(b"x" * 100)
-    assert "is not published: statistics.safetensors" in refused(zoo.run("push", broken, ZOO))
-    assert not zoo.hf.requests
 
 
 def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
