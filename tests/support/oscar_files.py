@@ -65,17 +65,17 @@ MOMENTS = {
 }
 
 
+def v1_file(layers: dict, **changes) -> dict:
+    head = {"format_version": 1, "objective": "qqt_r_h_pbr", "source_grouping": "layer"}
+    return {**head, **changes, "layers": layers}
+
+
 def v1(side: str, objective: str, layers=range(LAYERS), **options) -> dict:
     table = {}
     for i in layers:
         matrix, eigenvalues = published(MOMENTS[side][i], **options)
         table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": eigenvalues}
-    return {
-        "format_version": 1,
-        "objective": objective,
-        "source_grouping": "layer",
-        "layers": table,
-    }
+    return v1_file(table, objective=objective)
 
 
 @pytest.fixture
@@ -121,14 +121,7 @@ def entry(**changes) -> dict:
 
 
 def torch_file(path: Path, layers: dict, **top) -> Path:
-    content = {
-        "format_version": 1,
-        "objective": "qqt_r_h_pbr",
-        "source_grouping": "layer",
-        **top,
-        "layers": layers,
-    }
-    torch.save(content, path)
+    torch.save(v1_file(layers, **top), path)
     return path
 
 

@@ -103,10 +103,8 @@ def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
 def test_a_pull_request_can_be_pulled_before_it_is_merged(zoo, made, tmp_path):
     zoo.hf.create(ZOO)
     listed = tmp_path / "zoo_index.json"
-    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--index", listed, "--json"))["hubs"][
-        "huggingface"
-    ]
-    assert "/discussions/1" in sent["url"]
+    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--index", listed, "--json"))
+    assert "/discussions/1" in sent["hubs"]["huggingface"]["url"]
     assert "zoo_index.json" not in zoo.hf.files(ZOO), "not on the main branch yet"
     pulled = ok(zoo.run("pull", "demo", "--index", listed, "--json"))
     assert verify(Artifact.open(Path(pulled["path"])), "demo").ok
