@@ -43,21 +43,17 @@ def slow_directions(dim: int, seed: int, strength: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("strength", [0.8, 2.0])
-def test_a_stated_composition_is_believed_although_the_reverse_order_shows_the_mark_more(
-    pair, strength
-):
+def test_a_stated_composition_is_believed_against_the_mark_of_rope(pair, strength):
     """Four of six published pairs have a contrast of .38 to .54, and less with their eigenvalues in
     reverse."""
     for i, entry in pair.key["layers"].items():
         entry["rotation"], entry["eigenvalues"] = published(slow_directions(DIM, i, strength))
     artifact = pair.read()
     assert artifact.content["recipe"]["name"] == "oscar-v1"
-    assert len(artifact.content["imported"]["notes"]) == 1, (
-        "nothing but the clip ratios, which no file says"
-    )
-    moments = [
-        artifact.statistics_tensors()[f"layers.{i}.query.second_moment"] for i in range(LAYERS)
-    ]
+    (note,) = artifact.content["imported"]["notes"]
+    assert note.startswith("the files do not say clip ratios")
+    statistics = artifact.statistics_tensors()
+    moments = [statistics[f"layers.{i}.query.second_moment"] for i in range(LAYERS)]
     expected = slow_directions(DIM, 0, strength)
     assert (moments[0][0] - expected).norm() < 1e-6 * expected.norm()
     contrast = pair_contrast(torch.cat(moments))
@@ -82,13 +78,9 @@ def test_matrices_tell_where_files_say_nothing(pair, what):
         pair.key, pair.value = pair.value, pair.key
     for side in (pair.key, pair.value):
         for entry in side["layers"].values():
-            entry["rotation"] = (
-                entry["rotation"].T.contiguous() if what == "transposed" else entry["rotation"]
-            )
+            if what == "transposed":
+                entry["rotation"] = entry["rotation"].T.contiguous()
             del entry["eigenvalues"]
         side["objective"] = "unheard of"
-    words = {
-        "swapped": "keys and values are swapped",
-        "transposed": "holds its matrices transposed",
-    }
-    assert words[what] in pair.refused("k_rotation.pt", "v_rotation.pt")
+    words = "keys and values are" if what == "swapped" else "holds its matrices"
+    assert f"{words} {what}" in pair.refused("k_rotation.pt", "v_rotation.pt")

@@ -34,10 +34,8 @@ def query_moment(dim: int, seed: int) -> torch.Tensor:
 
 def value_moment(dim: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    rows = (
-        torch.randn(4 * dim, dim, generator=generator, dtype=torch.float64)
-        * torch.rand(dim, generator=generator).exp() ** 3
-    )
+    rows = torch.randn(4 * dim, dim, generator=generator, dtype=torch.float64)
+    rows = rows * torch.rand(dim, generator=generator).exp() ** 3
     rows = rows @ torch.randn(dim, dim, generator=generator, dtype=torch.float64)
     return rows.T @ rows / len(rows)
 

@@ -148,14 +148,11 @@ def foreign(objective: str = "qqt_r_h_pbr", layers: int = 2, dim: int = 16, seed
     from support.oscar_files import v1_file
 
     generator = torch.Generator().manual_seed(seed)
-    matrices = {
-        i: torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0] for i in range(layers)
-    }
-    rotation = {
-        i: {"layer_id": i, "rotation": matrix, "eigenvalues": torch.ones(dim)}
-        for i, matrix in matrices.items()
-    }
-    return v1_file(rotation, objective=objective)
+    table = {}
+    for i in range(layers):
+        matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0]
+        table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": torch.ones(dim)}
+    return v1_file(table, objective=objective)
 
 
 def publish_oscar_pair(zoo, tmp_path, **contents) -> None:
