@@ -2,11 +2,9 @@
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
-from support.command_line import only_error
+from support.command_line import only_error, run_apart
 from support.models import save_family
 from support.popular import CONFIGS
 
@@ -100,18 +98,8 @@ def test_a_model_without_readable_config(inside):
 
 def test_it_does_not_wait_for_torch(qwen3_8b):
     """A known model in 0.5 s on a quiet core; torch and transformers take 2 s alone."""
-    program = f"""
-import sys
-from rotationzoo.cli.app import main
-try:
-    main(["plan", {str(qwen3_8b)!r}])
-except SystemExit as done:
-    assert not done.code
-print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
-"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-1] == "[]"
+    _, imported = run_apart("plan", qwen3_8b)
+    assert not imported & {"torch", "transformers", "numpy"}
 
 
 def test_an_unusual_model_is_built_without_noise(inside, monkeypatch):

@@ -184,14 +184,20 @@ def test_validation_of_an_artifact(device, tmp_path):
 def test_a_kernel_that_differs_is_found(device, tmp_path, monkeypatch):
     from check_int2 import synthetic
 
-    wrong, rounds = tmp_path / "wrong.cu", "by.divide(x), offset), 0.5f)"
-    wrong.write_text(cuda.SOURCE.read_text().replace(rounds, rounds.replace("0.5f", "0.49f")))
+    wrong = tmp_path / "wrong.cu"
+    wrong.write_text(
+        cuda.SOURCE.read_text().replace(
+            "by.divide(x), offset), 0.5f)", "by.divide(x), offset), 0.49f)"
+        )
+    )
     monkeypatch.setattr(cuda, "SOURCE", wrong)
     cuda.compiled.cache_clear()
     artifact = synthetic(tmp_path / "artifact", 64, 64)
     try:
-        said = r"layers\.0\.key, head \d, row \d+: the kernel's code is \d and the"
-        with pytest.raises(RotationZooError, match=said):
+        with pytest.raises(
+            RotationZooError,
+            match=r"layers\.0\.key, head \d, row \d+: the kernel's code is \d and the",
+        ):
             validate_kernel(artifact, Validation(rows=256, speed=False))
     finally:
         cuda.compiled.cache_clear()
