@@ -16,7 +16,7 @@ from support.induction import save_induction
 from support.jobs import job
 from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
-from support.published import keys, made, zoo  # noqa: F401
+from support.published import keys, listed, made, signed, zoo  # noqa: F401
 from support.ranks import Launcher
 
 from rotationzoo.artifact.store import Artifact

@@ -14,7 +14,15 @@ from rotationzoo.zoo import by_name, index
 from rotationzoo.zoo.download import Pulled
 from rotationzoo.zoo.lookup import LoadedIndex
 
-SLOW = ("torch", "transformers", "datasets", "modelscope", "huggingface_hub", "safetensors")
+SLOW = (
+    "torch",
+    "transformers",
+    "datasets",
+    "modelscope",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+)
 
 
 def imported_by(program: str) -> set[str]:
@@ -34,9 +42,11 @@ HELP = "from rotationzoo.cli.app import app; app(['--help'], standalone_mode=Fal
     [
         "import rotationzoo",
         "import rotationzoo; dir(rotationzoo); rotationzoo.__version__",
+        "from rotationzoo.codec import formats",
+        "from rotationzoo.engines.registry import ENGINE_NAMES",
         HELP,
     ],
-    ids=["import", "dir", "--help"],
+    ids=["import", "dir", "formats", "engines", "--help"],
 )
 def test_no_slow_library_is_imported_before_it_is_needed(program):
     assert imported_by(program) == set()

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 import benchmark_memory
 import pytest
 import torch
-from transformers import DynamicCache
 
-from rotationzoo import RotatedCache
 from rotationzoo.model.geometry import geometry_of
 
 
@@ -37,21 +35,3 @@ def test_a_cache_is_filled_layer_by_layer(memory):
     assert report["tokens"] == 832
     assert report["bytes_held"] == 2 * 2 * (blocks * row + 320 * 16 * 2)
     assert report["bytes_in_bf16"] == 2 * 2 * 832 * 16 * 2
-
-
-class SmallMemory(DynamicCache):
-    """A cache for which there is no memory any more after some tokens."""
-
-    def update(self, key, value, index, **options):
-        if self.get_seq_length() >= 2048:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmuch")
-        return super().update(key, value, index, **options)
-
-
-def test_running_out_of_memory_is_an_outcome(memory):
-    model = memory.build_model(TINY, 4096)
-    failed = memory.generate(model, SmallMemory(config=model.config), 2100)
-    assert "fails after 2,048 tokens (OutOfMemoryError: CUDA out" in memory.outcome(failed)
-    finished = memory.generate(model, RotatedCache(None, model), 2100)
-    assert (finished["tokens"], finished["stored_tokens"]) == (8, 2107)
-    assert memory.outcome(finished).startswith("generates 8 tokens")

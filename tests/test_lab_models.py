@@ -1,11 +1,8 @@
 """The scripts that make lab models: what they train on, and copies with outliers that compute the
 same."""
 
-import random
-
 import add_outliers
 import lab_rows
-import numpy as np
 import pytest
 import torch
 import train_lab_models
@@ -41,20 +38,6 @@ def test_files_of_the_bundled_texts_are_left_out_in_other_releases_too(name, tmp
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "installed.py").write_text(SEEN)
     assert lab_rows.read_sources([tmp_path]) == [SEEN]
-
-
-def test_rows_have_one_length_and_weigh_their_answers(source, tokenizer):
-    draw = random.Random(3)
-    groups = [lab_rows._write_group(draw, 2048) for _ in range(8)]
-    ids, weights = (np.concatenate(arrays) for arrays in zip(*groups, strict=True))
-    assert ids.shape == weights.shape == (8 * lab_rows.GROUP, 2048)
-    assert set(np.unique(weights)) == {1, lab_rows.ANSWER_WEIGHT}
-    heavy = weights > 1
-    assert not heavy.any(1).all(), "some rows are plain"
-    assert heavy.any(1).any()
-    row = heavy.any(1).argmax()
-    answer = tokenizer.decode(ids[row][heavy[row]].tolist())
-    assert answer.split()[0] in tokenizer.decode(ids[row][: heavy[row].argmax()].tolist())
 
 
 def test_the_demo_model_fits_its_package_and_its_positions():

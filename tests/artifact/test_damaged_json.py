@@ -123,6 +123,13 @@ def test_a_manifest_of_wrong_types_says_where(folder, path, value):
     assert len(str(refusal.value).splitlines()) == 1
 
 
+def test_a_manifest_of_a_later_version_is_not_read(folder):
+    with edited_manifest(folder) as content:
+        content["schema"] = 9
+    with pytest.raises(RotationZooError, match="has schema 9; this rotationzoo reads schema 1"):
+        Artifact.open(folder)
+
+
 def test_what_only_some_artifacts_have_may_be_missing(folder):
     """An artifact of an earlier version, without the keys that came later and with some that nobody
     knows."""

@@ -7,6 +7,7 @@ import torch
 from check_statistics import largest_difference
 from support import architectures
 
+from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit, target_moment
 from rotationzoo.errors import RotationZooError, UnsupportedModel
@@ -65,12 +66,15 @@ def test_layers_that_share_a_cache_count_for_its_owner():
         assert kinds["key"].weight.tolist() == [tokens * 28 / 32] * 2
 
 
-def test_not_finite_activations_name_the_layer():
+def test_not_finite_activations_name_the_layer(tmp_path):
     model = architectures.build("qwen3")
+    checkpoint, removed = Checkpoint(tmp_path / "sums.safetensors", {}), []
+    checkpoint.remove = lambda: removed.append(True)
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[3] = float("nan")
     with pytest.raises(RotationZooError, match="layer 2 has value activations that are not finite"):
-        collect(model, geometry_of(model), BATCHES, Recipe(sink=4))
+        collect(model, geometry_of(model), BATCHES, Recipe(sink=4), checkpoint)
+    assert removed, "or a run with other options would refuse to start"
 
 
 def test_a_layer_that_the_hooks_miss_is_an_error():

@@ -40,16 +40,12 @@ def test_code_of_a_model_is_never_run(tiny, tmp_path, monkeypatch):
     """Nor asked about: the question could be answered by whatever stands on stdin."""
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
     (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
-    for name, key in {
-        "config.json": "AutoConfig",
-        "tokenizer_config.json": "AutoTokenizer",
+    for name, classes in {
+        "config.json": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.C"},
+        "tokenizer_config.json": {"AutoTokenizer": ["code.C", None]},
     }.items():
         content = json.loads((model / name).read_text())
-        auto_map = {
-            key: ["code.C", None] if key == "AutoTokenizer" else "code.C",
-            "AutoModelForCausalLM": "code.C",
-        }
-        (model / name).write_text(json.dumps({**content, "auto_map": auto_map}))
+        (model / name).write_text(json.dumps({**content, "auto_map": classes}))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
     calibrate(job(model, tmp_path))
@@ -88,9 +84,7 @@ def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, m
         "modeling_utils.lazy_import_flash_attention",
         "integrations.hub_kernels.load_and_register_attn_kernel",
     ):
-        monkeypatch.setattr(
-            f"transformers.{place}", lambda *_, **__: pytest.fail("asked for a kernel")
-        )
+        monkeypatch.setattr(f"transformers.{place}", lambda *_, **__: pytest.fail("asked"))
     folder = Path(shutil.copytree(plain.folder, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     nested = {
@@ -101,16 +95,10 @@ def test_a_config_names_no_code_to_fetch(key, implementation, plain, tmp_path, m
     (folder / "config.json").write_text(json.dumps({**config, **nested, key: implementation}))
     source = find(str(folder))
     loaded = loading.load_config(source)
-    for model in (
-        loading.on_meta(loaded, plain.name),
-        loading.load(source, loaded, "cpu", torch.float32),
-    ):
-        used = {
-            module.config._attn_implementation
-            for module in model.modules()
-            if hasattr(module, "config")
-        }
-        assert used <= {"sdpa", "eager"}
+    built = loading.load(source, loaded, "cpu", torch.float32)
+    for model in (loading.on_meta(loaded, plain.name), built):
+        configs = [module.config for module in model.modules() if hasattr(module, "config")]
+        assert {config._attn_implementation for config in configs} <= {"sdpa", "eager"}
     assert rotation_bytes(calibrate(job(folder, tmp_path / "made"))) == rotation_bytes(plain.made)
 
 

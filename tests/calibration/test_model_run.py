@@ -39,25 +39,17 @@ def test_weights_on_disk_give_the_same_statistics(tmp_path, monkeypatch):
         return loaded
 
     fetch = OffloadedWeightsLoader.__getitem__
-    monkeypatch.setattr(
-        OffloadedWeightsLoader,
-        "__getitem__",
-        lambda weights, name: fetched.update([name]) or fetch(weights, name),
-    )
+
+    def fetch_and_note(weights, name):
+        fetched[name] += 1
+        return fetch(weights, name)
+
+    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", fetch_and_note)
     monkeypatch.setattr(loading, "load", load_and_note)
     # Nothing but the embedding would fit in main memory: accelerate fetches the layers from disk
     # one by one.
-    spread = calibrate(
-        job(
-            model,
-            tmp_path / "spread",
-            recipe,
-            dtype="float32",
-            batch=SIZED,
-            device_map="auto",
-            max_memory="cpu=150KB",
-        )
-    )
+    options = dict(dtype="float32", device_map="auto", max_memory="cpu=150KB", batch=SIZED)
+    spread = calibrate(job(model, tmp_path / "spread", recipe, **options))
     assert "disk" in places
     # The checks of the capture and of centered keys share two runs, and the text is one batch.
     counts = [count for name, count in fetched.items() if ".layers." in name]
@@ -85,9 +77,8 @@ def test_other_families_from_disk_to_a_sound_artifact(name, tiny, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / file, tmp_path / "model")
     artifact = calibrate(job(tmp_path / "model", tmp_path))
-    assert [layer.layer for layer in summarize(artifact)] == list(
-        architectures.EXPECTED[name].layers
-    )
+    layers = [layer.layer for layer in summarize(artifact)]
+    assert layers == [*architectures.EXPECTED[name].layers]
     assert verify(artifact, str(tmp_path / "model")).ok
 
 

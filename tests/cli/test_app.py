@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from importlib import metadata
 
 import pytest
@@ -18,24 +16,6 @@ from rotationzoo.cli.app import COMMANDS
 from rotationzoo.cli.output import visible
 
 # ---- help and usage
-
-
-def test_help_is_quick_to_import():
-    program = """
-import sys
-from rotationzoo.cli.app import main
-try:
-    main(["--help"])
-except SystemExit as done:
-    assert not done.code
-slow = {
-    "torch", "transformers", "datasets", "modelscope", "modelscope_hub", "huggingface_hub", "numpy"
-}
-print(sorted(slow & set(sys.modules)))
-"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
-    assert "calibrate" in shown
-    assert shown.splitlines()[-1] == "[]"
 
 
 def test_commands_that_read_an_artifact_do_not_wait_for_transformers(made, tmp_path):
@@ -197,35 +177,6 @@ def test_one_line_instead_of_a_traceback(inside, file, content, words):
     lines = result.stderr.splitlines()
     assert [line.split(": ")[0] for line in lines] in (["Error"], ["Error", "Hint"]), result.stderr
     assert max(map(len, lines)) < 1200
-
-
-@pytest.mark.hostile("terminal")
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"\x1b]0;owned\x07 nonsense\r\n\r\n",
-        b"HTTP/1.1 500 \x1b]0;owned\x07\r\n\r\n",
-        b"",
-        b"HTTP/1.1 200 OK\r\n\r\n" + b"\x1b" * 99,
-    ],
-    ids=["no status line", "an error's words", "nothing", "no index"],
-)
-def test_what_a_server_answers_is_one_line(inside, answer):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-        threading.Thread(target=serve, daemon=True).start()
-        port = server.getsockname()[1]
-        result = inside("list", "--index", f"http://127.0.0.1:{port}/zoo_index.json")
-    assert result.returncode == 1
-    assert result.stderr.startswith("Error: ")
-    assert len(result.stderr.splitlines()) <= 2
-    assert not {"\x1b", "\x07"} & set(result.stderr)
 
 
 @pytest.mark.hostile("terminal")

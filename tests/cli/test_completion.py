@@ -1,9 +1,7 @@
 """What shells offer when the tab key is pressed, through the protocol of their own scripts."""
 
-import subprocess
-import sys
-
 import pytest
+from support.command_line import run_apart
 
 from rotationzoo.cli.completion import RECIPES, TASKS
 from rotationzoo.engines.registry import ENGINE_NAMES
@@ -83,18 +81,7 @@ def test_what_nothing_knows_is_left_to_the_shell(complete):
 
 
 def test_a_shell_does_not_wait_for_torch():
-    program = """
-import sys, os
-os.environ |= {
-    "_ROTATIONZOO_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "rotationzoo pull Qwen/Qwen3-8"
-}
-from rotationzoo.cli.app import main
-try:
-    main([])
-except SystemExit:
-    print(sorted({"torch", "transformers", "huggingface_hub", "numpy"} & set(sys.modules)))
-"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    *offered, slow = shown.stdout.splitlines()
+    typed = {"_TYPER_COMPLETE_ARGS": "rotationzoo pull Qwen/Qwen3-8"}
+    offered, imported = run_apart(_ROTATIONZOO_COMPLETE="complete_zsh", **typed)
     assert any("Qwen/Qwen3-8B" in line for line in offered)
-    assert slow == "[]"
+    assert not imported & {"torch", "transformers", "huggingface_hub", "numpy"}

@@ -4,10 +4,9 @@ the next one."""
 import json
 import shlex
 import subprocess
-import sys
 
 import pytest
-from support.command_line import SMALL, without_stages
+from support.command_line import SMALL, run_apart, without_stages
 
 from rotationzoo.cli.app import COMMANDS, journey_lines
 
@@ -22,17 +21,8 @@ def last_line(result) -> str:
 
 
 def test_without_a_command_the_journeys_are_shown_without_importing_torch():
-    program = """
-import sys
-from rotationzoo.cli.app import main
-try:
-    main([])
-except SystemExit as done:
-    print(done.code or 0, sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
-"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    *lines, state = shown.stdout.splitlines()
-    assert (state, shown.stderr) == ("0 []", "")
+    lines, imported = run_apart()
+    assert not imported & {"torch", "transformers", "numpy"}
     assert lines == journey_lines()
     assert len(lines) == 10
     assert max(map(len, lines)) <= 80
@@ -80,18 +70,8 @@ def test_a_command_ends_with_the_next_one(inside, made, tiny, words, following):
 def test_the_next_command_is_quoted_for_the_shell(inside, tiny):
     made = inside("calibrate", tiny, *SMALL, "--recipe", "hadamard", "-o", "my rotations")
     assert last_line(made) == f"Next: rotationzoo evaluate {tiny} 'my rotations'"
-    options = [
-        "--tokens",
-        "1024",
-        "--length",
-        "512",
-        "--tasks",
-        "none",
-        "--windows",
-        "0/16",
-        "--queries",
-        "0",
-    ]
+    options = ["--tokens", 1024, "--length", 512, "--tasks", "none"]
+    options += ["--windows", "0/16", "--queries", 0]
     measured = inside("evaluate", tiny, "my rotations", *options, "--save")
     assert last_line(measured) == "Next: rotationzoo report 'my rotations'"
     shown = inside("inspect", "my rotations")

@@ -1,12 +1,9 @@
 """What a terminal is sent: no control characters of others, no word broken, one JSON object."""
 
 import json
-import os
-import pty
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 from support.command_line import TITLE
@@ -181,37 +178,3 @@ def test_no_cell_of_a_table_is_cut(terminal):
     assert all(number in lines[2] for number in numbers)
     assert "".join(line.split("  ")[0].strip() for line in lines[2:]) == name
     assert max(map(len, lines)) <= 80
-
-
-def run_in_terminal(command, words: list[str], width: int) -> str:
-    """What a pseudo-terminal of this width was sent by a command that succeeded."""
-    main, side = pty.openpty()
-    running = subprocess.Popen(
-        [*command.program, *words],
-        cwd=command.folder,
-        env={**command.environment, "COLUMNS": str(width), "TERM": "xterm"},
-        stdout=side,
-        stderr=side,
-    )
-    os.close(side)
-    screen = b""
-    with suppress(OSError):  # which is how Linux says that the other side is closed
-        while part := os.read(main, 65536):
-            screen += part
-    assert running.wait(60) == 0, screen
-    return screen.decode()
-
-
-@pytest.mark.parametrize("width", [80, 160])
-def test_on_a_real_terminal(command, made, width):
-    """inspect and export in a pseudo-terminal: no line is longer than it is wide, but for those to
-    copy."""
-    shutil.copytree(made, command.folder / "out")
-    for words in (["inspect", "out"], ["export", "out", "--to", "sglang", "-o", "e"]):
-        lines = plain(run_in_terminal(command, words, width)).split("\r\n")
-        assert all(line.isprintable() for line in lines), lines
-        assert all(len(line) <= width or "_PATH=" in line for line in lines), lines
-        if words[0] == "inspect":
-            legend = next(line for line in lines if line.startswith("rank: "))
-            in_one_line = legend.endswith("|R R^T - I|")
-            assert in_one_line == (width == 160), "legends are as wide as the terminal"

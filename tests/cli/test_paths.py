@@ -43,10 +43,8 @@ def written_text(folder: Path) -> str:
 @pytest.mark.parametrize("way", ["absolute", "relative", "dot"])
 def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     monkeypatch.chdir(home / "my-model" if way == "dot" else home.parent)
-    model = {"absolute": str(home / "my-model"), "relative": "secret project/my-model", "dot": "."}[
-        way
-    ]
-    texts = str(home / "my-texts.jsonl") if way != "relative" else "secret project/my-texts.jsonl"
+    place = "secret project" if way == "relative" else str(home)
+    model, texts = "." if way == "dot" else f"{place}/my-model", f"{place}/my-texts.jsonl"
     # More tokens than there are: a note says so, and of what.
     data = SMALL.model_copy(update={"source": texts, "tokens": 10_000_000})
     artifact = calibrate(Job(model, Recipe(data=data), home / "out", device="cpu", batch=16))
@@ -63,12 +61,9 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
         assert telling not in said
     manifest = json.loads((artifact.folder / "manifest.json").read_text())
     assert manifest["model"]["id"] == "my-model"
-    assert (
-        manifest["calibration"]["source"]
-        == manifest["recipe"]["data"]["source"]
-        == "my-texts.jsonl"
-    )
-    assert manifest["calibration"]["note"].endswith("all of my-texts.jsonl")
+    calibration, data = manifest["calibration"], manifest["recipe"]["data"]
+    assert calibration["source"] == data["source"] == "my-texts.jsonl"
+    assert calibration["note"].endswith("all of my-texts.jsonl")
     assert verify(Artifact.open(artifact.folder), model).ok
     entry = prepare_upload(Artifact.open(artifact.folder), "someone/zoo").entry.model_dump_json()
     assert "home-of-jane" not in entry
@@ -90,20 +85,14 @@ def test_a_job_that_is_done_is_known_by_what_it_read(home):
 
 def test_what_imported_files_say_of_their_machine_stays_there(home, tmp_path):
     key, value = v1("key", "qqt_r_h_pbr"), v1("value", "sst_r_h_pbr")
+    said = {"tokens": 1000, "data": "c4/en"}
     for side in (key, value):
-        side["calibration"] = {
-            "model_path": str(home / "some-model"),
-            "tokens": 1000,
-            "data": "c4/en",
-        }
+        side["calibration"] = {"model_path": str(home / "some-model"), **said}
     for name, content in ((KEY, key), (VALUE, value)):
         torch.save(content, home / name)
     artifact = import_(Import([home / KEY, home / VALUE], tmp_path / "imported"))
-    assert artifact.content["imported"]["calibration"] == {
-        "model_path": "some-model",
-        "tokens": 1000,
-        "data": "c4/en",
-    }
+    kept = artifact.content["imported"]["calibration"]
+    assert kept == {"model_path": "some-model", **said}
     assert "home-of-jane" not in written_text(artifact.folder)
 
 

@@ -1,7 +1,7 @@
 """Slips that everybody makes once: a mistyped name, a place that cannot be written, Ctrl-C."""
 
 import pytest
-from support.command_line import SMALL, only_error
+from support.command_line import only_error
 
 from rotationzoo.storage import locks
 from rotationzoo.words import counted
@@ -44,26 +44,10 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(
     assert says.startswith(f"Error: {place} cannot be written: ")
 
 
-@pytest.mark.parametrize("words", ["export x --absorb demo", "export x --to sglang"])
-def test_what_was_interrupted_says_how_to_start_again(inside, monkeypatch, words):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rotationzoo.artifact.store.Artifact.open", interrupt)
-    says = only_error(inside(*words.split(), "-o", "a b"), 130)
-    assert says == f"Error: interrupted\nHint: run it again with: rotationzoo {words} -o 'a b'\n"
-
-
 def test_an_artifact_in_the_models_place(inside, artifact):
     says = only_error(inside("evaluate", artifact, "demo"), 2)
     assert f"{artifact} is an artifact, and the model comes before" in says
     assert says.endswith(f"Hint: give them as: rotationzoo evaluate demo {artifact}\n")
-
-
-def test_work_with_other_text_says_what_differs(inside, tiny):
-    assert inside("calibrate", tiny, *SMALL, "-o", "out").returncode == 0
-    says = only_error(inside("calibrate", tiny, *SMALL, "--seed", "1", "-o", "out"))
-    assert "another recipe (oscar for tiny, with other seed)" in says
 
 
 def test_a_name_that_nobody_published(inside):

@@ -39,11 +39,8 @@ def test_no_register_is_spilled(dim, group, dtype, format, rotates, tmp_path):
 
 
 def test_shapes_that_the_kernel_does_not_take_are_refused():
-    for dim, group, dtype in (
-        (72, 72, torch.float32),
-        (1024, 128, torch.float32),
-        (64, 64, torch.float64),
-    ):
+    float32, float64 = torch.float32, torch.float64
+    for dim, group, dtype in ((72, 72, float32), (1024, 128, float32), (64, 64, float64)):
         with pytest.raises(RotationZooError, match="the CUDA kernel has no rows of"):
             cuda.Variant(dim, group, dtype, clips=True).macros()
     four = replace(FORMATS["sglang"], bits=4)
@@ -162,19 +159,11 @@ def test_every_quotient_of_a_16_bit_number_is_correctly_rounded(device, dtype, b
     gpu_device.set_current()
     macros = cuda.Variant(128, 128, dtype).macros()
     options = ProgramOptions(arch=f"sm_{gpu_device.arch}", std="c++17", define_macro=macros)
-    kernel = (
-        Program(cuda.SOURCE.read_text() + EVERY, "c++", options)
-        .compile("cubin")
-        .get_kernel("every")
-    )
+    program = Program(cuda.SOURCE.read_text() + EVERY, "c++", options)
+    kernel = program.compile("cubin").get_kernel("every")
     stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-    launch(
-        stream,
-        LaunchConfig(grid=(1 << 23) // 256, block=256),
-        kernel,
-        np.int32(bits),
-        wrong.data_ptr(),
-    )
+    grid = LaunchConfig(grid=(1 << 23) // 256, block=256)
+    launch(stream, grid, kernel, np.int32(bits), wrong.data_ptr())
     assert wrong.item() == 0
 
 

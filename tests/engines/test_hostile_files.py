@@ -93,10 +93,8 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, made, what, suffix):
     words = refused(import_, Import([path, path], tmp_path / "out"))
     assert "there is no file" in words or "is no regular file" in words
     if suffix == ".gguf":
-        artifact = made(head_dim=32)
-        words = refused(
-            lambda: exported("llama.cpp", artifact, tmp_path / "x", options=Options(base=path))
-        )
+        artifact, options = made(head_dim=32), Options(base=path)
+        words = refused(lambda: exported("llama.cpp", artifact, tmp_path / "x", options=options))
         assert "there is no file" in words or "is no regular file" in words
 
 
@@ -240,17 +238,14 @@ def test_odd_words_around_good_matrices(tmp_path, name):
 @pytest.mark.hostile("malformed")
 @pytest.mark.parametrize("shape", [(), (8,), (8, 4), (0, 8), (1, 1, 8, 8)])
 def test_safetensors_and_gguf_of_other_shapes(tmp_path, shape):
-    for letter in "kv":
-        save_file({"layer_0": torch.ones(shape)}, tmp_path / f"{letter}_rotation.safetensors")
-    refused(
-        import_,
-        Import([tmp_path / f"{letter}_rotation.safetensors" for letter in "kv"], tmp_path / "out"),
-    )
+    pair = [tmp_path / f"{letter}_rotation.safetensors" for letter in "kv"]
+    for path in pair:
+        save_file({"layer_0": torch.ones(shape)}, path)
+    refused(import_, Import(pair, tmp_path / "out"))
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen3")
     for letter in "kv":
-        writer.add_tensor(
-            f"blk.0.attn_{letter}_rot.weight", np.ones(shape or (1,), dtype=np.float32)
-        )
+        ones = np.ones(shape or (1,), dtype=np.float32)
+        writer.add_tensor(f"blk.0.attn_{letter}_rot.weight", ones)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -263,11 +258,10 @@ def test_safetensors_and_gguf_of_other_shapes(tmp_path, shape):
     "metadata", [b"\xff", b"[" * 100_000, b"{"], ids=["no text", "deep", "half"]
 )
 def test_metadata_that_is_no_json(tmp_path, metadata):
-    save_file({"layer_0": torch.eye(64)}, tmp_path / "k_rotation.safetensors")
+    path = tmp_path / "k_rotation.safetensors"
+    save_file({"layer_0": torch.eye(64)}, path)
     (tmp_path / "metadata.json").write_bytes(metadata)
-    assert "is damaged: it is no JSON" in refused(
-        read_safetensors, tmp_path / "k_rotation.safetensors"
-    )
+    assert "is damaged: it is no JSON" in refused(read_safetensors, path)
 
 
 @pytest.mark.hostile("malformed")

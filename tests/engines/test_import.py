@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from scipy.linalg import hadamard as sylvester
 from support import engine_readers as engines
 from support.engine_artifacts import AGREED, OSCAR, base_for, exported
-from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published
+from support.oscar_files import DIM, KEY, LAYERS, MOMENTS, VALUE, published, torch_file
 
 from rotationzoo.checks.verify import verify
 from rotationzoo.engines.base import Options
@@ -26,54 +26,40 @@ def test_a_published_pair_comes_back(pair, tmp_path):
     artifact = pair.read()
     assert verify(artifact).ok, verify(artifact).problems
     assert artifact.content["recipe"]["name"] == "oscar-v1"
-    (note,) = artifact.content["imported"]["notes"]
+    imported = artifact.content["imported"]
+    (note,) = imported["notes"]
     assert note == "the files do not say clip ratios or windows; assumed are 0.96/0.92 and 64/256"
     assert not artifact.bound
-    assert (
-        artifact.content["imported"]["files"]["key"]["size"] == (pair.folder / KEY).stat().st_size
-    )
+    assert imported["files"]["key"]["size"] == (pair.folder / KEY).stat().st_size
     tensors, statistics = artifact.rotation_tensors(), artifact.statistics_tensors()
     for i in range(LAYERS):
         for side, kind in (("key", "query.second_moment"), ("value", "value.key_energy_moment")):
             entry = getattr(pair, side)["layers"][i]
             assert torch.equal(tensors[f"layers.{i}.{side}.rotation"][0], entry["rotation"])
             assert torch.equal(tensors[f"layers.{i}.{side}.eigenvalues"][0], entry["eigenvalues"])
-            moment = statistics[f"layers.{i}.{kind}"][0]
-            assert (moment - MOMENTS[side][i]).norm() < 1e-6 * MOMENTS[side][
-                i
-            ].norm()  # measured 2e-7
+            moment, expected = statistics[f"layers.{i}.{kind}"][0], MOMENTS[side][i]
+            assert (moment - expected).norm() < 1e-6 * expected.norm()  # measured 2e-7
             recomposed = recompose(moment, entry["rotation"])
             assert (recomposed - entry["rotation"]).abs().max() < 1e-5  # measured 1e-6
-    assert (
-        pair_contrast(
-            torch.cat([statistics[f"layers.{i}.query.second_moment"] for i in range(LAYERS)])
-        )
-        < 0.2
-    )
-    assert (
-        pair_contrast(
-            torch.cat([statistics[f"layers.{i}.value.key_energy_moment"] for i in range(LAYERS)])
-        )
-        > 0.8
-    )
+    contrasts = [
+        pair_contrast(torch.cat([statistics[f"layers.{i}.{kind}"] for i in range(LAYERS)]))
+        for kind in ("query.second_moment", "value.key_energy_moment")
+    ]
+    assert contrasts[0] < 0.2
+    assert contrasts[1] > 0.8
 
     done = export(artifact, Request("sglang", tmp_path / "again"))
     for name, before in ((KEY, pair.key), (VALUE, pair.value)):
         after = torch.load(done.path / name, weights_only=True)
         assert list(after) == list(before)
-        assert [type(value) for value in after.values()] == [
-            type(value) for value in before.values()
-        ]
-        assert {name: after[name] for name in after if name != "layers"} == {
-            n: before[n] for n in before if n != "layers"
-        }
-        assert list(after["layers"]) == list(before["layers"])
-        for i, entry in before["layers"].items():
-            assert list(after["layers"][i]) == list(entry)
-            assert all(
-                torch.equal(torch.as_tensor(after["layers"][i][n]), torch.as_tensor(entry[n]))
-                for n in entry
-            )
+        assert list(map(type, after.values())) == list(map(type, before.values()))
+        layers, expected = after.pop("layers"), before.pop("layers")
+        assert after == before
+        assert list(layers) == list(expected)
+        for i, entry in expected.items():
+            assert list(layers[i]) == list(entry)
+            for key, value in entry.items():
+                assert torch.equal(torch.as_tensor(layers[i][key]), torch.as_tensor(value))
 
 
 def recompose(moment: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -91,19 +77,11 @@ def test_layers_that_share_one_matrix(tmp_path):
     folder = tmp_path / "pair"
     folder.mkdir()
     for letter in "kv":
-        layers = {
-            i: {"layer_id": i, "rotation": matrix, "eigenvalues": ones} for i in range(3, 40, 4)
-        }
-        content = {
-            "format_version": 1,
-            "objective": "hadamard",
-            "source_grouping": "layer",
-            "layers": layers,
-        }
-        torch.save(content, folder / f"{letter}_rotation.pt")
-    assert (folder / "k_rotation.pt").stat().st_size < 2 * matrix.nbytes + 8192, (
-        "one matrix in the file"
-    )
+        entry = {"rotation": matrix, "eigenvalues": ones}
+        layers = {i: {"layer_id": i, **entry} for i in range(3, 40, 4)}
+        torch_file(folder / f"{letter}_rotation.pt", layers, objective="hadamard")
+    size = (folder / "k_rotation.pt").stat().st_size
+    assert size < 2 * matrix.nbytes + 8192, "one matrix in the file"
     artifact = import_(Import([folder], tmp_path / "imported"))
     assert verify(artifact).ok, verify(artifact).problems
     assert artifact.content["recipe"]["name"] == "hadamard"
@@ -143,17 +121,12 @@ def test_the_group_size_travels_with_the_files(made, tmp_path):
     done = export(artifact, Request("sglang", tmp_path / "out", clip=(0.8, 0.7), windows=(8, 16)))
     back = import_(Import([done.path], tmp_path / "back"))
     found = back.content["recipe"]
-    assert [found[name] for name in ("group_size", "key_clip", "value_clip", "sink", "recent")] == [
-        16,
-        0.8,
-        0.7,
-        8,
-        16,
-    ]
-    moment = artifact.statistics_tensors()["layers.1.query.second_moment"]
-    assert (
-        back.statistics_tensors()["layers.1.query.second_moment"] - moment
-    ).norm() < 1e-5 * moment.norm()
+    names = ("group_size", "key_clip", "value_clip", "sink", "recent")
+    assert [found[name] for name in names] == [16, 0.8, 0.7, 8, 16]
+    moment, again = (
+        each.statistics_tensors()["layers.1.query.second_moment"] for each in (artifact, back)
+    )
+    assert (again - moment).norm() < 1e-5 * moment.norm()
     for name in done.files:
         content = torch.load(done.path / name)
         del content["calibration"]
@@ -182,7 +155,7 @@ def test_nothing_that_is_no_artifact_is_replaced(pair, tmp_path):
 
 def test_one_rotation_per_head_of_the_published_fitter(tmp_path):
     """K^T K, eigenvectors descending, times H; no eigenvalues, no permutation."""
-    folder = tmp_path / "perhead"
+    folder, objective = tmp_path / "perhead", "cov_eig_hadamard_perhead"
     folder.mkdir()
     for letter, side in (("k", "key"), ("v", "value")):
         layers = {}
@@ -191,27 +164,20 @@ def test_one_rotation_per_head_of_the_published_fitter(tmp_path):
             _, vectors = torch.linalg.eigh(both)
             matrix = vectors.flip(-1) @ torch.from_numpy(sylvester(DIM)).double() / DIM**0.5
             layers[i] = {"layer_id": i, "rotation": matrix.float()}
-        content = {
-            "format_version": 2,
-            "objective": "cov_eig_hadamard_perhead",
-            "layers": layers,
-        }
+        content = {"format_version": 2, "objective": objective, "layers": layers}
         torch.save(content, folder / f"{letter}_perhead.pt")
     artifact = import_(Import([folder], tmp_path / "imported"))
     assert verify(artifact).ok
     recipe = artifact.content["recipe"]
-    assert (recipe["composition"], recipe["pooling"], recipe["key_statistic"]) == (
-        "rdesc_h",
-        "head",
-        "key",
-    )
+    found = [recipe[name] for name in ("composition", "pooling", "key_statistic")]
+    assert found == ["rdesc_h", "head", "key"]
     assert artifact.rotation_tensors()["layers.0.key.rotation"].shape == (2, DIM, DIM)
     assert artifact.content["imported"]["format"] == "V2"
     with pytest.raises(RotationZooError, match="has no statistics"):
         export(artifact, Request("sglang", tmp_path / "out", pooled=True))
     done = export(artifact, Request("sglang", tmp_path / "out"))
     content = torch.load(done.path / "k_rotation_perhead.pt")
-    assert content["objective"] == "cov_eig_hadamard_perhead"
+    assert content["objective"] == objective
     assert list(content["layers"][0]) == ["layer_id", "rotation"]
 
 
@@ -242,14 +208,11 @@ def test_mlx_files_are_transposed_back(tmp_path):
     folder = tmp_path / "mlx"
     folder.mkdir()
     for name, side in (("k_rotation", "key"), ("v_rotation", "value")):
-        tensors = {
-            f"layer_{i}": published(MOMENTS[side][i])[0].T.contiguous() for i in range(LAYERS)
-        }
+        matrices = [published(moment)[0].T.contiguous() for moment in MOMENTS[side].values()]
+        tensors = {f"layer_{i}": matrix for i, matrix in enumerate(matrices)}
         save_file(tensors, folder / f"{name}.safetensors")
-    artifact = import_(Import([folder], tmp_path / "imported"))
-    assert torch.equal(
-        artifact.rotation_tensors()["layers.2.key.rotation"][0], published(MOMENTS["key"][2])[0]
-    )
+    read = import_(Import([folder], tmp_path / "imported")).rotation_tensors()
+    assert torch.equal(read["layers.2.key.rotation"][0], published(MOMENTS["key"][2])[0])
     save_file({"rotation": torch.eye(DIM)}, folder / "k_rotation.safetensors")
     with pytest.raises(RotationZooError, match="one matrix for all layers"):
         import_(Import([folder], tmp_path / "other"))
@@ -265,15 +228,8 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
     files = [next(done.path.glob("*.gguf"))] if engine == "llama.cpp" else [done.path]
     back = import_(Import(files, tmp_path / "back"))
     assert verify(back).ok, verify(back).problems
-    again = export(
-        back,
-        Request(
-            engine,
-            tmp_path / "again",
-            options=Options(base_for(artifact, tmp_path)),
-            **AGREED[engine],
-        ),
-    )
+    options = Options(base_for(artifact, tmp_path))
+    again = export(back, Request(engine, tmp_path / "again", options=options, **AGREED[engine]))
     for name in done.files:
         if name.endswith(".pt"):
             one, two = read_pt(done.path / name), read_pt(again.path / name)
@@ -284,12 +240,11 @@ def test_what_export_writes_import_reads(engine, centered, made, tmp_path):
         elif name.endswith(".safetensors"):
             assert (done.path / name).read_bytes() == (again.path / name).read_bytes()
         elif name.endswith(".gguf"):
-            for rows in (torch.randn(1, 4, 32).numpy(),):
-                first, second = (
-                    engines.read_llama(folder, {}, 1)("key", 3, rows)
-                    for folder in (done.path, again.path)
-                )
-                assert (first == second).all()
+            rows = torch.randn(1, 4, 32).numpy()
+            first, second = (
+                engines.read_llama(each.path, {}, 1)("key", 3, rows) for each in (done, again)
+            )
+            assert (first == second).all()
     assert back.content["recipe"]["composition"] == "r_h_pbr"
 
 
@@ -298,11 +253,8 @@ def test_the_command(pair, inside):
     result = inside("import", folder, "--json")
     assert result.returncode == 0, result.stderr
     data = json.loads(result.stdout)
-    assert (data["layers"], data["recipe"], data["artifact"]) == (
-        LAYERS,
-        "oscar-v1",
-        "rotations/pair-imported",
-    )
+    assert (data["layers"], data["recipe"]) == (LAYERS, "oscar-v1")
+    assert data["artifact"] == "rotations/pair-imported"
     assert "bound to no model" in result.stderr
     card = (inside.folder / "rotations" / "pair-imported" / "README.md").read_text()
     assert KEY in card

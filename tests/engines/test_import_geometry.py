@@ -1,11 +1,14 @@
 """Imported files and the model that the user says they are for."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support.models import save_tiny
+from support.oscar_files import KEY, VALUE
 from support.reports import evaluate
 
 from rotationzoo.calibration.job import calibrate
@@ -20,6 +23,8 @@ from rotationzoo.evaluation.tasks.prompts import TaskSettings
 from rotationzoo.recipe import Data, Recipe
 from rotationzoo.zoo.upload import prepare_upload
 
+TEXT = Data(tokens=1024, length=512)
+
 
 @pytest.fixture
 def of_tiny(tiny, tmp_path):
@@ -27,6 +32,14 @@ def of_tiny(tiny, tmp_path):
     recipe = Recipe(data=Data(tokens=512, length=256), pooling="layer")
     artifact = calibrate(Job(str(tiny), recipe, tmp_path / "own", device="cpu"))
     return export(artifact, Request("sglang", tmp_path / "files")).path, artifact
+
+
+def changed(folder: Path) -> Iterator[dict]:
+    """The content of each file of a pair, which is written when the next one is asked for."""
+    for path in (folder / KEY, folder / VALUE):
+        content = torch.load(path)
+        yield content
+        torch.save(content, path)
 
 
 def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
@@ -38,15 +51,9 @@ def test_bound_to_the_model_that_the_user_names(tiny, of_tiny, tmp_path):
     assert verify(artifact, str(tiny)).ok, verify(artifact, str(tiny)).problems
     for name, tensor in own.rotation_tensors().items():
         assert torch.equal(artifact.rotation_tensors()[name], tensor), name
-    job = Evaluation(
-        str(tiny),
-        [own.folder, artifact.folder],
-        Data(tokens=1024, length=512),
-        device="cpu",
-        queries=4,
-        tasks=TaskSettings(()),
-    )
-    arms = evaluate(job)["arms"]
+    options = dict(device="cpu", queries=4, tasks=TaskSettings(()))
+    folders = [own.folder, artifact.folder]
+    arms = evaluate(Evaluation(str(tiny), folders, TEXT, **options))["arms"]
     assert arms["bound"]["perplexity"] == arms["own"]["perplexity"]
 
 
@@ -55,24 +62,16 @@ def test_files_of_another_model(tiny, of_tiny, tmp_path, made):
     with pytest.raises(RotationZooError, match="says that it was made for") as error:
         import_(Import([folder], tmp_path / "bound", model="demo"))
     assert "--model" in error.value.hint
-    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
-        content = torch.load(folder / name)
+    for content in changed(folder):
         del content["calibration"]
-        torch.save(content, folder / name)
-    with pytest.raises(
-        RotationZooError, match=r"not for demo: they have no key rotation for layer 2"
-    ):
+    with pytest.raises(RotationZooError, match="not for demo: they have no key rotation for layer"):
         import_(Import([folder], tmp_path / "bound", model="demo"))
-    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
-        content = torch.load(folder / name)
-        content["layers"][1]["rotation"] = (
-            content["layers"][1]["rotation"].expand(3, -1, -1).clone()
-        )
-        del content["layers"][1]["eigenvalues"], content["layers"][0]["eigenvalues"]
-        torch.save(content, folder / name)
-    with pytest.raises(
-        RotationZooError, match=r"layer 1 has 2 KV heads with keys of 16, the file \[3, 16, 16\]"
-    ):
+    for content in changed(folder):
+        layers = content["layers"]
+        layers[1]["rotation"] = layers[1]["rotation"].expand(3, -1, -1).clone()
+        del layers[1]["eigenvalues"], layers[0]["eigenvalues"]
+    said = r"layer 1 has 2 KV heads with keys of 16, the file \[3, 16, 16\]"
+    with pytest.raises(RotationZooError, match=said):
         import_(Import([folder], tmp_path / "bound", model=str(tiny)))
 
 
@@ -82,9 +81,7 @@ def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
         "bound to no model: it is not known which one the imported files are for"
     ]
     with pytest.raises(RotationZooError, match="is bound to no model"):
-        evaluate(
-            Evaluation(str(tiny), [artifact.folder], Data(tokens=1024, length=512), device="cpu")
-        )
+        evaluate(Evaluation(str(tiny), [artifact.folder], TEXT, device="cpu"))
     with pytest.raises(RotationZooError, match="its model is not known"):
         prepare_upload(artifact, "some/zoo")
 
@@ -92,10 +89,8 @@ def test_unbound_artifacts_say_so(pair, tiny, tmp_path):
 def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path, inside):
     """Same shapes, other weights: nothing in the files says it, what the model computes does."""
     folder, _ = of_tiny
-    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
-        content = torch.load(folder / name)
+    for content in changed(folder):
         del content["calibration"]
-        torch.save(content, folder / name)
     twin = save_tiny(tmp_path / "twin")
     model = transformers.AutoModelForCausalLM.from_pretrained(twin)
     torch.manual_seed(5)
@@ -107,9 +102,8 @@ def test_the_model_itself_tells_whose_rotations_they_are(tiny, of_tiny, tmp_path
     for name, right in ((tiny, True), (twin, False)):
         artifact = import_(Import([folder], tmp_path / f"bound-{right}", model=str(name)))
         assert verify(artifact, str(name)).ok, "by its files alone"
-        result = inside(
-            "verify", artifact.folder, "--model", name, "--run", "--device", "cpu", "--json"
-        )
+        words = ["--model", name, "--run", "--device", "cpu", "--json"]
+        result = inside("verify", artifact.folder, *words)
         data = json.loads(result.stdout)
         assert data["ok"] is right
         assert (min(data["agreement"].values()) > 0.24) is right, data["agreement"]

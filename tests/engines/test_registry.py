@@ -1,8 +1,6 @@
 """The rows of the registry: what else names engines agrees with them."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from engines_table import PAGE, current_table, table
@@ -34,12 +32,6 @@ def test_every_engine_has_a_reader_and_a_codec_of_its_own():
     """Written from what is known of the engine; the tests of all engines read exports with them."""
     assert set(engine_readers.READ) == set(engine_readers.STORE) == set(ENGINES)
     assert set(engine_artifacts.AGREED) == set(ENGINES)
-
-
-def test_names_need_no_torch():
-    words = "import sys; from rotationzoo.engines.registry import ENGINE_NAMES; "
-    words += "assert not {'torch', 'transformers'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", words], check=True)
 
 
 def test_the_command_line_offers_every_engine(inside):

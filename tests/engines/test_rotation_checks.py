@@ -32,15 +32,13 @@ def broken(name: str, pair) -> tuple[str, ...]:
     elif name == "identity":
         key[0]["rotation"] = torch.eye(DIM)
     elif name == "hadamard":
-        value[8]["rotation"] = (
-            torch.from_numpy(sylvester(DIM)).float()[:, torch.randperm(DIM)] / DIM**0.5
-        )
+        matrix = torch.from_numpy(sylvester(DIM)).float() / DIM**0.5
+        value[8]["rotation"] = matrix[:, torch.randperm(DIM)]
     elif name == "the same matrices":
         pair.value = {**pair.key, "objective": "sst_r_h_pbr"}
     elif name == "eigenvalues in no order":
-        key[2]["eigenvalues"] = key[2]["eigenvalues"][
-            torch.randperm(DIM, generator=torch.Generator().manual_seed(0))
-        ]
+        order = torch.randperm(DIM, generator=torch.Generator().manual_seed(0))
+        key[2]["eigenvalues"] = key[2]["eigenvalues"][order]
     elif name == "eigenvalues of a number":
         key[2]["eigenvalues"] = torch.tensor(3.0)
     elif name == "eigenvalues below zero":

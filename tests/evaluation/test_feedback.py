@@ -32,9 +32,8 @@ def mine(induction, tmp_path_factory):
 def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, mine, capsys):
     tasks = TaskSettings(("quote",), questions=8)
     text = Data(tokens=512, length=256)
-    measured = evaluate(
-        Evaluation(str(induction), [mine], text, tasks=tasks, device="cpu", save_to=[mine])
-    )
+    job = Evaluation(str(induction), [mine], text, tasks=tasks, device="cpu", save_to=[mine])
+    measured = evaluate(job)
     report = measured.report()
     assert list(report["arms"]) == ["mine", "mine+feedback", *BASELINES]
     nearest, feedback = (report["arms"][name] for name in ("mine", "mine+feedback"))
@@ -53,9 +52,8 @@ def test_both_ways_to_write_keys_are_arms_and_the_nearest_is_judged(induction, m
     expected = paired_difference(*losses, report["exact"]["text_tokens"])
     assert (added["log_perplexity_difference"], added["standard_error"]) == expected
     logs = [arm["tasks"]["quote"]["log_probability"] for arm in (feedback, nearest)]
-    assert added["answers"]["log_probability_difference"] == pytest.approx(
-        logs[0] - logs[1], abs=1e-5
-    )  # records are rounded
+    difference = added["answers"]["log_probability_difference"]
+    assert difference == pytest.approx(logs[0] - logs[1], abs=1e-5)  # records are rounded
     assert verdict["words"][-1].startswith("mine+feedback against mine, the same bytes: ")
 
     evaluate_view.show_evaluation(Output(False, False), measured)

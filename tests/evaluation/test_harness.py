@@ -118,9 +118,7 @@ def run(asked, folder, windows, names=TASKS, through=None, **settings):
     arms = build_baselines(Recipe(), geometry)[:2]
     trial = Trial(geometry, arms, [cache], layers, ("key", "value"), 0, 0, through)
     stages = []
-    measured = run_harness(
-        model, tokenizer, tasks, settings, trial, lambda *stage: stages.append(stage)
-    )
+    measured = run_harness(*asked, tasks, settings, trial, lambda *stage: stages.append(stage))
     assert random.random() == drawn, "the harness sets seeds, and puts them back"
     arms = {name: flat(scores) for (_, name), scores in measured.arms.items()}
     return flat(measured.exact), arms, stages
@@ -274,8 +272,6 @@ def test_mistakes_are_told_before_weights_are_fetched(folder, inside, tmp_path, 
         assert f"the harness has no task '{name}'" in error
         assert f"Hint: the nearest names are {nearest}" in error
     only_error(inside(*words, "--harness-path", folder / "none", "--harness", "gsm8k"), 2)
-    error = only_error(inside(*words, "--harness", "gsm8k"))
-    assert "the data of the harness' task gsm8k cannot be loaded: " in error
 
 
 def test_ruler_is_given_a_tokenizer_without_code(asked, tmp_path):
@@ -285,11 +281,9 @@ def test_ruler_is_given_a_tokenizer_without_code(asked, tmp_path):
     tokenizer.save_pretrained(tmp_path / "plain")
     save_without_code(tokenizer, tmp_path / "ours")
     del tokenizer.init_kwargs["auto_map"]
-    plain, ours = (
-        (tmp_path / name / "tokenizer_config.json").read_text() for name in ("plain", "ours")
-    )
-    assert "auto_map" in plain
-    assert "auto_map" not in ours
+    config = "tokenizer_config.json"
+    assert "auto_map" in (tmp_path / "plain" / config).read_text()
+    assert "auto_map" not in (tmp_path / "ours" / config).read_text()
     copy = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours", trust_remote_code=True)
     assert copy("def f(x):").input_ids == tokenizer("def f(x):").input_ids
 

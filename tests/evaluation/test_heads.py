@@ -8,7 +8,6 @@ import torch
 from support import architectures
 from support.architectures import WINDOW
 
-from rotationzoo import ranks
 from rotationzoo.calibration.fit import fit
 from rotationzoo.evaluation import metrics
 from rotationzoo.evaluation.forward import Trial, run_models
@@ -155,27 +154,6 @@ def test_what_is_not_measured_is_null():
     heads = measured(model, trial_of(model, queries=0, sides=("value",)))["heads"]
     assert heads["attention_kl"] == heads["key_row_range"] == [None, None]
     assert min(heads["output_error"] + heads["value_row_range"]) > 0
-
-
-def test_heads_do_not_depend_on_batches_or_processes(monkeypatch):
-    """As if two processes had taken turns in the runs, and one text was a batch of its own."""
-    model = architectures.build("llama")
-    trial = trial_of(model)
-    texts = [TEXTS[0], TEXTS[0].flip(1)]
-    alone = measured(model, trial, texts)
-    together = measured(model, replace(trial, queries=0), [torch.cat(texts)])
-    for name in ("output_error", "key_row_range", "value_row_range"):
-        assert together["heads"][name] == pytest.approx(alone["heads"][name], rel=1e-6)
-    results = []
-    for number in (0, 1):
-        monkeypatch.setattr(ranks, "share", lambda runs, number=number: runs[number::2])
-        # Each process goes on with as many results as there are, though not the right ones.
-        monkeypatch.setattr(ranks, "gather", lambda part: results.append(part) or part * 2)
-        run_models(model, texts, trial, silent)
-    merged = [part for pair in zip(*results, strict=True) for part in pair]
-    monkeypatch.setattr(ranks, "share", lambda runs: runs)
-    monkeypatch.setattr(ranks, "gather", lambda part: merged)
-    assert measured(model, trial, texts) == alone
 
 
 def test_a_head_of_zeros_has_no_error():

@@ -91,9 +91,8 @@ def test_answers_decide_before_log_probabilities():
     reverse = judge_answers(arms, ["fewer"], [1] * 32)
     assert {row["outcome"] for row in reverse["comparisons"]} == {"fewer"}
     _, method = judge_answers(arms, ["mine"], [32])["words"]
-    assert method.endswith(
-        "Clear: the sign-flip test over 1 prompt, Holm's correction for 3 tests, 5%"
-    ), "one prompt has no standard error"
+    rule = "Clear: the sign-flip test over 1 prompt, Holm's correction for 3 tests, 5%"
+    assert method.endswith(rule), "one prompt has no standard error"
 
 
 def test_p_values_are_corrected_for_all_tests():

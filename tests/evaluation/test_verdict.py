@@ -1,21 +1,14 @@
 """Which arms an evaluation calls different, and that it does so only where the texts bear it
 out."""
 
-import json
 import math
 
 import pytest
 import torch
 from scipy import stats
-from support.models import save_tiny
 from support.reports import arm, exact
 
-from rotationzoo.artifact.store import Artifact
-from rotationzoo.calibration.job import calibrate
-from rotationzoo.calibration.plan import Job
 from rotationzoo.evaluation.verdict import holm, judge_window
-from rotationzoo.recipe import load, override
-from rotationzoo.report.card import render_card
 
 TEXTS = 12
 
@@ -81,43 +74,3 @@ def test_texts_that_give_no_error_give_no_verdict(losses):
     assert not any(row["clear"] for row in verdict["comparisons"])
     assert ("A single text" in verdict["words"][0]) == (len(losses) == 1)
     assert judge(same, [], [5] * len(losses))["words"] == []
-
-
-# ---- where it is said
-
-
-@pytest.fixture(scope="module")
-def tiny_artifact(tmp_path_factory):
-    """A tiny model and the folder of its artifact, with windows that short texts leave."""
-    folder = tmp_path_factory.mktemp("made")
-    model = save_tiny(folder / "tiny")
-    recipe = override(load("oscar"), tokens=2048, length=256)
-    recipe = recipe.model_copy(update={"sink": 8, "recent": 16})
-    return model, calibrate(Job(str(model), recipe, folder / "mine", device="cpu")).folder
-
-
-@pytest.mark.parametrize("texts", [1, 6])
-def test_evaluate_ends_with_it_on_the_screen_in_json_and_in_the_card(inside, tiny_artifact, texts):
-    model, folder = tiny_artifact
-    words = ["evaluate", model, folder, "--length", "128", "--tokens", 128 * texts]
-    words += ["--queries", "4"]
-    shown = inside(*words).stdout
-    report = json.loads(inside(*words, "--save", "--json").stdout)
-    assert report["verdict"] == report["windows"][0]["verdict"]
-    compared_with = [row["other"] for row in report["verdict"]["comparisons"]]
-    assert compared_with == ["identity", "hadamard", "random", "kivi"]
-    for line in report["verdict"]["words"]:
-        assert f"\n{line}\n" in shown
-    saved = json.loads((folder / "evaluation.json").read_text())
-    assert saved["windows"][0]["verdict"] == report["verdict"]
-    page = (folder / "README.md").read_text()
-    assert page == render_card(Artifact.open(folder).manifest)
-    for line in report["verdict"]["words"]:
-        assert f"* {line}\n" in page
-    row = next(line for line in page.splitlines() if line.startswith("| mine | "))
-    if texts == 1:
-        assert "±" not in row
-        assert "one text, of which no standard error can be given" in page
-    else:
-        assert row.count("±") == 3
-        assert "± standard error over 6 texts" in page

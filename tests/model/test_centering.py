@@ -50,9 +50,8 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def centered(folders, tmp_path_factory) -> Artifact:
     """Of a Qwen3, whose attention ignores the mean."""
-    return calibrate(
-        Job(str(folders("qwen3")), CENTERED, tmp_path_factory.mktemp("centered") / "qwen3")
-    )
+    folder = tmp_path_factory.mktemp("centered") / "qwen3"
+    return calibrate(Job(str(folders("qwen3")), CENTERED, folder))
 
 
 @families(LOOKED_AT)
@@ -80,16 +79,12 @@ def test_what_cannot_be_tried_is_not_trusted():
 
     assert not centering.ignores_shift(Attention(torch.nn.Linear(2, 2), broken, None, {}), *tensors)
     # An attention of its own, in no modeling file: tried as it is.
-    plain = Attention(
-        torch.nn.Linear(2, 2), lambda m, q, k, v, mask, **_: _attend(q, k, v, mask), None, {}
-    )
-    assert centering.ignores_shift(plain, *tensors)
-    assert centering.ignores_shift(Attention(module, broken, None, {"scaling": 0.25}), *tensors), (
-        "eager is there"
-    )
+    assert centering.ignores_shift(Attention(torch.nn.Linear(2, 2), _attend, None, {}), *tensors)
+    eager = Attention(module, broken, None, {"scaling": 0.25})
+    assert centering.ignores_shift(eager, *tensors), "eager is there"
 
 
-def _attend(query, key, value, mask):
+def _attend(_, query, key, value, mask, **__):
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=True
     )
@@ -125,21 +120,9 @@ def test_a_mean_is_left_where_it_must_be(name, folders, tmp_path):
 def test_the_command_says_so(folders, inside, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("sink: 8\nrecent: 8\n", encoding="utf-8")
-    words = [
-        "calibrate",
-        folders("gpt_oss"),
-        "--recipe",
-        recipe,
-        "--tokens",
-        192,
-        "--length",
-        32,
-    ]
-    for result in (
-        inside(*words),
-        inside(*words, "--dry-run", "--restart"),
-        inside(*words, "--json"),
-    ):
+    words = ["calibrate", folders("gpt_oss"), "--recipe", recipe, "--tokens", 192, "--length", 32]
+    for more in ((), ("--dry-run", "--restart"), ("--json",)):
+        result = inside(*words, *more)
         assert result.returncode == 0, result.stderr
         assert "Note: keys keep their mean" in result.stderr
     notes = json.loads(inside(*words, "--dry-run", "--json").stdout)["notes"]
@@ -166,16 +149,9 @@ def test_files_with_a_mean_are_not_imported_for_such_a_model(name, centered, tmp
         content = torch.load(path, weights_only=True)
         del content["calibration"]
         torch.save(content, path)
-    with pytest.raises(
-        RotationZooError, match=r"centers keys, which .* computes: attention depends"
-    ):
-        import_(
-            Import(
-                pair,
-                tmp_path / "imported",
-                model=str(save_family(name, tmp_path / name, weights=False)),
-            )
-        )
+    model = str(save_family(name, tmp_path / name, weights=False))
+    with pytest.raises(RotationZooError, match=r"centers keys, which .*: attention depends"):
+        import_(Import(pair, tmp_path / "imported", model=model))
     artifact = import_(Import(pair, tmp_path / "unbound"))
     assert {layer.shift_invariant for layer in artifact.geometry} == {None}
 
@@ -185,33 +161,26 @@ def planted(artifact: Artifact, folder: Path, invariant: bool | None) -> Artifac
     shutil.copytree(artifact.folder, folder)
     path = folder / MANIFEST
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    layers = [
-        replace(layer, shift_invariant=invariant)
-        for layer in geometry_from_json(manifest["geometry"])
-    ]
+    layers = geometry_from_json(manifest["geometry"])
+    layers = [replace(layer, shift_invariant=invariant) for layer in layers]
     path.write_text(json.dumps({**manifest, "geometry": geometry_json(layers)}), encoding="utf-8")
     return Artifact.open(folder)
 
 
 def test_an_artifact_with_a_mean_that_does_not_cancel_is_not_exported(centered, tmp_path):
-    sound = export(centered, Request("sglang", tmp_path / "sound"))
-    assert not any("untested whether" in note for note in sound.launch.notes)
-    wrong = planted(centered, tmp_path / "wrong", False)
-    assert any(
-        "keys are stored without their mean" in problem for problem in verify(wrong).problems
-    )
-    with pytest.raises(
-        RotationZooError, match="is not exported: keys are stored without their mean"
-    ):
-        export(wrong, Request("sglang", tmp_path / "exported"))
+    def notes(artifact: Artifact, name: str, **options) -> str:
+        request = Request("sglang", tmp_path / name, **options)
+        return " ".join(export(artifact, request).launch.notes)
+
+    assert "untested whether" not in notes(centered, "sound")
+    wrong, said = planted(centered, tmp_path / "wrong", False), "keys are stored without their mean"
+    assert said in " ".join(verify(wrong).problems)
+    with pytest.raises(RotationZooError, match=f"is not exported: {said}"):
+        notes(wrong, "exported")
     older = planted(centered, tmp_path / "older", None)
     assert verify(older).ok
-    assert any(
-        "untested whether" in note
-        for note in export(older, Request("sglang", tmp_path / "noted")).launch.notes
-    )
-    left_out = export(older, Request("sglang", tmp_path / "uncentered", uncentered=True))
-    assert not any("untested whether" in note for note in left_out.launch.notes)
+    assert "untested whether" in notes(older, "noted")
+    assert "untested whether" not in notes(older, "uncentered", uncentered=True)
 
 
 def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
@@ -219,10 +188,8 @@ def test_a_model_whose_keys_kept_their_mean_is_not_due_for_ever():
     done = CENTERED.model_copy(update={"center_keys": False})
     other = CENTERED.model_copy(update={"key_clip": 0.9})
     entry = Entry.model_construct(recipe_sha256=done.hash, model_revision="1" * 40)
-    reasons = [
-        regenerate._find_reason(None, recipe, entry, "1" * 40, {}) for recipe in (CENTERED, other)
-    ]
-    assert reasons == [None, "the recipe has changed"]
+    for recipe, reason in ((CENTERED, None), (other, "the recipe has changed")):
+        assert regenerate._find_reason(None, recipe, entry, "1" * 40, {}) == reason
 
 
 def test_the_geometry_says_it_in_every_manifest(centered):

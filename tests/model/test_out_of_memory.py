@@ -166,10 +166,8 @@ def test_an_evaluation_measures_each_text_once(model):
         halved = run_models(model, [IDS[:4]], trial, silent)
     assert halved.exact.measure_exact() == expected.exact.measure_exact()
     for key, metrics in halved.arms.items():
-        mine, other = (
-            metrics.measure_arm(halved.exact),
-            expected.arms[key].measure_arm(expected.exact),
-        )
+        mine = metrics.measure_arm(halved.exact)
+        other = expected.arms[key].measure_arm(expected.exact)
         assert mine.text_losses == other.text_losses
         assert mine.output_error == pytest.approx(other.output_error, rel=1e-12)
         # The queries that are compared are drawn once a batch.

@@ -101,11 +101,8 @@ def test_a_missing_package_is_named_before_anything_is_read(method, tiny, tmp_pa
     folder.mkdir()
     shutil.copy(tiny / "config.json", folder)  # neither weights nor a tokenizer
     set_quantization(folder, quant_method=method, **METHODS[method])
-    for words in (
-        ["calibrate"],
-        ["evaluate"],
-        ["generate", "--rotations", "none", "--prompt", "a text"],
-    ):
+    generate = ["generate", "--rotations", "none", "--prompt", "a text"]
+    for words in (["calibrate"], ["evaluate"], generate):
         ended = inside(words[0], str(folder), *words[1:], "--device", "cpu")
         assert ended.returncode == 1
         error, hint = ended.stderr.strip().splitlines()[-2:]

@@ -61,9 +61,8 @@ def test_the_snippet_leaves_attention_as_it_is(model, tmp_path, monkeypatch, cha
         q, k, v = (torch.randn(12, 16) + 3 for _ in range(3))
         rotated_q, rotated_k, rotated_v = names["rotate"](q, k, v, head)
         output = names["restore"](torch.softmax(rotated_q @ rotated_k.mT, -1) @ rotated_v, head)
-        assert torch.allclose(
-            output, torch.softmax(q @ k.mT, -1) @ v, atol=1e-4
-        )  # measured 2.3e-5 at most
+        exact = torch.softmax(q @ k.mT, -1) @ v
+        assert torch.allclose(output, exact, atol=1e-4)  # measured 2.3e-5 at most
         for side, rows, stored in (("key", k, rotated_k), ("value", v, rotated_v)):
             mean = tensors.get(f"layers.0.{side}.mean", torch.zeros(2, 16))[head]
             matrix = tensors[f"layers.0.{side}.rotation"]
@@ -91,9 +90,8 @@ def test_the_readme_says_how_much_smaller_a_cache_is():
     among them."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     stored = []
-    for dim, form, (sink, recent) in product(
-        (64, 128, 256), int2.FORMATS.values(), ((64, 256), (128, 2048))
-    ):
+    windows = (64, 256), (128, 2048)
+    for dim, form, (sink, recent) in product((64, 128, 256), int2.FORMATS.values(), windows):
         bits = int2.bits_per_element(dim, None, form, context=CONTEXT, sink=sink, recent=recent)
         stored.append(bits)
     assert {round(16 / bits) for bits in stored} == {5, 6, 7}

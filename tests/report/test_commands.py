@@ -33,12 +33,8 @@ def test_other_text_is_given_in_flags(manifest):
     words = shlex.split(of_recipe(manifest, recipe))
     assert words[3:5] == ["--recipe", "oscar"]
     given = dict(zip(words[5::2], words[6::2], strict=True))
-    assert given == {
-        "--data": "my text.jsonl",
-        "--tokens": "4096",
-        "--packing": "mixed",
-        "--seed": "3",
-    }
+    expected = {"--tokens": "4096", "--packing": "mixed", "--seed": "3"}
+    assert given == {"--data": "my text.jsonl", **expected}
 
 
 def test_another_recipe_is_a_file_of_its_yaml(manifest):

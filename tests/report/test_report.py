@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from operator import itemgetter
 
 import pytest
 import typer
@@ -79,34 +80,23 @@ def test_tables_have_the_numbers_of_the_evaluation(page, folder, browser):
     evaluation = json.loads((folder / "evaluation.json").read_text())
     arms = evaluation["windows"][0]["arms"]
     exact = evaluation["exact"]["all_tasks"]
-    assert cells_of(opened, "answers")[1][:3] == [
-        "exact model",
-        str(exact["answered"]),
-        str(exact["questions"]),
-    ]
+    row = ["exact model", str(exact["answered"]), str(exact["questions"])]
+    assert cells_of(opened, "answers")[1][:3] == row
     for label, arm, row in zip(LABELS, arms.values(), cells_of(opened, "answers")[2:], strict=True):
         assert row[:2] == [label, str(arm["all_tasks"]["answered"])]
     for number, (label, arm) in enumerate(zip(LABELS, arms.values(), strict=True)):
         row = cells_of(opened, "perplexity")[1 + number]
         error = arm["standard_error"]["perplexity_increase"]
-        assert row == [
-            label,
-            f"{arm['perplexity']:.3f}",
-            f"{arm['perplexity_increase']:+.3%}",
-            f"{error:.3%}",
-        ]
+        increase = f"{arm['perplexity_increase']:+.3%}"
+        assert row == [label, f"{arm['perplexity']:.3f}", increase, f"{error:.3%}"]
         for measure in ("attention_kl", "output_error"):
             table = cells_of(opened, f"{measure.replace('_', '-')}-{number}")
-            values = [layer["heads"][measure] for layer in arm["by_layer"]]
-            assert [row[1:] for row in table[1:]] == [
-                [f"{value:.4g}" for value in layer] for layer in values
-            ]
+            for row, layer in zip(table[1:], arm["by_layer"], strict=True):
+                assert row[1:] == [f"{value:.4g}" for value in layer["heads"][measure]]
         needles = cells_of(opened, f"needles-{number + 1}")
         words = [cell for row in needles[1:] for cell in row[1:] if cell != "none asked"]
-        asked = sorted(
-            arm["all_tasks"]["by_cell"],
-            key=lambda cell: (cell["depth_from"], cell["distance_from"]),
-        )
+        order = itemgetter("depth_from", "distance_from")
+        asked = sorted(arm["all_tasks"]["by_cell"], key=order)
         assert words == [f"{cell['answered']} of {cell['questions']}" for cell in asked]
         growth = [row[1 + number] for row in cells_of(opened, "growth-perplexity-increase")[1:]]
         assert growth == [f"{bucket['perplexity_increase']:.2%}" for bucket in arm["by_length"]]

@@ -50,14 +50,8 @@ def test_settings_come_from_the_recipe_and_the_options(demo, made):
     assert (settings.layout.format, settings.arm.group_size, settings.slack) == (SGLANG, None, 64)
     assert settings.layout.prefill_layout == "server"
     assert settings.reading == "auto"
-    options = {
-        "format": "mlx",
-        "group_size": 32,
-        "slack": 7,
-        "prefill_layout": "window",
-        "reading": "rows",
-    }
-    settings = RotatedCache(made, demo, **options).settings
+    options = {"format": "mlx", "group_size": 32, "slack": 7, "prefill_layout": "window"}
+    settings = RotatedCache(made, demo, **options, reading="rows").settings
     assert (settings.layout.format, settings.arm.group_size, settings.slack) == (MLX, 32, 7)
     assert settings.layout.prefill_layout == "window"
     assert settings.reading == "rows"

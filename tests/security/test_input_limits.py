@@ -135,16 +135,6 @@ def test_the_text_of_a_chat_is_that_of_the_tokenizer():
     assert process.exitcode == 0, "it ends with its object"
 
 
-def test_a_template_that_was_given_up_is_tried_again():
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = "{% if messages[0].content == 'x' %}" + LOOP + "{% endif %}fine"
-    template = ChatTemplate(tokenizer)
-    for _ in range(2):
-        with pytest.raises(RotationZooError, match="given up"):
-            template.render([{"role": "user", "content": "x"}])
-        assert template.render([{"role": "user", "content": "y"}]) == "fine"
-
-
 def test_the_harness_renders_within_the_same_limits():
     model = pytest.importorskip("rotationzoo.evaluation.harness.model")
     tokenizer = demo_tokenizer()

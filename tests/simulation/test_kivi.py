@@ -6,10 +6,11 @@ import torch
 import transformers
 from support import architectures
 from support.float64 import CLOSE, to_float64
+from support.naive_cache import NaiveLayer
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import int2
-from rotationzoo.model.geometry import cached_layers, geometry_of
+from rotationzoo.model.geometry import geometry_of
 from rotationzoo.recipe import PRESETS
 from rotationzoo.simulation.kivi import KiviArm
 from rotationzoo.simulation.layout import CacheLayout
@@ -34,74 +35,27 @@ def quantize_block(block: torch.Tensor, dim: int) -> torch.Tensor:
     return codes * scale + minimum
 
 
-class StepByStep:
-    """The cache of one layer and side, written as a server would: one token at a time. A group is
-    quantized once, when its last token leaves the recent window."""
-
-    def __init__(self, side: str, matrix: torch.Tensor):
-        self.side, self.matrix = side, matrix
-        self.exact: list[torch.Tensor] = []
-        self.stored: list[torch.Tensor] = []
-
-    def append(self, row: torch.Tensor) -> None:
-        """Add the row `[B, H, 1, D]` of the next token, then quantize what may be quantized."""
-        self.exact.append(row)
-        waiting = len(self.exact) - CACHE.sink - CACHE.recent - len(self.stored)
-        if waiting < GROUP:
-            return
-        start = CACHE.sink + len(self.stored)
-        rows = torch.cat(self.exact[start : start + GROUP], dim=2)
-        block = (rows @ self.matrix).float()  # a scale rounded to float16 twice may be another
-        if self.side == "key":
-            block = quantize_block(block, dim=2)
-        else:
-            parts = [quantize_block(part, dim=3) for part in block.split(8, dim=3)]
-            block = torch.cat(parts, dim=3)
-        self.stored += (block.double() @ self.matrix.mT).split(1, dim=2)
-
-    def read(self) -> torch.Tensor:
-        """The rows `[B, H, T, D]` that a query reads."""
-        sink = self.exact[: CACHE.sink]
-        rest = self.exact[CACHE.sink + len(self.stored) :]
-        return torch.cat([*sink, *self.stored, *rest], dim=2)
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_blocks_are_rounded_by_the_formula_of_kivi(side):
+    """Keys over groups of tokens, values over groups of channels."""
+    model = architectures.build("llama")
+    arm = arm_for(model, "random")
+    rows = torch.randn(1, 2, 3 * GROUP, 16, generator=torch.Generator().manual_seed(0)).double()
+    matrix, dim = arm.rotations[0][side].matrix, {"key": 2, "value": 3}[side]
+    blocks = (rows @ matrix).float().split(8, dim)
+    expected = torch.cat([quantize_block(block, dim) for block in blocks], dim)
+    stored = arm.fake_quantize(rows, 0, side, int2.SGLANG)
+    assert (stored - expected.double() @ matrix.mT).abs().max() < 1e-5
 
 
+@torch.no_grad()
 def served_logits(model, arm: KiviArm) -> torch.Tensor:
-    """Logits of a model that reads one token at a time, from a cache filled step by step."""
-    layers = [layer.index for layer in cached_layers(geometry_of(model))]
-    sides = {
-        (layer, side): StepByStep(side, arm.rotations[layer][side].matrix)
-        for layer in layers
-        for side in ("key", "value")
-    }
-    outputs = []
-    for position in range(IDS.shape[1]):
-        past = StepCache(sides, layers)
-        with torch.no_grad():
-            token = IDS[:, position : position + 1]
-            outputs.append(model(input_ids=token, past_key_values=past, use_cache=True).logits)
-    return torch.cat(outputs, dim=1)
-
-
-class StepCache(transformers.DynamicCache):
-    """A cache of transformers whose rows are those of `StepByStep`."""
-
-    def __init__(self, sides, layers):
-        super().__init__()
-        self.sides, self.first = sides, layers[0]
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        rows = []
-        for side, new in (("key", key_states), ("value", value_states)):
-            self.sides[layer_idx, side].append(new)
-            rows.append(self.sides[layer_idx, side].read())
-        return tuple(rows)
-
-    def get_seq_length(self, layer_idx=0):
-        return len(self.sides[self.first, "key"].exact)
-
-    def get_mask_sizes(self, query_length, layer_idx):
-        return self.get_seq_length() + int(query_length), 0
+    """Logits of a model that reads one token at a time, from a cache by the letter."""
+    past = transformers.DynamicCache()
+    past.layers = [NaiveLayer(arm, CACHE, index) for index in range(architectures.LAYERS)]
+    past.layer_class_to_replicate = None
+    steps = IDS.split(1, dim=1)
+    return torch.cat([model(input_ids=ids, past_key_values=past).logits for ids in steps], dim=1)
 
 
 @pytest.mark.parametrize("preset", ["identity", "random"])

@@ -1,6 +1,9 @@
 """What tests of the command line ask of a run: its one error, and the files that it left."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +30,17 @@ def only_error(result, code: int = 1) -> str:
 def without_stages(errors: str) -> list[str]:
     """The lines of stderr without those that a slow run writes of its progress."""
     return [line for line in errors.splitlines() if not line.startswith("[")]
+
+
+def run_apart(*words, **environment) -> tuple[list[str], set[str]]:
+    """The lines that a command prints in a process of its own, and the modules that it imports."""
+    program = "import atexit, sys; from rotationzoo.cli.app import main; "
+    program += "atexit.register(lambda: print(*sys.modules)); main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, *map(str, words)]
+    variables = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    *lines, modules = done.stdout.splitlines()
+    return lines, set(modules.split())
 
 
 def left_behind(command) -> list[str]:

@@ -34,10 +34,8 @@ def query_moment(dim: int, seed: int) -> torch.Tensor:
 
 def value_moment(dim: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    rows = (
-        torch.randn(4 * dim, dim, generator=generator, dtype=torch.float64)
-        * torch.rand(dim, generator=generator).exp() ** 3
-    )
+    rows = torch.randn(4 * dim, dim, generator=generator, dtype=torch.float64)
+    rows = rows * torch.rand(dim, generator=generator).exp() ** 3
     rows = rows @ torch.randn(dim, dim, generator=generator, dtype=torch.float64)
     return rows.T @ rows / len(rows)
 
@@ -65,17 +63,17 @@ MOMENTS = {
 }
 
 
+def v1_file(layers: dict, **changes) -> dict:
+    head = {"format_version": 1, "objective": "qqt_r_h_pbr", "source_grouping": "layer"}
+    return {**head, **changes, "layers": layers}
+
+
 def v1(side: str, objective: str, layers=range(LAYERS), **options) -> dict:
     table = {}
     for i in layers:
         matrix, eigenvalues = published(MOMENTS[side][i], **options)
         table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": eigenvalues}
-    return {
-        "format_version": 1,
-        "objective": objective,
-        "source_grouping": "layer",
-        "layers": table,
-    }
+    return v1_file(table, objective=objective)
 
 
 @pytest.fixture
@@ -121,14 +119,7 @@ def entry(**changes) -> dict:
 
 
 def torch_file(path: Path, layers: dict, **top) -> Path:
-    content = {
-        "format_version": 1,
-        "objective": "qqt_r_h_pbr",
-        "source_grouping": "layer",
-        **top,
-        "layers": layers,
-    }
-    torch.save(content, path)
+    torch.save(v1_file(layers, **top), path)
     return path
 
 

@@ -20,9 +20,8 @@ def made(tmp_path_factory) -> Path:
     from rotationzoo.recipe import PRESETS, Data
 
     recipe = PRESETS["oscar"].model_copy(update={"data": Data(tokens=2048, length=512)})
-    return calibrate(
-        Job("demo", recipe, tmp_path_factory.mktemp("zoo") / "made", device="cpu")
-    ).folder
+    folder = tmp_path_factory.mktemp("zoo") / "made"
+    return calibrate(Job("demo", recipe, folder, device="cpu")).folder
 
 
 @pytest.fixture
@@ -38,8 +37,9 @@ def zoo(inside, monkeypatch, tmp_path):
             "ENDPOINT": hf.endpoint,
             "HUGGINGFACE_CO_URL_TEMPLATE": address,
             "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_TELEMETRY": True,
         }
-        changed |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_TELEMETRY": True}
         for name, value in changed.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setattr(
@@ -51,16 +51,13 @@ def zoo(inside, monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("rotationzoo.zoo.hubs.protocol._PAUSE_SECONDS", 0.0)
 
-        def run(*words) -> SimpleNamespace:
-            return inside(*words)
-
         def forget() -> None:
             shutil.rmtree(tmp_path / "assets", ignore_errors=True)
 
         yield SimpleNamespace(
             hf=hf,
             ms=ms,
-            run=run,
+            run=inside,
             forget=forget,
             assets=tmp_path / "assets",
             state=tmp_path / "state" / "rotationzoo",
@@ -100,6 +97,20 @@ def keys(tmp_path) -> SimpleNamespace:
     )
 
 
+@pytest.fixture
+def listed(zoo, made, tmp_path) -> Path:
+    """An index of an artifact that is published on one hub."""
+    place = tmp_path / "zoo_index.json"
+    ok(zoo.run("push", made, ZOO, "--index", place, "--json"))
+    return place
+
+
+@pytest.fixture
+def signed(zoo, made, keys) -> None:
+    """An artifact is published, signed with our key."""
+    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+
+
 def ms_environment(ms, tmp_path) -> dict[str, str]:
     return {
         "MODELSCOPE_ENDPOINT": ms.endpoint,
@@ -134,20 +145,14 @@ def nothing_left(zoo) -> bool:
 
 
 def foreign(objective: str = "qqt_r_h_pbr", layers: int = 2, dim: int = 16, seed: int = 0) -> dict:
+    from support.oscar_files import v1_file
+
     generator = torch.Generator().manual_seed(seed)
-    matrices = {
-        i: torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0] for i in range(layers)
-    }
-    rotation = {
-        i: {"layer_id": i, "rotation": matrix, "eigenvalues": torch.ones(dim)}
-        for i, matrix in matrices.items()
-    }
-    return {
-        "format_version": 1,
-        "objective": objective,
-        "source_grouping": "layer",
-        "layers": rotation,
-    }
+    table = {}
+    for i in range(layers):
+        matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0]
+        table[i] = {"layer_id": i, "rotation": matrix, "eigenvalues": torch.ones(dim)}
+    return v1_file(table, objective=objective)
 
 
 def publish_oscar_pair(zoo, tmp_path, **contents) -> None:

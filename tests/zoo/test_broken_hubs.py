@@ -4,13 +4,12 @@ announced."""
 import json
 import socket
 import time
-from pathlib import Path
 
 import huggingface_hub
 import pytest
 from support.hubs.hub import Answer, Fault
 from support.hubs.server import answer, black_hole, broken, endless, trickle
-from support.published import ZOO, nothing_left, ok, publish_oscar_pair, refused
+from support.published import ZOO, nothing_left, publish_oscar_pair, refused
 
 COMMIT = b"0123456789" * 4
 HTML = b"<!doctype html><title>Sign in to this network</title>"
@@ -18,6 +17,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 ANSWERS = {
     "nothing": lambda _: [],
     "no-status-line": lambda _: [b"\x00\xff\x00 hub\r\n\r\n"],
+    "escapes": lambda _: [b"HTTP/1.1 500 \x1b]0;owned\x07\r\n\r\n"],
     "html": lambda _: answer(HTML, "Content-Type: text/html\r\n"),
     "no-json": lambda _: answer(b"{not json"),
     "no-utf-8": lambda _: answer(b'{"sha": "\xff\xfe"}'),
@@ -78,85 +78,78 @@ def test_an_answer_that_is_none_is_one_sentence(zoo, pointed, place, what):
 # ---- more bytes than were announced
 
 
-def a_hub(made: Path, tmp_path: Path, zoo, says: dict) -> "dict":
-    """What a hub answers that serves a published artifact, but for the files that `says` names."""
-    listed = tmp_path / "zoo_index.json"
-    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+@pytest.fixture
+def refused_with(zoo, listed, pointed):
+    """What a command says where a hub serves a published artifact, but for one file; and how many
+    bytes the hub has sent."""
     files = zoo.hf.files(ZOO)
 
-    def respond(request: str) -> object:
-        target = request.split(" ")[1].split("?")[0]
-        if target.startswith("/api/"):
-            return answer(b'{"id": "someone/zoo", "sha": "' + COMMIT + b'"}')
-        path = target.split("/resolve/")[1].split("/", 1)[1]
-        name = path.rpartition("/")[2]
-        if path not in files:
-            code = "X-Error-Code: EntryNotFound\r\n"
-            return answer(b"", code, status="404 Not Found")
-        return says[name](files[path]) if name in says else answer(files[path])
+    def run(name: str, lie, *words) -> tuple[str, int]:
+        def respond(request: str) -> object:
+            target = request.split(" ")[1].split("?")[0]
+            if target.startswith("/api/"):
+                return answer(b'{"id": "someone/zoo", "sha": "' + COMMIT + b'"}')
+            path = target.split("/resolve/")[1].split("/", 1)[1]
+            if path not in files:
+                code = "X-Error-Code: EntryNotFound\r\n"
+                return answer(b"", code, status="404 Not Found")
+            return lie() if path.endswith(name) else answer(files[path])
 
-    return {"respond": respond, "index": listed}
+        with broken(respond) as server:
+            pointed(server.endpoint)
+            return refused(zoo.run(*words, "--repo", ZOO)), server.sent
+
+    return run
 
 
 @pytest.mark.hostile("size")
 @pytest.mark.parametrize(
     "announced", ["", "Content-Length: 268000\r\n", f"Content-Length: {1 << 40}\r\n"]
 )
-def test_no_more_is_written_than_the_index_says(zoo, made, pointed, tmp_path, announced):
+def test_no_more_is_written_than_the_index_says(zoo, made, refused_with, announced):
     start = OK + announced.encode() + b"\r\n"
-    hub = a_hub(
-        made, tmp_path, zoo, {"rotations.safetensors": lambda _: endless(start, b"\0" * 65536)}
-    )
     size = (made / "rotations.safetensors").stat().st_size
-    with broken(hub["respond"]) as server:
-        pointed(server.endpoint)
-        text = refused(zoo.run("pull", "demo", "--repo", ZOO))
-        assert server.sent < size + (32 << 20), "what sockets hold, and no more"
+    lie = "rotations.safetensors", lambda: endless(start, b"\0" * 65536)
+    text, sent = refused_with(*lie, "pull", "demo")
+    assert sent < size + (32 << 20), "what sockets hold, and no more"
     assert f"sent more than {size:,} bytes" in text or "sha256 differs" in text
     assert nothing_left(zoo)
 
 
 @pytest.mark.hostile("size")
-def test_a_file_that_never_comes_to_its_end_is_given_up(zoo, made, pointed, tmp_path, monkeypatch):
+def test_a_file_that_never_comes_to_its_end_is_given_up(zoo, refused_with, monkeypatch):
     monkeypatch.setattr("rotationzoo.network.limits.ANSWER_SECONDS", 1.0)
     monkeypatch.setattr("rotationzoo.network.limits.SLOWEST_BYTES_PER_SECOND", 1 << 40)
-    hub = a_hub(
-        made, tmp_path, zoo, {"rotations.safetensors": lambda _: trickle(OK + b"\r\n", 0.1)}
-    )
-    with broken(hub["respond"]) as server:
-        pointed(server.endpoint)
-        started = time.monotonic()
-        assert "bytes in 1 s" in refused(zoo.run("pull", "demo", "--repo", ZOO))
-        assert time.monotonic() - started < 5
+    started = time.monotonic()
+    lie = "rotations.safetensors", lambda: trickle(OK + b"\r\n", 0.1)
+    text, _ = refused_with(*lie, "pull", "demo")
+    assert "bytes in 1 s" in text
+    assert time.monotonic() - started < 5
     assert nothing_left(zoo)
 
 
 @pytest.mark.hostile("size")
-def test_an_index_of_any_size_is_not_read(zoo, made, pointed, tmp_path):
-    hub = a_hub(
-        made, tmp_path, zoo, {"zoo_index.json": lambda _: endless(OK + b"\r\n", b"[" * 65536)}
-    )
-    with broken(hub["respond"]) as server:
-        pointed(server.endpoint)
-        assert "zoo_index.json of someone/zoo on Hugging Face sent more than 16,777,216" in refused(
-            zoo.run("list", "--repo", ZOO)
-        )
+def test_an_index_of_any_size_is_not_read(refused_with):
+    lie = "zoo_index.json", lambda: endless(OK + b"\r\n", b"[" * 65536)
+    text, _ = refused_with(*lie, "list")
+    assert "zoo_index.json of someone/zoo on Hugging Face sent more than 16,777,216" in text
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize("what", ["html", "nothing", "without-end", "headers-without-end"])
+@pytest.mark.parametrize(
+    "what", ["html", "nothing", "escapes", "without-end", "headers-without-end"]
+)
 def test_an_index_at_an_address_is_held_to_the_same(zoo, what):
     with broken(ANSWERS[what]) as server:
         text = refused(zoo.run("list", "--index", f"{server.endpoint}/zoo_index.json"))
     assert server.endpoint in text
     assert "Hint: " in text
+    assert not {"\x1b", "\x07"} & set(text)
     assert server.sent < 64 << 20
 
 
 @pytest.mark.hostile("size")
-def test_sizes_are_added_up_before_anything_is_fetched(zoo, made, tmp_path):
-    listed = tmp_path / "zoo_index.json"
-    ok(zoo.run("push", made, ZOO, "--index", listed, "--json"))
+def test_sizes_are_added_up_before_anything_is_fetched(zoo, listed):
     content = json.loads(listed.read_text())
     content["entries"][0]["files"]["statistics.safetensors"]["size"] = 1 << 60
     listed.write_text(json.dumps(content))

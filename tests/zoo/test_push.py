@@ -23,16 +23,13 @@ def test_publish_list_and_pull_on_both_hubs(zoo, made):
     assert sent["hubs"]["modelscope"]["changed"]
     commits = zoo.hf.commits(ZOO), zoo.ms.commits(ZOO)
     again = ok(zoo.run("push", made, ZOO, "--to", "both", "--json"))
-    assert (zoo.hf.commits(ZOO), zoo.ms.commits(ZOO)) == commits, (
-        "unchanged content is no new commit"
-    )
+    assert (zoo.hf.commits(ZOO), zoo.ms.commits(ZOO)) == commits, "nothing has changed"
     assert again["hubs"]["huggingface"] == {**sent["hubs"]["huggingface"], "changed": False}
     assert not again["hubs"]["modelscope"]["changed"]
 
     shown = ok(zoo.run("list", "--repo", ZOO, "--remote", "--json"))
-    assert [(entry["model"], entry["recipe"], entry["there"]) for entry in shown["entries"]] == [
-        ("demo", "oscar", True)
-    ]
+    (entry,) = shown["entries"]
+    assert (entry["model"], entry["recipe"], entry["there"]) == ("demo", "oscar", True)
     assert ok(zoo.run("list", "--repo", ZOO, "qwen", "--json")) == {"entries": []}
 
     for place, hub in (("huggingface", zoo.hf), ("modelscope", zoo.ms)):
@@ -43,18 +40,12 @@ def test_publish_list_and_pull_on_both_hubs(zoo, made):
         assert pulled["revision"] == sent["hubs"][place]["revision"]
         names = {path.name for path in made.iterdir()}
         assert {path.name for path in artifact.folder.iterdir()} == names
-        changed = [
-            name
-            for name in names
-            if (artifact.folder / name).read_bytes() != (made / name).read_bytes()
-        ]
-        assert changed == ["README.md"], "it says from where to pull"
+        for name in names - {"README.md"}:  # which says from where to pull
+            assert (artifact.folder / name).read_bytes() == (made / name).read_bytes()
         before = len(hub.requests)
         again = ok(zoo.run("pull", "demo", "--repo", ZOO, "--from", place, "--json"))
         assert again["path"] == pulled["path"]
-        assert not [request for request in hub.requests[before:] if "safetensors" in request], (
-            "no second download"
-        )
+        assert "safetensors" not in " ".join(hub.requests[before:]), "no second download"
     content = zoo.hf.files(ZOO)
     assert {"zoo_index.json", "README.md", "config.json"} <= content.keys()
     assert b"rotationzoo pull demo --repo someone/zoo" in content["README.md"]
@@ -69,25 +60,11 @@ def test_a_dry_run_reaches_no_hub(zoo, made):
     assert len(without) == len(files) - 1
 
 
-def test_without_statistics_it_is_still_sound(zoo, made):
-    ok(zoo.run("push", made, ZOO, "--no-statistics", "--json"))
-    pulled = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))
-    assert "statistics.safetensors" not in pulled["files"]
-    assert verify(Artifact.open(Path(pulled["path"])), "demo").ok
-
-
 def test_a_repository_needs_an_owner_and_a_name(zoo, made):
     for repo in ("zoo", "a/b/c", "../b"):
         assert f"{repo} is no repository" in refused(
             zoo.run("push", made, repo, "--dry-run"), code=2
         )
-
-
-def test_a_damaged_artifact_is_not_published(zoo, made, tmp_path):
-    broken = shutil.copytree(made, tmp_path / "broken")
-    (broken / "statistics.safetensors").write_bytes(b"x" * 100)
-    assert "is not published: statistics.safetensors" in refused(zoo.run("push", broken, ZOO))
-    assert not zoo.hf.requests
 
 
 def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
@@ -117,10 +94,8 @@ def test_another_commit_in_between_is_extended(zoo, made, monkeypatch):
 def test_a_pull_request_can_be_pulled_before_it_is_merged(zoo, made, tmp_path):
     zoo.hf.create(ZOO)
     listed = tmp_path / "zoo_index.json"
-    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--index", listed, "--json"))["hubs"][
-        "huggingface"
-    ]
-    assert "/discussions/1" in sent["url"]
+    sent = ok(zoo.run("push", made, ZOO, "--create-pr", "--index", listed, "--json"))
+    assert "/discussions/1" in sent["hubs"]["huggingface"]["url"]
     assert "zoo_index.json" not in zoo.hf.files(ZOO), "not on the main branch yet"
     pulled = ok(zoo.run("pull", "demo", "--index", listed, "--json"))
     assert verify(Artifact.open(Path(pulled["path"])), "demo").ok

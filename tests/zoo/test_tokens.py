@@ -175,11 +175,9 @@ def test_a_redirect_to_another_host_carries_no_credential(
     if command == "pull":
         ok(zoo.run("push", made, ZOO, "--to", place, "--json"))
     monkeypatch.setattr(hub, "answer", Redirecting(hub, elsewhere(hub, listener, kind), pattern))
-    words = (
-        ["push", made, ZOO, "--to", place]
-        if command == "push"
-        else ["pull", "demo", "--repo", ZOO, "--from", place]
-    )
+    words = ["pull", "demo", "--repo", ZOO, "--from", place]
+    if command == "push":
+        words = ["push", made, ZOO, "--to", place]
     zoo.run(*words)  # whatever comes of it
     followed = (
         listener.requests if kind == "port" else [line for line in hub.requests if pattern in line]

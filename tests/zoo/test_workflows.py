@@ -52,9 +52,7 @@ def test_actions_are_pinned_and_nothing_is_pasted_into_a_script(path):
     for step in steps(workflow):
         if "uses" in step:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"])
-        assert "${{" not in step.get("run", ""), (
-            "values reach a script through its environment only"
-        )
+        assert "${{" not in step.get("run", ""), "values reach scripts as variables alone"
         if step.get("uses", "").startswith("actions/checkout@"):
             assert step["with"]["persist-credentials"] is False
 

@@ -31,31 +31,23 @@ def test_what_nobody_has_verified_is_said(made, tmp_path):
 def test_sglang_versions(made, tmp_path, pooled):
     artifact = made(head_dim=32)
     done = exported("sglang", artifact, tmp_path, pooled=pooled)
-    names = (
-        ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"]
-        if pooled
-        else ["k_rotation_perhead.pt", "v_rotation_perhead.pt"]
-    )
+    names = ["k_rotation_perhead.pt", "v_rotation_perhead.pt"]
+    if pooled:
+        names = ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"]
     assert sorted(done.files) == names
     content = torch.load(done.path / names[0], weights_only=True)
-    assert list(content) == [
-        "format_version",
-        "objective",
-        "source_grouping",
-        "calibration",
-        "layers",
-    ]
+    keys = "format_version objective source_grouping calibration layers"
+    assert " ".join(content) == keys
     assert content["format_version"] == (1 if pooled else 2)
     assert content["source_grouping"] == ("layer" if pooled else "per_kv_head")
     assert [type(layer) for layer in content["layers"]] == [int] * 4
     assert content["layers"][1]["rotation"].shape == ((32, 32) if pooled else (2, 32, 32))
     eigenvalues = content["layers"][1]["eigenvalues"]
     assert (eigenvalues.diff(dim=-1) >= 0).all()
-    assert all(
-        isinstance(value, str | int | float | bool) for value in content["calibration"].values()
-    )
-    assert content["calibration"]["artifact"] == artifact.identity
-    assert content["calibration"]["key_clip"] == 0.96
+    calibration = content["calibration"]
+    assert {type(value) for value in calibration.values()} <= {str, int, float, bool}
+    assert calibration["artifact"] == artifact.identity
+    assert calibration["key_clip"] == 0.96
     if pooled:  # the rotation of the mean moment, not the mean of rotations
         moment = artifact.statistics_tensors()["layers.1.query.second_moment"].mean(0)
         diagonal = torch.linalg.eigvalsh(moment)
@@ -69,13 +61,10 @@ def test_sglang_version_3_carries_the_key_mean(made, tmp_path):
     keys = torch.load(done.path / "k_rotation_oscar2_center.pt", weights_only=True)
     assert keys["format_version"] == 3
     assert keys["transform"] == {"key": "center", "centered": True, "orthogonal": True}
-    assert torch.equal(
-        keys["layers"][2]["k_mean"], artifact.statistics_tensors()["layers.2.key.mean"].float()
-    )
-    assert all(
-        "k_mean" not in e
-        for e in torch.load(done.path / "v_rotation_oscar2_center.pt")["layers"].values()
-    )
+    mean = artifact.statistics_tensors()["layers.2.key.mean"]
+    assert torch.equal(keys["layers"][2]["k_mean"], mean.float())
+    values = torch.load(done.path / "v_rotation_oscar2_center.pt")["layers"].values()
+    assert not any("k_mean" in entry for entry in values)
     check_engine("sglang", artifact, done)
     # the mean taken from all keys moves every score of a query by the same number
     layer = layers_of(artifact)[2]
@@ -91,9 +80,6 @@ def test_sglang_version_3_carries_the_key_mean(made, tmp_path):
 def test_a_data_free_artifact_says_so_in_its_name(made, tmp_path):
     artifact = made(recipe=PRESETS["hadamard"], head_dim=32)
     done = exported("sglang", artifact, tmp_path)
-    assert sorted(done.files) == [
-        "k_rotation_hadamard_perhead.pt",
-        "v_rotation_hadamard_perhead.pt",
-    ]
+    assert sorted(done.files) == [f"{side}_rotation_hadamard_perhead.pt" for side in "kv"]
     done = exported("sglang", artifact, tmp_path / "2", pooled=True)
     assert sorted(done.files) == ["k_rotation_hadamard.pt", "v_rotation_hadamard.pt"]

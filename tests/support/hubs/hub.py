@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from email.message import Message
+from pathlib import PurePosixPath
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -283,15 +284,12 @@ class Hub:
             for path, blob in sorted(files.items())
             if path.startswith(prefix) and path not in self.hidden
         }
-        parents = (
-            path.split("/")[:depth] for path in below for depth in range(1, path.count("/") + 1)
-        )
-        folders = {name for name in map("/".join, parents) if name.startswith(prefix)}
+        parents = {parent.as_posix() for path in below for parent in PurePosixPath(path).parents}
+        folders = {name for name in parents - {"."} if name.startswith(prefix)}
         if not recursive:
-            below = {
-                path: blob for path, blob in below.items() if "/" not in path.removeprefix(prefix)
-            }
-            folders = {name for name in folders if "/" not in name.removeprefix(prefix)}
+            depth = prefix.count("/")
+            below = {path: blob for path, blob in below.items() if path.count("/") == depth}
+            folders = {name for name in folders if name.count("/") == depth}
         return sorted(folders), below
 
     def stored_at(self, path: str, sha256: str) -> dict[str, str]:
@@ -310,9 +308,8 @@ class Hub:
     def fetch(self, call: Call, sha256: str) -> Answer:
         if sha256 not in self.storage:
             raise Refusal(404, "No such object")
-        return ranged(
-            call, self.storage[sha256], {"ETag": f'"{sha256}"', "X-Linked-ETag": f'"{sha256}"'}
-        )
+        tags = {"ETag": f'"{sha256}"', "X-Linked-ETag": f'"{sha256}"'}
+        return ranged(call, self.storage[sha256], tags)
 
     # From a call to its answer.
 

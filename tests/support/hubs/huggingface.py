@@ -31,11 +31,8 @@ def as_entry(path: str, blob: Blob) -> dict:
     """A file as trees list it."""
     entry = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
     if blob.large:
-        entry["lfs"] = {
-            "oid": blob.sha256,
-            "size": len(blob.data),
-            "pointerSize": len(blob.pointer),
-        }
+        sizes = {"size": len(blob.data), "pointerSize": len(blob.pointer)}
+        entry["lfs"] = {"oid": blob.sha256, **sizes}
     return entry
 
 
@@ -49,11 +46,8 @@ def as_sibling(path: str, blob: Blob, blobs: bool) -> dict:
     if blobs:
         sibling |= {"size": len(blob.data), "blobId": blob.oid}
         if blob.large:
-            sibling["lfs"] = {
-                "sha256": blob.sha256,
-                "size": len(blob.data),
-                "pointerSize": len(blob.pointer),
-            }
+            sizes = {"size": len(blob.data), "pointerSize": len(blob.pointer)}
+            sibling["lfs"] = {"sha256": blob.sha256, **sizes}
     return sibling
 
 
@@ -262,15 +256,10 @@ class HuggingFaceHub(Hub):
     def preupload(self, call: Call, repository: Repository, revision: str) -> Answer:
         answers = []
         for wanted in call.json()["files"]:
-            large = self.is_large(
-                wanted["path"], wanted["size"], base64.b64decode(wanted["sample"])
-            )
-            answer = {
-                "path": wanted["path"],
-                "uploadMode": "lfs" if large else "regular",
-                "shouldIgnore": False,
-            }
-            known = repository.commits[revision].files.get(wanted["path"])
+            path, sample = wanted["path"], base64.b64decode(wanted["sample"])
+            mode = "lfs" if self.is_large(path, wanted["size"], sample) else "regular"
+            answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+            known = repository.commits[revision].files.get(path)
             if known:  # by which the client knows a file that it need not send
                 answer["oid"] = known.sha256 if known.large else known.oid
             answers.append(answer)
@@ -282,17 +271,15 @@ class HuggingFaceHub(Hub):
         for wanted in call.json()["objects"]:
             upload = {"href": f"{self.storage_origin}/storage/{wanted['oid']}"}
             actions = {"upload": upload, "verify": {"href": f"{self.endpoint}/lfs/verify"}}
-            answers.append(
-                wanted if wanted["oid"] in self.storage else {**wanted, "actions": actions}
-            )
+            known = wanted["oid"] in self.storage
+            answers.append(wanted if known else {**wanted, "actions": actions})
         return as_json({"transfer": "basic", "objects": answers})
 
     @route("POST", "/lfs/verify", access="write")
     def verify(self, call: Call) -> Answer:
         wanted = call.json()
-        return as_json(
-            {}, 200 if len(self.storage.get(wanted["oid"], b"")) == wanted["size"] else 404
-        )
+        stored = self.storage.get(wanted["oid"], b"")
+        return as_json({}, 200 if len(stored) == wanted["size"] else 404)
 
     @route("POST", "/api/{repository}/commit/{branch}", access="write")
     def new_commit(self, call: Call, repository: Repository, branch: str) -> Answer:
@@ -310,15 +297,11 @@ class HuggingFaceHub(Hub):
                 files[value["path"]] = self.stored(value["oid"])
             else:  # a push deletes nothing
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), False)
-        pull = (
-            self.open_pull(repository, summary["summary"], parent)
-            if "create_pr" in call.query
-            else None
-        )
-        ref = pull.ref if pull else ref
-        name = repository.add(
-            ref, parent, files, summary["summary"], summary.get("description", "")
-        )
+        title, pull = summary["summary"], None
+        if "create_pr" in call.query:
+            pull = self.open_pull(repository, title, parent)
+            ref = pull.ref
+        name = repository.add(ref, parent, files, title, summary.get("description", ""))
         page = f"{self.endpoint}/{repository.name}"
         answer = {"success": True, "commitOid": name, "commitUrl": f"{page}/commit/{name}"}
         if pull:
@@ -336,9 +319,8 @@ def serve_folders(folders: dict[str, Path]) -> Iterator[HuggingFaceHub]:
     set."""
     with serve() as hub:
         for name, folder in folders.items():
-            paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+            files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
             hub.create(name)
-            hub.commit(
-                name, {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-            )
+            hub.commit(name, files)
         yield hub

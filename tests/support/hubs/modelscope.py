@@ -108,9 +108,8 @@ class ModelScopeHub(Hub):
             # The client sends its token wherever this leads, so it stays at home; otherwise `leaks`
             # would be the client's.
             actions = {"upload": {"href": f"{self.endpoint}/storage/{wanted['oid']}"}}
-            answers.append(
-                wanted if wanted["oid"] in self.storage else {**wanted, "actions": actions}
-            )
+            known = wanted["oid"] in self.storage
+            answers.append(wanted if known else {**wanted, "actions": actions})
         return wrapped({"objects": answers})
 
     @route("POST", "/api/v1/repos/models/{repository}/commit/{branch}", access="write")
@@ -138,20 +137,15 @@ class ModelScopeHub(Hub):
     def list_files(self, call: Call, repository: Repository) -> Answer:
         revision = self.revision(call, repository)
         recursive = call.option("Recursive").lower() == "true"
-        folders, files = self.listing(
-            repository.commits[revision].files, call.option("Root"), recursive
-        )
-        rows: list[dict] = [
-            {"Path": path, "Name": path, "Type": "tree", "Size": 0} for path in folders
-        ]
+        known = repository.commits[revision].files
+        folders, files = self.listing(known, call.option("Root"), recursive)
+        rows: list[dict] = []
+        for path in folders:
+            rows.append({"Path": path, "Name": path, "Type": "tree", "Size": 0})
         for path, blob in files.items():
-            row = {
-                "Path": path,
-                "Name": path.rpartition("/")[2],
-                "Type": "blob",
-                "Size": len(blob.data),
-            }
-            rows.append({**row, "Sha256": blob.sha256, "IsLFS": blob.large, "Revision": revision})
+            row = {"Path": path, "Name": path.rpartition("/")[2], "Size": len(blob.data)}
+            row |= {"Type": "blob", "Sha256": blob.sha256, "IsLFS": blob.large}
+            rows.append({**row, "Revision": revision})
         return wrapped({"Files": rows})
 
     @route("GET HEAD", "/api/v1/models/{repository}/repo")

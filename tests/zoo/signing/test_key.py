@@ -36,17 +36,15 @@ def test_signed_pulled_and_verified(zoo, made, keys):
 
 
 @pytest.mark.hostile("hub")
-def test_another_key_is_refused(zoo, made, keys):
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+def test_another_key_is_refused(zoo, signed, keys):
     text = refused(zoo.run("pull", "demo", "--repo", ZOO, "--signer", keys.other_public))
     assert "not by the key" in text
     with pytest.raises(RotationZooError, match="not by the key"):
         pull("demo", repo=ZOO, hub="huggingface", signers=[str(keys.other_public)])
 
 
-def test_a_key_that_nobody_named_is_said(zoo, made, keys, tmp_path):
+def test_a_key_that_nobody_named_is_said(zoo, signed):
     """The index of the repository vouches for the signature, and `verify` has no index."""
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
     shown = zoo.run("pull", "demo", "--repo", ZOO, "--json")
     assert "to accept no other, add --signer" in shown.stderr
     path = ok(shown)["path"]
@@ -77,10 +75,7 @@ def test_an_index_that_the_user_named_says_who_must_have_signed(zoo, made, keys,
     assert "a signer is an identity and its issuer, or a public key" in text
 
 
-def test_without_the_extra_a_signature_is_not_checked_and_that_is_said(
-    zoo, made, keys, monkeypatch
-):
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+def test_without_the_extra_a_signature_is_not_checked(zoo, signed, made, keys, monkeypatch):
     monkeypatch.setattr(verifier, "find_spec", lambda name: None)
     pulled = zoo.run("pull", "demo", "--repo", ZOO, "--json")
     assert "is signed, but the signature was not checked" in pulled.stderr
@@ -94,8 +89,7 @@ def test_without_the_extra_a_signature_is_not_checked_and_that_is_said(
     assert f"{verifier.INSTALL}; or publish unsigned, with: --sign none" in text
 
 
-def test_what_is_added_to_an_artifact_ends_its_signature(zoo, made, keys, caplog, monkeypatch):
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+def test_what_is_added_to_an_artifact_ends_its_signature(zoo, signed, caplog, monkeypatch):
     folder = Path(ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"])
     monkeypatch.setattr(logging.getLogger("rotationzoo"), "propagate", True)
     changed = add_files(Artifact.open(folder), {"spectra.png": b"a picture"}, {})
@@ -120,8 +114,7 @@ def test_the_signature_is_of_what_is_published(zoo, made, keys):
     ok(zoo.run("pull", "demo", *asked))
 
 
-def test_an_unsigned_push_does_not_break_a_signed_index(zoo, made, keys):
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+def test_an_unsigned_push_does_not_break_a_signed_index(zoo, signed, made):
     commits = zoo.hf.commits(ZOO)
     text = refused(zoo.run("push", made, ZOO))
     assert f"the index of {ZOO} is signed" in text
@@ -181,10 +174,7 @@ def test_a_push_does_not_sign_what_somebody_else_has_listed(zoo, made, keys):
     assert "not by the key" in refused(zoo.run(*words, keys.other))
 
 
-def test_an_index_that_does_not_change_keeps_its_signature_until_it_ends_soon(
-    zoo, made, keys, monkeypatch
-):
-    ok(zoo.run("push", made, ZOO, "--sign", keys.ours, "--json"))
+def test_an_index_that_does_not_change_is_signed_again_near_the_end(zoo, signed, keys, monkeypatch):
     before = zoo.hf.files(ZOO)[SIGNATURE]
     folder = ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"]
     # An artifact that came with a signature, in a job that signs unless told otherwise.
