@@ -24,7 +24,7 @@ CHECKED := $(addprefix tests/,linalg codec simulation runtime calibration evalua
 UNCHECKED := not test_memory and not test_ranks and not spilled and not compiles \
 	and not test_tasks and not command_line
 
-.PHONY: help demo test check lint format gpu coverage docs security clean
+.PHONY: help demo test check lint format gpu vllm coverage docs security clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,13 @@ format: $(VENV)/.ready-dev  ## format the code and apply the linter's safe fixes
 gpu: $(VENV)/.ready-dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pip $(INSTALL) -e '.[cuda]'
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+vllm: $(VENV)/.ready-dev  ## the tests that start a real vLLM (CPU), which takes an environment of 3.5 GB of its own
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm]'
+	@# They come along, and do not fit its torch.
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m pytest -m vllm $(ARGS)
 
 coverage: $(VENV)/.ready-dev  ## all tests with coverage: the lines that no test runs
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing $(ARGS)

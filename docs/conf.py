@@ -48,7 +48,7 @@ html_domain_indices = False
 
 CONTENTS = {
     "Start": ["quickstart", "idea", "troubleshooting"],
-    "Use": ["cache", "plan", "report", "engines", "zoo", "scale", "tasks", "python"],
+    "Use": ["cache", "plan", "report", "vllm", "engines", "zoo", "scale", "tasks", "python"],
     "Reference": ["reference/cli", "reference/api", "recipes", "architectures", "codec", "decode"],
     "Evidence": ["quality", "ablation", "measurements", "security"],
     "The project": ["architecture", "contributing", "changelog"],

@@ -127,7 +127,8 @@ def _command_line() -> Any:
             if parameter.nargs == -1 or getattr(parameter, "multiple", False):
                 # Otherwise the help text shows the Python type `list[path]` for FILES. Typer has no
                 # option to change that; this is our only use of its internals.
-                parameter.bare_type = lambda: "path"
+                kind = "text" if parameter.name == "vllm_options" else "path"
+                parameter.bare_type = lambda kind=kind: kind
     return group
 
 
@@ -172,7 +173,7 @@ def _close_output() -> None:
 
 
 # What `serve` does not know goes to vLLM.
-_HANDED_ON = {"serve": {"allow_extra_args": True, "ignore_unknown_options": True}}
+_HANDED_ON = {"serve": {"ignore_unknown_options": True}}
 for _name, _command in COMMANDS.items():
     app.command(_name, context_settings=_HANDED_ON.get(_name))(_interruptible(_command))
 

@@ -18,11 +18,13 @@ _OURS = "--additional-config"
 
 
 def serve_command(
-    context: typer.Context,
     model: ModelName,
     rotations: Annotated[
         Path, typer.Option(help="The artifact folder.", autocompletion=complete_artifact)
     ],
+    vllm_options: Annotated[
+        list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
+    ] = None,
     format: Annotated[
         Literal["sglang", "vllm"], typer.Option(help="How scales and offsets are stored.")
     ] = "vllm",
@@ -49,13 +51,16 @@ def serve_command(
     rotationzoo serve Qwen/Qwen3-8B --rotations rotations/Qwen3-8B-oscar --max-model-len 131072
     """
     out = Output(json, quiet)
-    if any(word.partition("=")[0] == _OURS for word in context.args):
+    handed_on = vllm_options or []
+    if any(word.partition("=")[0] == _OURS for word in handed_on):
         raise UsageError(
             f"{_OURS} names the artifact to vLLM, and is written by this command",
             hint="start vllm serve yourself, with both in one object",
         )
     hush_libraries()
-    from rotationzoo.model.source import find
+    from rotationzoo.artifact.store import Artifact
+    from rotationzoo.evaluation.compatibility import other_weights_note
+    from rotationzoo.model.source import find, has_weights
     from rotationzoo.runtime.vllm.plugin import check_version
     from rotationzoo.runtime.vllm.settings import KEY, Options, make_settings
 
@@ -64,11 +69,13 @@ def serve_command(
     source = find(model, revision)
     settings = make_settings(options, source)
     check_version()
+    if has_weights(source) and (note := other_weights_note(Artifact.open(rotations), source)):
+        out.notes([note])
     # A hub id stays what it is, because vLLM finds its files in the same cache.
     place = model if source.revision else str(source.folder)
     words = ["vllm", "serve", place, *(["--revision", revision] if revision else [])]
     named = {KEY: options.model_dump(exclude_none=True)}
-    words += [_OURS, dumps(named), *context.args]
+    words += [_OURS, dumps(named), *handed_on]
     layout = settings.layout
     out.note(
         f"Serving codes written by {settings.arm.rounding} rounding, the first {layout.sink} and "

