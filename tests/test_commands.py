@@ -27,6 +27,8 @@ from rotationzoo.cli.app import COMMANDS
 # How a command begins -> why it is not run here.
 NOT_RUN = {
     "pip install": "it asks the package index",
+    "pip uninstall": "it changes the environment",
+    "rotationzoo serve": "it starts a server; tests/runtime/test_vllm.py runs a real vLLM",
     "rotationzoo validate": "it needs an NVIDIA GPU; tests/test_gpu.py runs it on one",
     "rotationzoo calibrate meta-llama/Llama-3.3-70B-Instruct --device-map auto --max-memory 0=": (
         "it gives a GPU's memory, and is refused where there is none"
