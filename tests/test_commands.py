@@ -75,6 +75,7 @@ def test_the_commands_of_a_page(page, world: World, tmp_path):
     assert result.returncode == 0, f"{name_of(page)}\n{result.stdout}\n{result.stderr}"
 
 
+@pytest.mark.thorough
 @on_linux
 def test_the_commands_of_a_model_card(world: World, tmp_path):
     folder = world.page(tmp_path / "page", goes_on=True)
@@ -93,6 +94,7 @@ def test_the_commands_of_a_model_card(world: World, tmp_path):
     assert again.read_bytes() == (folder / "FOLDER/rotations.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 @on_linux
 def test_a_command_that_fails_is_named_with_its_line(world: World, tmp_path):
     text = "# A page\n\n```sh\nrotationzoo list\nrotationzoo calibrate nowhere   # why\n```\n"

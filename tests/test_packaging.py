@@ -80,7 +80,9 @@ def test_pre_commit_runs_what_make_lint_runs():
     assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in hooks)
 
 
-@pytest.mark.parametrize("target", ["lint", "format", "test", "demo", "gpu", "coverage", "docs"])
+@pytest.mark.parametrize(
+    "target", ["lint", "format", "test", "demo", "gpu", "vllm", "coverage", "docs"]
+)
 def test_every_target_says_what_it_does(target):
     assert re.search(rf"^{target}: .*## \w+", TEXT, re.MULTILINE)
     assert recipe_of(target)
