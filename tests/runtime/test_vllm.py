@@ -96,12 +96,14 @@ def test_every_log_probability_is_that_of_the_cache_in_transformers(made, alone)
         assert_same([*answer["prompt"], *answer["answer"]], expected)
 
 
-def test_requests_at_the_same_time_answer_as_each_alone(made, alone, prompts, tmp_path):
-    """Shorter chunks fall to each of several requests, so only prompts of one chunk are equal."""
-    short = [ids[:90] for ids in prompts]
-    together = serve(tmp_path, made, [[short[0]], [short[1]], short], tokens=64)
-    first, second, both = together["rounds"]
-    for one, other in ((first[0], both[0]), (second[0], both[1])):
+def test_requests_that_preempt_each_other_answer_as_each_alone(made, prompts, tmp_path):
+    """Four requests grow to three pages each, and there are nine pages."""
+    starts = [prompts[2][150 * number : 150 * number + 200] for number in range(4)]
+    engine = {"num_gpu_blocks_override": 10, "max_model_len": 400}
+    rounds = [*([ids] for ids in starts), starts]
+    served = serve(tmp_path, made, rounds, tokens=150, **engine)
+    *alone, together = served["rounds"]
+    for (one,), other in zip(alone, together, strict=True):
         assert one["ids"] == other["ids"]
         assert_same(one["answer"], other["answer"])
 
