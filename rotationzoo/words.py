@@ -69,13 +69,6 @@ def byte_count(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-def power_of_two(count: int) -> str:
-    """A number of tokens; a power of two in thousands, as 8K."""
-    if count >= 1024 and count.bit_count() == 1:
-        return f"{count // 1024}K"
-    return str(count)
-
-
 def numbers(values: Iterable[int], joint: str = "and") -> str:
     """Numbers in a sentence: `2,048 and 8,192`."""
     return f" {joint} ".join(f"{value:,}" for value in values)

@@ -108,35 +108,26 @@ def test_a_plan_is_that_of_the_command(space, browser, inside, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-def test_answers_by_distance_and_depth(space, browser, width):
+def test_answers_and_costs_of_an_entry(space, browser, width):
     scheme = {390: "dark", 1440: "light"}[width]
     page = browser.open_page(space.address, width, scheme)
-    page.get_by_role(
-        "link", name="answers by distance and depth of someone/Model-8B, oscar-a"
-    ).press("Enter")
+    page.get_by_role("link", name="answers and costs of someone/Model-8B, oscar-a").press("Enter")
     page.wait_for_selector("figure svg")
+    assert page.locator("figure").evaluate_all("all => all.map(one => one.id)") == [
+        "figure-answers", "figure-perplexity"
+    ]  # fmt: skip
     window = EVALUATION["windows"][0]
-    arms = [EVALUATION["exact"], *window["arms"].values()]
-    assert page.locator("figure").count() == len(arms)
-    labels = (
-        page.locator("figure")
-        .nth(1)
-        .locator("[aria-label*=distance]")
-        .evaluate_all("marks => marks.map(mark => mark.getAttribute('aria-label'))")
-    )
-    cells = window["arms"]["made"]["all_tasks"]["by_cell"]
-    for cell in cells:
-        distance = f"distance {cell['distance_from']:,} to {cell['distance_to']:,}"
-        place = f"{distance}, depth {cell['depth_from']:.0%} to {cell['depth_to']:.0%}"
-        words = f"{place}: {cell['answered']} of {cell['questions']}"
-        assert any(words in label for label in labels), words
+    asked = window["arms"]["made"]["all_tasks"]
+    words = f"oscar-a: {asked['answered']} of {asked['questions']}"
+    assert words in page.locator("figure").first.aria_snapshot()
+    assert window["verdict"]["words"][0] in page.locator("main").inner_text()
     assert not serious_findings(page)
     assert not scrolls_sideways(page)
 
 
 def test_an_evaluation_that_says_less_or_was_changed(space):
     status, _, text = space.ask(f"/answers/{OLDER}")
-    assert (status, "Evaluate again to see this" in text) == (200, True)
+    assert (status, "figure-answers" in text, "figure-perplexity" in text) == (200, False, True)
     status, _, text = space.ask(f"/answers/{CHANGED}")
     assert (status, "is not the one that the zoo lists" in text) == (400, True)
     status, _, text = space.ask("/answers/" + "d" * 64)

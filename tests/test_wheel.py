@@ -30,6 +30,7 @@ NEEDED = {
     "data/zoo_index.json",
     "report/page.css",
     "report/templates/report.html.jinja",
+    "report/templates/section.html.jinja",
 }
 # How the files of a distribution are named by setuptools, besides those of the package.
 ADDED = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}

@@ -32,8 +32,8 @@ from rotationzoo.storage.folders import temporary_sibling
 
 MANIFEST, CARD, EVALUATION = "manifest.json", "README.md", "evaluation.json"
 _KERNELS = "validation.json", "int2.cu", "feedback.cu"
-ANSWERS, SPECTRA, REPORT = "answers.png", "spectra.png", "report.html"
-ADDED = (EVALUATION, *_KERNELS, ANSWERS, SPECTRA, REPORT)
+ANSWERS, REPORT = "answers.png", "report.html"
+ADDED = (EVALUATION, *_KERNELS, ANSWERS, REPORT)
 SIGNATURE = "model.sig"
 """A signature of the manifest and of the files that it lists. The manifest cannot list it."""
 COPY_IT = "copy the artifact to another disk"  # where nothing can be added to it

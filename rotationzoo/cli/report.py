@@ -1,4 +1,4 @@
-"""`rotationzoo report`: write a page about an artifact, and its pictures as files."""
+"""`rotationzoo report`: write a page about an artifact."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,20 +29,16 @@ def report_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
         "report.html"
     ),
-    png: Annotated[
-        Path | None, typer.Option(help="Also write every picture to this folder, as PNG.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(help="Also write every picture to this folder, as SVG.")
-    ] = None,
     save: Annotated[
         bool,
-        typer.Option("--save", help="Add the page and two pictures to the artifact and its card."),
+        typer.Option(
+            "--save", help="Add the page to the artifact, and its first picture to the card."
+        ),
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a page about an artifact: what it keeps, what it costs, and why.
+    """Write a page about an artifact: what it keeps, and what it costs.
 
     It is one file, made from what evaluate --save and validate have stored.
 
@@ -51,7 +47,6 @@ def report_command(
     out = Output(json, quiet)
     from rotationzoo.artifact.store import EVALUATION, Artifact
     from rotationzoo.cli.artifact_view import suggest_step
-    from rotationzoo.report.page import write_pictures
     from rotationzoo.storage import files
 
     opened = Artifact.open(artifact)
@@ -59,21 +54,15 @@ def report_command(
     report = _draw_report(opened, others)
     with files.disk_errors(output):
         files.replace(output, report.html().encode())
-    pictures: list[Path] = []
-    for kind, folder in (("png", png), ("svg", svg)):
-        if folder is not None:
-            pictures += write_pictures(report, folder, kind)
     if save:
         _save_report(opened, report)
     evaluated = EVALUATION in opened.manifest.files
-    written = list(map(str, pictures))
     data = {
         "report": str(output),
-        "pictures": written,
         "artifact": str(artifact) if save else None,
         "evaluated": evaluated,
     }
-    out.result(data, str(output), lambda: say(*_lines(output, artifact, pictures, save)))
+    out.result(data, str(output), lambda: say(*_lines(output, artifact, save)))
     if not evaluated:
         suggest_step(out, opened)
     elif not save:
@@ -116,11 +105,8 @@ def _describe_signature(artifact: "Artifact") -> "Badge":
     return Badge(kind, words.replace(name, "The artifact"))
 
 
-def _lines(output: Path, artifact: Path, pictures: list[Path], saved: bool) -> list[str]:
+def _lines(output: Path, artifact: Path, saved: bool) -> list[str]:
     lines = [f"Page: {output}"]
-    if pictures:
-        folders = dict.fromkeys(str(path.parent) for path in pictures)
-        lines.append(f"Pictures: {len(pictures)} in {' and '.join(folders)}")
     if saved:
         lines.append(f"Added to the artifact: {artifact}")
     return lines

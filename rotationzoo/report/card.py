@@ -27,7 +27,6 @@ from rotationzoo.words import counted, numbers, perplexity, sentence
 
 UNRECORDED = "an unrecorded device"
 _ANSWERS = "answers.png", "Questions answered from a 2-bit cache"
-_SPECTRA = "spectra.png", "Spectra of the statistics, layer by layer"
 _DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")
 _LIBRARIES = ("torch", "transformers", "python")
 
@@ -61,7 +60,7 @@ keys and values are multiplied by them first.{"" if repo else " FOLDER is where 
 {matrices_section(manifest, recipe, cached)}
 {_cost_section(evaluation)}{_limits_section(manifest, recipe)}
 {_reproduction_section(manifest, recipe)}{_provenance_section(manifest)}
-{_picture(manifest.files, *_SPECTRA)}## Recipe
+## Recipe
 
 ```yaml
 {recipe.yaml().strip()}

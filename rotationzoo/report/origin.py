@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rotationzoo.artifact.manifest import ValidationSummary
-from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
+from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.codec import int2
 from rotationzoo.model.geometry import Geometry, cached_layers
 from rotationzoo.report.card import UNRECORDED
@@ -153,7 +153,7 @@ def describe_making(artifact: Artifact) -> Section:
     manifest = artifact.manifest
     rows = []
     for name, file in sorted(manifest.files.items()):
-        if name not in (ANSWERS, SPECTRA, REPORT):  # which are made from the others
+        if name not in (ANSWERS, REPORT):  # which are made from the others
             rows.append([name, f"{file.size:,}", file.sha256])
     tables = [Table("Files", ["file", "bytes", "sha256"], rows)]
     command = reproduce_command(manifest)

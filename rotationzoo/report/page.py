@@ -1,5 +1,5 @@
-"""The report on an artifact: one page to decide by, and its pictures as files. A page is one HTML
-file with its style and its scripts inside."""
+"""The report on an artifact: one page to decide by. A page is one HTML file with its style and its
+scripts inside."""
 
 import base64
 import hashlib
@@ -12,12 +12,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rotationzoo.artifact.store import ANSWERS, REPORT, SPECTRA, Artifact
+from rotationzoo.artifact.store import ANSWERS, REPORT, Artifact
 from rotationzoo.report.arms import gather_arms
-from rotationzoo.report.charts import draw_png, draw_svg
+from rotationzoo.report.charts import draw_png
 from rotationzoo.report.commands import model_title, name_in_commands
 from rotationzoo.report.figures import Figure, Section
-from rotationzoo.report.heads import describe_heads, describe_ranges
 from rotationzoo.report.origin import (
     Badge,
     describe_identity,
@@ -26,22 +25,13 @@ from rotationzoo.report.origin import (
     describe_use,
     validation_badge,
 )
-from rotationzoo.report.results import (
-    DECISION,
-    describe_decision,
-    describe_growth,
-    describe_needles,
-)
-from rotationzoo.report.spectra import describe_clips, describe_spectra
-from rotationzoo.storage import files
+from rotationzoo.report.results import ANSWERED, DECISION, describe_decision
 
 _FOLDER = Path(__file__).parent
 _UNMEASURED = (
     "Nothing has been measured of what these rotations keep and cost. To measure it and to see it "
     "here, run: rotationzoo evaluate {} ARTIFACT --save"
 )
-_ON_CARD = {"answers": ANSWERS, "spectra-keys": SPECTRA}
-"""The pictures of the page that a card shows -> their files."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +67,12 @@ def make_report(
     arms = gather_arms(artifact, others)
     model = artifact.manifest.model
     decision = Section("decide", DECISION, [_UNMEASURED.format(name_in_commands(model))])
-    measured: list[Section] = []
     format = None
     if arms is not None:
         format = arms.evaluation.format
         decision = describe_decision(arms)
-        measured = [
-            describe_needles(arms),
-            describe_growth(arms),
-            *describe_heads(arms),
-            describe_ranges(arms),
-        ]
     sections = [
         decision,
-        *measured,
-        describe_spectra(artifact),
-        describe_clips(artifact),
         describe_memory(artifact, format),
         describe_use(artifact),
         describe_making(artifact),
@@ -111,25 +91,12 @@ def make_report(
 
 
 def files_of_report(report: Report) -> dict[str, bytes]:
-    """The page and the card's pictures, as files of an artifact."""
+    """The page and the card's picture, as files of an artifact."""
     added = {REPORT: report.html().encode()}
     for figure in report.figures:
-        if figure.name in _ON_CARD:
-            added[_ON_CARD[figure.name]] = draw_png(figure.chart, figure.title)
+        if figure.name == ANSWERED:
+            added[ANSWERS] = draw_png(figure.chart, figure.title)
     return added
-
-
-def write_pictures(report: Report, folder: Path, kind: str) -> list[Path]:
-    """Write every picture of a report to a folder, as `png` or `svg` files that are named for what
-    they show. Raises `RotationZooError` if the disk refuses."""
-    draw = {"png": draw_png, "svg": draw_svg}[kind]
-    with files.disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = []
-        for figure in report.figures:
-            paths.append(folder / f"{figure.name}.{kind}")
-            files.replace(paths[-1], draw(figure.chart, figure.title))
-    return paths
 
 
 # ---- pages

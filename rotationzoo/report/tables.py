@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import ArmSummary, Column, Exact, Measured, MeasuredArm, Window
 from rotationzoo.artifact.scores import HarnessScore, Recall, Score
-from rotationzoo.words import UNKNOWN, change, counted, nats, number, percent
+from rotationzoo.words import change, counted, nats, number, percent
 
 EXACT = "exact"
 
@@ -90,13 +90,13 @@ def distance_table(exact: Exact, arms: Mapping[str, MeasuredArm]) -> Table:
 
 def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
     """The increase of perplexity by context length."""
+    starts = sorted({bucket.from_ for arm in arms.values() for bucket in arm.by_length})
     rows = []
     for name, arm in arms.items():
-        increases = [change(bucket.perplexity_increase, 1) for bucket in arm.by_length]
-        rows.append([name, *increases])
-    some_arm = next(iter(arms.values()))  # the lengths are the same for all
-    starts = [f"from {bucket.from_:,}" for bucket in some_arm.by_length]
-    return Table("by context length", ["arm", *starts], rows)
+        increases = {bucket.from_: bucket.perplexity_increase for bucket in arm.by_length}
+        rows.append([name, *[change(increases.get(start), 1) for start in starts]])
+    columns = [f"from {start:,}" for start in starts]
+    return Table("by context length", ["arm", *columns], rows)
 
 
 def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
@@ -143,9 +143,3 @@ def _pairing(score: HarnessScore, metric: str) -> str:
     if pairing is None:
         return ""
     return f"-{pairing.lost} +{pairing.gained} (p {pairing.p_value:.2g})"
-
-
-def pad(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows as long as the longest, with a dash in the cells that a row lacks."""
-    width = max(map(len, rows))
-    return [[*row, *[UNKNOWN] * (width - len(row))] for row in rows]

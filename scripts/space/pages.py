@@ -51,7 +51,7 @@ class Pages:
         return self._show(request, "plan.html.jinja", plan=plan, listed=listed)
 
     def answers(self, request: Request) -> Response:
-        """The heat maps of one entry: its answers by distance and depth."""
+        """What one entry keeps and costs."""
         entries = self.zoo.entries()
         entry = entries.entry(request.path_params["identity"])
         values = {"entry": entry, "section": entries.answers(entry)}

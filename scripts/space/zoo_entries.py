@@ -12,7 +12,7 @@ from rotationzoo.artifact.store import EVALUATION
 from rotationzoo.errors import HubError, RotationZooError
 from rotationzoo.report.arms import label_arms
 from rotationzoo.report.figures import Section
-from rotationzoo.report.results import describe_needles
+from rotationzoo.report.results import describe_decision
 from rotationzoo.storage import strict_json
 from rotationzoo.storage.files import digest
 from rotationzoo.zoo.hubs.registry import open_hub
@@ -37,7 +37,7 @@ class ZooEntries:
         for entry in self.loaded.content.entries:
             row = make_row(self.loaded, entry, self.place)
             if EVALUATION in entry.files:
-                link = Link("answers by distance and depth", f"/answers/{entry.identity}")
+                link = Link("answers and costs", f"/answers/{entry.identity}")
                 (name, links), *others = row.copies
                 row = replace(row, copies=[(name, [*links, link]), *others])
             rows.append(row)
@@ -56,7 +56,7 @@ class ZooEntries:
         raise RotationZooError("the zoo lists no such rotations", hint="choose some of the table")
 
     def answers(self, entry: Entry) -> Section:
-        """Heat maps from an entry's `evaluation.json`, whose hash must be the listed one.
+        """Answers and costs from an entry's `evaluation.json`, whose hash must be the listed one.
 
         Raises `RotationZooError` if it has none, and `HubError` if no hub has the listed file.
         """
@@ -83,7 +83,7 @@ def _read(place: tuple[str, str, str | None, str], sha256: str | None) -> bytes:
 def _draw(data: bytes, identity: str, recipe: str) -> Section:
     content = strict_json.parse(data, EVALUATION)
     evaluation = strict_json.validate(Measured, content, EVALUATION)
-    return describe_needles(label_arms(evaluation, identity, recipe))
+    return describe_decision(label_arms(evaluation, identity, recipe))
 
 
 class Zoo:

@@ -92,7 +92,7 @@ def test_a_link_that_the_user_names_is_followed(inside, tmp_path):
         ".probe.partial",
         ".manifest.json.partial",
         "README.md",
-        "spectra.png",
+        "answers.png",
     ],
 )
 def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
@@ -100,7 +100,7 @@ def test_adding_to_an_artifact_writes_through_no_link(folder, docs, name):
     (folder / name).symlink_to(docs.file)
     artifact = Artifact.open(folder)
     artifact.check_writable()
-    add_files(artifact, {"spectra.png": b"a picture"}, {})
+    add_files(artifact, {"answers.png": b"a picture"}, {})
     assert docs.whole()
     problems = verify(Artifact.open(folder)).problems
     assert [problem.split()[0] for problem in problems] == [name] * name.startswith(".")

@@ -80,13 +80,13 @@ def at_every_step(work, check) -> int:
 @pytest.mark.hostile("crash")
 def test_an_artifact_is_sound_after_a_kill_at_any_step_of_adding(folder):
     def add() -> None:
-        add_files(Artifact.open(folder), {"spectra.png": b"picture"}, {"seen": 1})
+        add_files(Artifact.open(folder), {"answers.png": b"picture"}, {"seen": 1})
 
     def check(done: bool) -> None:
         artifact = Artifact.open(folder)
         assert verify(artifact).problems == []
         metrics, named = (artifact.content[key] for key in ("metrics", "files"))
-        assert ("seen" in metrics) == ("spectra.png" in named)
+        assert ("seen" in metrics) == ("answers.png" in named)
 
     assert at_every_step(add, check) > 10
 
@@ -164,7 +164,7 @@ def test_what_two_add_at_once_is_all_there(folder):
     `report`."""
     context = multiprocessing.get_context("fork")
     ready, go = context.Semaphore(0), context.Event()
-    added = {"spectra.png": "one", "answers.png": "two", "int2.cu": "three"}
+    added = {"report.html": "one", "answers.png": "two", "int2.cu": "three"}
     writers = [
         context.Process(target=add_one, args=(str(folder), *pair, ready, go))
         for pair in added.items()
@@ -189,7 +189,7 @@ def test_nothing_is_added_to_other_rotations(small, folder):
     shutil.rmtree(folder)
     another(small, folder, "hadamard")
     with pytest.raises(RotationZooError, match="holds other rotations by now"):
-        add_files(artifact, {"spectra.png": b""}, {})
+        add_files(artifact, {"answers.png": b""}, {})
     with pytest.raises(RotationZooError, match="was replaced while it was read"):
         artifact.rotation_tensors()
 
@@ -284,7 +284,7 @@ def test_what_else_is_in_a_folder_stays(folder):
     (folder / "notes").chmod(0o700)
     folder.chmod(0o750)
     rotations = (folder / "rotations.safetensors").stat()
-    add_files(Artifact.open(folder), {"spectra.png": b""}, {})
+    add_files(Artifact.open(folder), {"answers.png": b""}, {})
     assert (folder / "notes" / "deep" / "a.txt").read_text() == "mine"
     assert os.readlink(folder / "link") == "notes"
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "notes")] == [0o750, 0o700]

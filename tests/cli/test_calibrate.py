@@ -30,6 +30,7 @@ def test_the_journey_calibrate_inspect_verify(command, inside, monkeypatch):
         for side in (layer["key"], layer["value"]):
             assert 1 < side["effective_rank"] < 64
             assert 0 < side["top_1_share"] < side["top_8_share"] < 1
+            assert all(0 < ratio <= 1 for ratio in side["clip_ratios"])
     monkeypatch.setenv("COLUMNS", "120")
     table = inside("inspect", folder).stdout
     assert "K dim" in table

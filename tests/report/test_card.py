@@ -157,7 +157,6 @@ def test_the_card_begins_with_what_readers_decide_by(model, tmp_path):
     assert places == sorted(places)
     assert "Answers: 16 questions in prompts of 2,048 tokens. Longer contexts" in page
     assert "The exact model itself cannot do: copy." in page
-    assert "(spectra.png)" not in page
     assert "    rotationzoo pull tiny --repo me/zoo\n" in render_card(manifest, "me/zoo")
 
 

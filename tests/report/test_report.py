@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from operator import itemgetter
 
 import pytest
 import typer
@@ -20,10 +19,9 @@ from rotationzoo.artifact.measured import Measured
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.verify import verify
 from rotationzoo.cli.app import app
-from rotationzoo.report.arms import ShownArm, label_arms, with_unique_labels
+from rotationzoo.report.arms import ShownArm, with_unique_labels
 from rotationzoo.report.page import make_report
-from rotationzoo.report.results import describe_growth
-from rotationzoo.report.spectra import describe_clips
+from rotationzoo.report.tables import length_table
 
 LABELS = "this one: oscar", "no rotation", "Hadamard", "random rotation", "KIVI"
 HOSTILE = "<script>document.title='taken'</script>\"'><img src=x onerror=alert(1)>"
@@ -52,12 +50,10 @@ def cells_of(opened, name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
-def test_every_chart_is_there_at_any_width_and_fits(page, folder, browser, width, scheme):
+def test_every_chart_is_there_at_any_width_and_fits(page, browser, width, scheme):
     opened = browser.open_page(page, width, scheme)
-    figures = make_report(Artifact.open(folder)).figures
     drawn = opened.locator("figure").evaluate_all("all => all.map(one => one.id)")
-    assert drawn == [f"figure-{figure.name}" for figure in figures]
-    assert {"figure-answers", "figure-memory", "figure-spectra-keys"} <= set(drawn)
+    assert drawn == ["figure-answers", "figure-perplexity", "figure-memory"]
     charts = opened.locator("figure svg").evaluate_all(_SIZES)
     assert len(charts) == len(drawn)
     assert all(marks and 0 < wide <= width for marks, wide in charts)
@@ -89,46 +85,29 @@ def test_tables_have_the_numbers_of_the_evaluation(page, folder, browser):
         error = arm["standard_error"]["perplexity_increase"]
         increase = f"{arm['perplexity_increase']:+.3%}"
         assert row == [label, f"{arm['perplexity']:.3f}", increase, f"{error:.3%}"]
-        for measure in ("attention_kl", "output_error"):
-            table = cells_of(opened, f"{measure.replace('_', '-')}-{number}")
-            for row, layer in zip(table[1:], arm["by_layer"], strict=True):
-                assert row[1:] == [f"{value:.4g}" for value in layer["heads"][measure]]
-        needles = cells_of(opened, f"needles-{number + 1}")
-        words = [cell for row in needles[1:] for cell in row[1:] if cell != "none asked"]
-        order = itemgetter("depth_from", "distance_from")
-        asked = sorted(arm["all_tasks"]["by_cell"], key=order)
-        assert words == [f"{cell['answered']} of {cell['questions']}" for cell in asked]
-        growth = [row[1 + number] for row in cells_of(opened, "growth-perplexity-increase")[1:]]
-        assert growth == [f"{bucket['perplexity_increase']:.2%}" for bucket in arm["by_length"]]
-    ranges = cells_of(opened, "row-ranges-keys")
-    assert ranges[0] == ["layer", *LABELS]
-    by_layer = arms["made"]["by_layer"][0]["heads"]["key_row_range"]
-    assert ranges[1][1] == f"{sum(by_layer) / 2:.4g}"
-    assert cells_of(opened, "clip-ratios")[1:] == [["keys", "0.96"], ["values", "0.92"]]
+    decide = opened.locator("section[aria-labelledby=decide]")
+    lengths = decide.get_by_role("table", name="by context length").locator("tr")
+    for row, arm in zip(lengths.all()[1:], arms.values(), strict=True):
+        increases = [f"{bucket['perplexity_increase']:+.1%}" for bucket in arm["by_length"]]
+        assert row.locator("td").all_inner_texts() == increases
     # 4 layers, 2 heads, 16 channels, keys and values, 2 bytes.
     assert cells_of(opened, "memory")[1][:2] == ["8,192", "512"]
 
 
-def test_screen_readers_read_the_values_of_heat_maps(page, browser):
+def test_screen_readers_and_arrow_keys_go_through_the_values(page, browser):
     opened = browser.open_page(page, 390, "light")
-    needles = opened.locator("#figure-needles-2").aria_snapshot()
-    assert "no rotation, distance 1,024 to 2,048, depth 25% to 50%: 5 of 8" in needles
-    assert "distance 2,048 to 4,096, depth 75% to 100%: none asked" in needles
-    maps = opened.locator("#figure-attention-kl-0").aria_snapshot()
-    assert "this one: oscar, layer 0, KV head 0: 0.01" in maps
-
-
-def test_arrow_keys_go_through_a_heat_map_as_it_is_seen(page, browser):
-    opened = browser.open_page(page)
-    opened.locator("#figure-attention-kl-0 svg").focus()
-    for key, place in (
-        ("Home", "layer 0, KV head 0"),
-        ("ArrowRight", "layer 0, KV head 1"),
-        ("ArrowDown", "layer 1, KV head 1"),
-        ("ArrowLeft", "layer 1, KV head 0"),
+    answers = opened.locator("#figure-answers").aria_snapshot()
+    assert "exact model: 80 of 80" in answers
+    opened.locator("#figure-answers svg").focus()
+    for key, label in (
+        ("Home", "exact model"),
+        ("ArrowDown", LABELS[0]),
+        ("ArrowDown", LABELS[1]),
+        ("ArrowUp", LABELS[0]),
+        ("End", LABELS[-1]),
     ):
         opened.keyboard.press(key)
-        assert place in opened.locator("#value").inner_text()
+        assert opened.locator("#value").inner_text().startswith(f"{label}: ")
 
 
 @pytest.mark.hostile("markup")
@@ -164,13 +143,6 @@ def test_without_an_evaluation_the_page_says_what_adds_it(tmp_path, inside):
     assert 'id="figure-answers"' not in text
 
 
-def test_clip_ratios_that_differ_are_maps(tmp_path):
-    folder = make_artifact(tmp_path / "made", Made(layers=[3, 7], clips=True), evaluated=False)
-    keys, values = describe_clips(Artifact.open(folder)).figures
-    assert keys.table.rows == values.table.rows == [["3", "0.5", "0.6"], ["7", "0.5", "0.6"]]
-    assert "keys, layer 7, KV head 1: clip ratio 0.6" in keys.svg
-
-
 def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_path):
     artifact = Artifact.open(make_artifact(tmp_path / "a", Made(layers=[0])))
     published = Made(layers=[0], arm="b", recipe="oscar-v1")
@@ -187,21 +159,13 @@ def test_artifacts_stand_beside_each_other_where_they_were_measured_alike(tmp_pa
     assert "oscar-v1 is no arm" in " ".join(make_report(artifact).sections[0].listed)
 
 
-def test_pictures_and_the_page_go_into_files_and_into_the_artifact(tmp_path, inside):
+def test_the_page_and_a_picture_go_into_the_artifact(tmp_path, inside):
     folder = make_artifact(tmp_path / "made", Made(layers=[0, 5], heads=1))
-    words = "-o", "page.html", "--png", "png", "--svg", "svg", "--save", "--json"
-    result = inside("report", folder, *words)
+    result = inside("report", folder, "-o", "page.html", "--save", "--json")
     assert result.returncode == 0
-    answer = json.loads(result.stdout)
-    assert answer["report"] == "page.html"
-    names = [figure.name for figure in make_report(Artifact.open(folder)).figures]
-    png, svg = inside.folder / "png", inside.folder / "svg"
-    assert sorted(path.stem for path in png.iterdir()) == sorted(names)
-    assert (png / "answers.png").read_bytes().startswith(b"\x89PNG")
-    assert (svg / "answers.svg").read_text().startswith("<svg")
-    assert len(answer["pictures"]) == 2 * len(names)
-    for name in ("answers.png", "spectra.png"):
-        assert f"({name})" in (folder / "README.md").read_text()
+    assert json.loads(result.stdout)["report"] == "page.html"
+    assert (folder / "answers.png").read_bytes().startswith(b"\x89PNG")
+    assert "(answers.png)" in (folder / "README.md").read_text()
     assert verify(Artifact.open(folder)).ok
     assert (folder / "report.html").read_bytes() == (inside.folder / "page.html").read_bytes()
 
@@ -256,13 +220,13 @@ def test_the_page_says_what_was_not_in_two_bits_and_what_the_arms_are(tmp_path):
 
 def test_an_arm_without_some_lengths_leaves_the_others_in_their_columns():
     evaluation = make_evaluation(Made(layers=[0]))
-    identity = evaluation["windows"][0]["arms"]["identity"]
-    buckets, identity["by_length"] = identity["by_length"], []
-    arms = label_arms(Measured.model_validate(evaluation), OF_ARTIFACT, "mine")
-    table = describe_growth(arms).figures[0].table
-    assert table.columns[:4] == ["positions", "mine", "no rotation", "Hadamard"]
-    assert len(table.rows) == len(buckets)
-    assert table.rows[0][:4] == ["512 to 1,023", "1.00%", "-", "3.00%"]
+    made = evaluation["windows"][0]["arms"]["made"]
+    made["by_length"] = made["by_length"][1:]
+    arms = Measured.model_validate(evaluation).window.arms
+    table = length_table(arms)
+    assert table.columns == ["arm", "from 512", "from 1,024", "from 2,048"]
+    assert table.rows[0] == ["made", "-", "+2.0%", "+4.0%"]
+    assert table.rows[1] == ["identity", "+2.0%", "+4.0%", "+8.0%"]
 
 
 def test_no_two_arms_have_one_label():

@@ -52,11 +52,10 @@ SMALL_RECIPE = PRESETS["oscar"].model_copy(
     update={"data": Data(tokens=1024, length=256), "sink": 8, "recent": 16}
 )
 
-# Commands that read an artifact, with the rest of their words.
+# Commands that read an artifact and its rotations, with the rest of their words.
 READERS = (
     ("inspect",),
     ("verify",),
-    ("report",),
     ("export", "--to", "sglang"),
     ("push", "me/zoo", "--dry-run"),
 )

@@ -40,8 +40,6 @@ class Made:
     recipe: str = "oscar"
     arm: str = "made"
     fingerprint: str = "0" * 64
-    clips: bool = False
-    """Whether the clip ratios of heads differ: 0.5, 0.6, ..."""
 
 
 def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
@@ -53,13 +51,10 @@ def make_artifact(folder: Path, made: Made, evaluated: bool = True) -> Path:
 
     def spread(layer: int, side: str, rotation: Rotation) -> Rotation:
         eigenvalues = (share * (1 + layer)).expand(made.heads, made.dim).contiguous()
-        clip = rotation.clip
-        if made.clips:
-            clip = torch.arange(made.heads, dtype=torch.float64) / 10 + 0.5
         zeros, identity = torch.zeros(made.heads, made.dim), torch.eye(made.dim)
         return Rotation(
             rotation.matrix,
-            clip,
+            rotation.clip,
             eigenvalues,
             mean=zeros if side in recipe.centered else None,
             feedback=identity.repeat(made.heads, 1, 1) if recipe.feedback else None,

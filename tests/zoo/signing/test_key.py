@@ -92,7 +92,7 @@ def test_without_the_extra_a_signature_is_not_checked(zoo, signed, made, keys, m
 def test_what_is_added_to_an_artifact_ends_its_signature(zoo, signed, caplog, monkeypatch):
     folder = Path(ok(zoo.run("pull", "demo", "--repo", ZOO, "--json"))["path"])
     monkeypatch.setattr(logging.getLogger("rotationzoo"), "propagate", True)
-    changed = add_files(Artifact.open(folder), {"spectra.png": b"a picture"}, {})
+    changed = add_files(Artifact.open(folder), {"answers.png": b"a picture"}, {})
     assert "is no longer signed" in caplog.text
     assert not (folder / "model.sig").exists()
     assert changed.foreign_files() == []
