@@ -7,10 +7,11 @@ from contextlib import redirect_stderr
 from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from rotationzoo.cli import progress_bar
 from rotationzoo.cli.output import Output
-from rotationzoo.cli.progress_bar import ProgressLog, show_progress
+from rotationzoo.cli.progress_bar import StageBar, log_stages, show_progress
 from rotationzoo.progress import Tokens
 
 
@@ -26,15 +27,16 @@ def log():
     """A log with a clock that is set by hand: `log(seconds, stage, done, total)` gives the lines
     that this adds."""
     clock, lines = Clock(), []
-    written = ProgressLog(lines.append, clock)
+    bar = StageBar(Console(file=StringIO()), clock)
+    with log_stages(bar, lines.append) as tell:
 
-    def at(seconds: float, *update) -> list[str]:
-        before = len(lines)
-        clock.now = 100.0 + seconds
-        written.update(*update) if update else written.look()
-        return lines[before:]
+        def at(seconds: float, *update) -> list[str]:
+            before = len(lines)
+            clock.now = 100.0 + seconds
+            tell(*update)
+            return lines[before:]
 
-    return at
+        yield at
 
 
 def test_what_is_over_at_once_says_nothing(log):
@@ -52,25 +54,26 @@ def test_a_stage_has_a_line_and_then_one_in_thirty_seconds(log):
         "a new stage does not wait"
     )
     assert log(46, "searching", 0, 72) == ["[0:00:46] searching 0/72"]
-    assert log(3700, "searching", 71, 72) == ["[1:01:40] searching 71/72, 0:00:51 left"]
+    assert log(50, "searching", 1, 72) == []
+    assert log(3600, "searching", 71, 72) == ["[1:00:00] searching 71/72, 0:00:51 left"]
     assert log(3710, "calibrating", 90, 1200) == ["[1:01:50] calibrating 90/1,200"]
-    assert log(3715, "searching", 72, 72) == [], "however often stages alternate"
+    assert log(3715, "searching", 72, 72) == ["[1:01:55] searching 72/72"]
+    assert log(3716, "calibrating", 91, 1200) == [], "however often stages alternate"
 
 
 def test_a_stage_that_cannot_be_counted_is_heard_of_all_the_same(log):
     assert log(1, "fetching the weights", 0, 0) == []
-    assert log(9) == []
-    assert log(10) == ["[0:00:10] fetching the weights"]
-    assert log(39) == []
-    assert log(40) == ["[0:00:40] fetching the weights"]
+    assert log(10, "fetching the weights", 0, 0) == ["[0:00:10] fetching the weights"]
+    assert log(39, "fetching the weights", 0, 0) == []
+    assert log(40, "fetching the weights", 0, 0) == ["[0:00:40] fetching the weights"]
 
 
 def test_a_stage_of_text_has_tokens_per_second(log):
-    total = Tokens(32768)
-    assert log(11, "calibrating", Tokens(0), total) == ["[0:00:11] calibrating 0/32,768 tokens"]
-    assert log(40, "calibrating", Tokens(8192), total) == []
-    assert log(42, "calibrating", Tokens(12400), total) == [
-        "[0:00:42] calibrating 12,400/32,768 tokens, 400 tokens/s, 0:00:50 left"
+    total = Tokens(32000)
+    assert log(11, "calibrating", Tokens(0), total) == ["[0:00:11] calibrating 0/32,000 tokens"]
+    assert log(31, "calibrating", Tokens(8000), total) == []
+    assert log(41, "calibrating", Tokens(12000), total) == [
+        "[0:00:41] calibrating 12,000/32,000 tokens, 400 tokens/s, 0:00:50 left"
     ]
 
 
@@ -93,8 +96,8 @@ def test_nobody_needs_to_call_for_that(monkeypatch):
         if len(lines) == 3:
             three.set()
 
-    with ProgressLog(say).running() as update:
-        update("fetching the weights", 0, 0)
+    with log_stages(StageBar(Console(file=StringIO())), say) as tell:
+        tell("fetching the weights", 0, 0)
         assert three.wait(30)
     assert set(lines) == {"[0:00:00] fetching the weights"}
     assert not any(thread.name == "progress-log" for thread in threading.enumerate()), (

@@ -128,7 +128,7 @@ def test_both_ways_tell_their_progress(zoo, made, monkeypatch):
     for hub in ("Hugging Face", "ModelScope"):
         assert re.search(rf"\[0:00:\d\d\] sending \d+ MB to {ZOO} on {hub}\n", sent)
     pulled = zoo.run("pull", "demo", "--repo", ZOO, "--from", "modelscope").stderr
-    line = rf"\[0:00:\d\d\] downloading from {ZOO} on ModelScope 0 B of [\d.]+ MB\n"
+    line = rf"\[0:00:\d\d\] downloading from {ZOO} on ModelScope 0 bytes/[\d.]+ MB\n"
     assert re.search(line, pulled)
 
 
