@@ -9,7 +9,6 @@ import typer
 
 from rotationzoo import ranks
 from rotationzoo.cli.command_line import typed_words
-from rotationzoo.cli.completion import RECIPES, complete_data, complete_model, complete_recipe
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     Column,
@@ -39,20 +38,14 @@ def calibrate_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A hub id, a local folder, or demo: a small model that ships with rotationzoo.",
-            autocompletion=complete_model,
+            help="A hub id, a local folder, or demo: a small model that ships with rotationzoo."
         ),
     ],
     recipe: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(RECIPES)}, or a YAML file.", autocompletion=complete_recipe),
+        str, typer.Option(help="oscar, oscar-v1, hadamard, random, identity, or a YAML file.")
     ] = "oscar",
     data: Annotated[
-        str | None,
-        typer.Option(
-            help="Data set id, .jsonl, .txt or .parquet file, or bundled.",
-            autocompletion=complete_data,
-        ),
+        str | None, typer.Option(help="Data set id, .jsonl, .txt or .parquet file, or bundled.")
     ] = None,
     feedback: Annotated[
         bool | None,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rotationzoo import ranks
-from rotationzoo.cli.completion import complete_artifact, complete_data
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     Column,
@@ -63,16 +62,11 @@ def evaluate_command(
     model: ModelName,
     artifacts: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Artifact folders.", metavar="ARTIFACT", autocompletion=complete_artifact
-        ),
+        typer.Argument(help="Artifact folders.", metavar="ARTIFACT"),
     ] = None,
     data: Annotated[
         str,
-        typer.Option(
-            help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text.",
-            autocompletion=complete_data,
-        ),
+        typer.Option(help="Data set id, .jsonl, .txt or .parquet file; bundled is held-out text."),
     ] = "bundled",
     subset: Subset = None,
     split: Split = None,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rotationzoo.cli.completion import complete_rotations
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     CacheFormat,
@@ -43,7 +42,6 @@ def generate_command(
         typer.Option(
             help="Artifact folder, name in the zoo, or none. By default the newest artifact of the "
             "model in rotations that you calibrated or pulled on this machine.",
-            autocompletion=complete_rotations,
         ),
     ] = None,
     prompt: Annotated[

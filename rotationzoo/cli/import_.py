@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from rotationzoo.cli.command_line import typed_words
-from rotationzoo.cli.completion import complete_model
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     Clip,
@@ -33,10 +32,7 @@ def import_command(
         typer.Option("--output", "-o", help="Artifact folder (rotations/NAME-imported)."),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="The model that they are for: a hub id or a folder.", autocompletion=complete_model
-        ),
+        str | None, typer.Option(help="The model that they are for: a hub id or a folder.")
     ] = None,
     revision: Revision = None,
     clip: Clip = None,

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rotationzoo.cli.completion import complete_published
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import IndexPlace, Json, Quiet, ZooRepo
 from rotationzoo.cli.output import Output, say, table
@@ -22,10 +21,7 @@ _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "ggu
 
 def list_command(
     model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Only models with this in their name.", autocompletion=complete_published
-        ),
+        str | None, typer.Argument(help="Only models with this in their name.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Only this recipe.")] = None,
     from_: Annotated[HubName, typer.Option("--from", help="Whose index.")] = DEFAULT_HUB,

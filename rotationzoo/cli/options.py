@@ -6,12 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rotationzoo.cli.completion import (
-    complete_artifact,
-    complete_index,
-    complete_model,
-    complete_tasks,
-)
 from rotationzoo.codec.formats import SIMULATED
 from rotationzoo.errors import UsageError
 from rotationzoo.recall.exercises import TASKS
@@ -124,17 +118,9 @@ Json = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print names only.")]
 
-ModelName = Annotated[
-    str,
-    typer.Argument(help="A hub id, a local folder, or demo.", autocompletion=complete_model),
-]
+ModelName = Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")]
 ArtifactFolder = Annotated[
-    Path,
-    typer.Argument(
-        help="The folder that calibrate wrote.",
-        metavar="ARTIFACT",
-        autocompletion=complete_artifact,
-    ),
+    Path, typer.Argument(help="The folder that calibrate wrote.", metavar="ARTIFACT")
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 
@@ -183,12 +169,7 @@ PrefillLayout = Annotated[
     ),
 ]
 
-Tasks = Annotated[
-    str,
-    typer.Option(
-        help=f"Recall tasks: {', '.join(TASKS)}; all or none.", autocompletion=complete_tasks
-    ),
-]
+Tasks = Annotated[str, typer.Option(help=f"Recall tasks: {', '.join(TASKS)}; all or none.")]
 Lengths = Annotated[
     str | None,
     typer.Option(help="Tokens per prompt of the tasks, as 2048,8192 (--length)."),
@@ -230,10 +211,7 @@ AdoptIndex = Annotated[
     ),
 ]
 
-IndexPlace = Annotated[
-    str | None,
-    typer.Option("--index", help="Path or URL of a zoo_index.json.", autocompletion=complete_index),
-]
+IndexPlace = Annotated[str | None, typer.Option("--index", help="Path or URL of a zoo_index.json.")]
 ZooRepo = Annotated[
     str | None, typer.Option("--repo", help="The zoo repository whose index to read.")
 ]

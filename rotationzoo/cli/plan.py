@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from rotationzoo.cli.completion import complete_card
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import Json, ModelName, Revision
 from rotationzoo.cli.output import Output
@@ -13,11 +12,7 @@ from rotationzoo.cli.output import Output
 def plan_command(
     model: ModelName,
     gpu: Annotated[
-        str,
-        typer.Option(
-            help="A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.",
-            autocompletion=complete_card,
-        ),
+        str, typer.Option(help="A card or its memory: RTX 4090, H100, 24GiB, 2x24GiB.")
     ] = "24GiB",
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request.")] = 131072,
     requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rotationzoo.cli.completion import complete_published, complete_published_recipe
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     HubOrAny,
@@ -31,22 +30,13 @@ if TYPE_CHECKING:
 
 def pull_command(
     model: Annotated[
-        str,
-        typer.Argument(
-            help="The model whose rotations to fetch, such as Qwen/Qwen3-8B.",
-            autocompletion=complete_published,
-        ),
+        str, typer.Argument(help="The model whose rotations to fetch, such as Qwen/Qwen3-8B.")
     ],
     from_: Annotated[HubOrAny, typer.Option("--from", help="Which hub.")] = "any",
     revision: Annotated[
         str | None, typer.Option(help="The model's revision that they should be made for.")
     ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="Only rotations of this recipe.", autocompletion=complete_published_recipe
-        ),
-    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Only rotations of this recipe.")] = None,
     rope_scaling: Annotated[
         str | None,
         typer.Option(help="Only rotations for this scaling, such as yarn:4; by default none."),

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rotationzoo.cli.completion import complete_artifact
 from rotationzoo.cli.options import ArtifactFolder, Json, Quiet
 from rotationzoo.cli.output import Output, say
 from rotationzoo.errors import RotationZooError
@@ -21,10 +20,7 @@ def report_command(
     artifact: ArtifactFolder,
     compare: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Another artifact to compare with. May be repeated.",
-            autocompletion=complete_artifact,
-        ),
+        typer.Option(help="Another artifact to compare with. May be repeated."),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
         "report.html"

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from rotationzoo.cli.completion import complete_artifact
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import Json, ModelName, Quiet, Revision, given
 from rotationzoo.cli.output import Output, show_lines
@@ -19,9 +18,7 @@ _OURS = "--additional-config"
 
 def serve_command(
     model: ModelName,
-    rotations: Annotated[
-        Path, typer.Option(help="The artifact folder.", autocompletion=complete_artifact)
-    ],
+    rotations: Annotated[Path, typer.Option(help="The artifact folder.")],
     vllm_options: Annotated[
         list[str] | None, typer.Argument(help="Options of vllm serve.", metavar="OPTIONS")
     ] = None,

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rotationzoo.cli.completion import complete_model
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, Revision
 from rotationzoo.cli.output import Output, say
@@ -18,11 +17,7 @@ if TYPE_CHECKING:
 def validate_command(
     artifact: ArtifactFolder,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Also validate on keys and values captured from this model.",
-            autocompletion=complete_model,
-        ),
+        str | None, typer.Option(help="Also validate on keys and values captured from this model.")
     ] = None,
     rows: Annotated[
         int, typer.Option(min=64, help="Rows for each layer, KV head and side.")

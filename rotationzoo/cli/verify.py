@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rotationzoo.cli.completion import complete_model
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     ArtifactFolder,
@@ -36,10 +35,7 @@ if TYPE_CHECKING:
 def verify_command(
     artifact: ArtifactFolder,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Also check that it was made for this model.", autocompletion=complete_model
-        ),
+        str | None, typer.Option(help="Also check that it was made for this model.")
     ] = None,
     run: Annotated[
         bool,

@@ -1,7 +1,6 @@
 """What tests of the command line ask of a run: its one error, and the files that it left."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,13 +31,13 @@ def without_stages(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if not line.startswith("[")]
 
 
-def run_apart(*words, **environment) -> tuple[list[str], set[str]]:
-    """The lines that a command prints in a process of its own, and the modules that it imports."""
+def run_apart() -> tuple[list[str], set[str]]:
+    """The lines that `rotationzoo` alone prints in a process of its own, and the modules that it
+    imports."""
     program = "import atexit, sys; from rotationzoo.cli.app import main; "
-    program += "atexit.register(lambda: print(*sys.modules)); main(sys.argv[1:])"
-    command = [sys.executable, "-c", program, *map(str, words)]
-    variables = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    program += "atexit.register(lambda: print(*sys.modules)); main([])"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     *lines, modules = done.stdout.splitlines()
     return lines, set(modules.split())
 
