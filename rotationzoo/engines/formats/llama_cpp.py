@@ -65,7 +65,7 @@ def write_files(work: Path, final: Path, payload: Payload, options: Options) -> 
     architecture = objective_name(read_field(reader, "general.architecture"))
     _check_architecture(architecture, base, payload)
     check_base(reader, base, payload)
-    compared = compare_base(options, reader, payload)
+    compared = compare_base(reader, base, payload, options.model)
     name = f"{base.stem}-rot-kv.gguf"
     tensors = rotation_tensors(payload, options.engine_hadamard)
     value_objective = "in the weights" if payload.value is None else payload.value.objective

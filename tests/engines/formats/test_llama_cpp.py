@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support import engine_readers as engines
 from support.engine_artifacts import OSCAR, base_for, exported, layers_of, matrices, rows_of
 from support.models import save_tiny
@@ -137,7 +137,7 @@ def test_an_engine_that_does_not_rotate_small_heads(made, tmp_path):
 def test_bases_that_do_not_fit(made, tmp_path):
     artifact = made(head_dim=32)
     for shape, reason in (
-        (dict(layers=2), "has no keys in layers 2, 3, and the artifact has rotations"),
+        (dict(layers=2), "has no keys in layer 2, which has rotations here"),
         (dict(layers=6), "layer 4 caches keys there"),
         (dict(kv_heads=1), "has 32 rows"),
         (dict(architecture="llama"), "of architecture llama"),
@@ -155,10 +155,9 @@ def test_bases_that_do_not_fit(made, tmp_path):
     assert "--base" in refused.value.hint
 
 
-def converted(model: Path, target: Path, embedding: gguf.GGMLQuantizationType, **changes) -> Path:
-    """The tiny model as a converter writes it, with other weights or fields if `changes` says
-    so."""
-    weights = {**load_file(model / "model.safetensors"), **changes.pop("weights", {})}
+def converted(model: Path, target: Path, **changes) -> Path:
+    """The tiny model as a converter writes it, with other numbers if `changes` says so."""
+    weights = load_file(model / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
     config = {**config["rope_parameters"], **config, **changes}
     writer = gguf.GGUFWriter(target, "qwen3")
@@ -166,16 +165,10 @@ def converted(model: Path, target: Path, embedding: gguf.GGMLQuantizationType, *
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_rope_freq_base(config["rope_theta"])
-    names = {"model.norm.weight": "output_norm.weight"}
-    names["model.embed_tokens.weight"] = "token_embd.weight"
     for i in range(2):
-        names[f"model.layers.{i}.input_layernorm.weight"] = f"blk.{i}.attn_norm.weight"
         for side in "kv":
-            names[f"model.layers.{i}.self_attn.{side}_proj.weight"] = f"blk.{i}.attn_{side}.weight"
-    for original, name in names.items():
-        kind = embedding if name == "token_embd.weight" else gguf.GGMLQuantizationType.F32
-        blocks = gguf.quants.quantize(weights[original].float().numpy(), kind)
-        writer.add_tensor(name, blocks, raw_dtype=kind)
+            projection = weights[f"model.layers.{i}.self_attn.{side}_proj.weight"]
+            writer.add_tensor(f"blk.{i}.attn_{side}.weight", projection.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -185,55 +178,33 @@ def converted(model: Path, target: Path, embedding: gguf.GGMLQuantizationType, *
 
 @pytest.fixture(scope="module")
 def of_a_model(tmp_path_factory) -> tuple[Path, Artifact]:
-    """A model of head dimension 32, with norms that tell it from others, and an artifact that was
-    made for it."""
+    """A model of head dimension 32, and an artifact that was made for it."""
     folder = tmp_path_factory.mktemp("model")
-    config = {"head_dim": 32, "hidden_size": 64, "rope_theta": 5e5}
-    model = save_tiny(folder / "tiny", **config)
-    weights = load_file(model / "model.safetensors")
-    generator = torch.Generator().manual_seed(7)
-    for name, tensor in weights.items():
-        if name.endswith("norm.weight"):
-            noise = 0.3 * torch.randn(tensor.shape, generator=generator)
-            weights[name] = tensor + noise.to(tensor.dtype)
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    model = save_tiny(folder / "tiny", head_dim=32, hidden_size=64, rope_theta=5e5)
     recipe = OSCAR.model_copy(update={"data": Data(tokens=512, length=256)})
     return model, calibrate(Job(str(model), recipe, folder / "artifact", device="cpu"))
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
-def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path, kind):
+def test_a_base_that_was_converted_from_the_model(of_a_model, tmp_path):
     model, artifact = of_a_model
-    base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType[kind])
-    options = Options(base=base, model=str(model))
+    options = Options(base=converted(model, tmp_path / "base.gguf"), model=str(model))
     notes = exported("llama.cpp", artifact, tmp_path, options=options).launch.notes
-    names = ["output_norm", "blk.0.attn_norm", "blk.1.attn_norm", "token_embd"]
-    tensors = ", ".join(f"{name}.weight" for name in names)
-    assert f"the base has the weights of {model}, as far as {tensors} show" in notes
+    assert f"the base has the config of {model}; its weights were not compared" in notes
 
 
 @pytest.mark.parametrize(
-    "what", ["norm", "last norm", "embedding", "width", "layers", "heads", "base of RoPE"]
+    "changes",
+    [
+        {"hidden_size": 96},
+        {"num_hidden_layers": 3},
+        {"num_attention_heads": 8},
+        {"rope_theta": 1e6},
+    ],
+    ids=["width", "layers", "heads", "base of RoPE"],
 )
-def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, what):
+def test_a_base_of_another_model_is_refused(of_a_model, tmp_path, changes):
     model, artifact = of_a_model
-    names = {
-        "norm": "model.norm",
-        "last norm": "model.layers.1.input_layernorm",
-        "embedding": "model.embed_tokens",
-    }
-    if what in names:
-        name = f"{names[what]}.weight"
-        weights = load_file(model / "model.safetensors")
-        changes = {"weights": {name: weights[name].flip(0)}}
-    else:
-        changes = {
-            "width": {"hidden_size": 96},
-            "layers": {"num_hidden_layers": 3},
-            "heads": {"num_attention_heads": 8},
-            "base of RoPE": {"rope_theta": 1e6},
-        }[what]
-    base = converted(model, tmp_path / "base.gguf", gguf.GGMLQuantizationType.Q8_0, **changes)
+    base = converted(model, tmp_path / "base.gguf", **changes)
     said = f"base.gguf was not converted from {re.escape(str(model))}"
     with pytest.raises(RotationZooError, match=said):
         exported("llama.cpp", artifact, tmp_path, options=Options(base=base, model=str(model)))
