@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rotationzoo.zoo.index import Entry
     from rotationzoo.zoo.lookup import LoadedIndex
 
-_PRESENCE = {True: "yes", False: "no", None: "not known"}
 _FORMATS = {"rotationzoo": "artifact", "oscar": "pair", "latent": "latent", "gguf": "GGUF"}
 
 
@@ -28,9 +27,6 @@ def list_command(
     html: Annotated[
         Path | None, typer.Option(help="Write all of it as one page to this file.")
     ] = None,
-    remote: Annotated[
-        bool, typer.Option("--remote", help="Ask the hubs whether the files are there.")
-    ] = False,
     index: IndexPlace = None,
     repo: ZooRepo = None,
     json: Json = False,
@@ -44,7 +40,7 @@ def list_command(
     """
     out = Output(json, quiet)
     hush_libraries(models=False)
-    from rotationzoo.zoo.lookup import check_availability, find_index
+    from rotationzoo.zoo.lookup import find_index
 
     zoo_index = find_index(index, repo, from_)
     out.note(f"Read {zoo_index.origin}")
@@ -52,14 +48,13 @@ def list_command(
     for entry in zoo_index.content.entries:
         if (model or "").lower() in entry.model.lower() and recipe in (None, entry.recipe):
             entries.append(entry)
-    presence = check_availability(zoo_index, entries) if remote else None
     if html is not None:
         from rotationzoo.storage.files import replace
         from rotationzoo.zoo.page import render_zoo_page
 
         place = _place_options(index, repo, zoo_index, from_)
         replace(html, render_zoo_page(zoo_index, entries, place).encode())
-    show_list(out, entries, presence, html)
+    show_list(out, entries, html)
     _suggest_next(out, entries, _place_options(index, repo, zoo_index, from_))
 
 
@@ -91,39 +86,24 @@ def _place_options(
     return place
 
 
-def show_list(
-    out: Output,
-    entries: list["Entry"],
-    presence: list[bool | None] | None,
-    page: Path | None = None,
-) -> None:
-    """Print the entries of an index, or the page that they were written to.
-
-    `presence`: for each entry, whether its files are on a hub. None if no hub was asked.
-    """
+def show_list(out: Output, entries: list["Entry"], page: Path | None = None) -> None:
+    """Print the entries of an index, or the page that they were written to."""
     contents = [entry.model_dump() for entry in entries]
-    if presence is not None:
-        for content, is_there in zip(contents, presence, strict=True):
-            content["there"] = is_there
     if page is not None:
         listed = counted(len(entries), "published rotation")
         data = {"entries": contents, "page": str(page)}
         out.result(data, str(page), lambda: say(f"{page}: {listed}; open it in a browser"))
         return
     names = dict.fromkeys(entry.model for entry in entries)
-    out.result({"entries": contents}, "\n".join(names), lambda: _show_entries(entries, presence))
+    out.result({"entries": contents}, "\n".join(names), lambda: _show_entries(entries))
 
 
-def _show_entries(entries: list["Entry"], presence: list[bool | None] | None) -> None:
+def _show_entries(entries: list["Entry"]) -> None:
     if not entries:
         say("No published rotations match; without a name and --recipe, list shows all there are")
         return
     columns = ["model", "recipe", "files", "revision", "hubs", "answers", "cost"]
     rows = [_row(entry) for entry in entries]
-    if presence is not None:
-        columns.append("there")
-        for row, is_there in zip(rows, presence, strict=True):
-            row.append(_PRESENCE[is_there])
     # Rows that look the same get a footnote with their folders, to tell them apart.
     equal = [number for number, row in enumerate(rows) if rows.count(row) > 1]
     for footnote, number in enumerate(equal, 1):

@@ -1,11 +1,8 @@
-"""Finding the index to read, choosing a model's entry in it, and asking the hubs whether they still
-hold its files.
-"""
+"""Finding the index to read, and choosing a model's entry in it."""
 
 import http.client
 import urllib.request
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -244,38 +241,3 @@ def _download(url: str) -> bytes:
             f"{origin} cannot be read: {first_sentence(error)}",
             hint="check the address given with --index",
         ) from error
-
-
-def check_availability(loaded: LoadedIndex, entries: list[Entry]) -> list[bool | None]:
-    """For each entry, whether some hub lists all of its files.
-
-    None means unknown: no hub that answered has the files, but another hub did not answer.
-    """
-
-    # Many entries share a zoo repository, so each repository is listed only once.
-    @cache
-    def list_paths(hub_name: str, repo: str, revision: str | None) -> set[str] | None:
-        try:
-            return set(open_hub(hub_name).list_files(repo, revision))
-        except HubError as error:
-            return set() if error.missing else None
-
-    def is_available(entry: Entry) -> bool | None:
-        is_unknown = False
-        for copy in entry.copies:
-            paths = list_paths(copy.hub, copy.repo, loaded.revision_of(copy))
-            if paths is None:
-                is_unknown = True
-            elif _is_complete(entry, copy, paths):
-                return True
-        return None if is_unknown else False
-
-    return [is_available(entry) for entry in entries]
-
-
-def _is_complete(entry: Entry, copy: Copy, paths: set[str]) -> bool:
-    """Whether a repository with these paths has the copy's folder and all files of the entry."""
-    # An entry that cannot be pulled may name no files, and its folder may be the whole repository.
-    folder = copy.path_of("")
-    has_folder = any(path.startswith(folder) for path in paths)
-    return has_folder and all(copy.path_of(name) in paths for name in entry.files)

@@ -98,8 +98,8 @@ def show_published():
     content = json.loads(WHEEL_COPY.read_text())
     entries = Index.model_validate(content).entries[:2]
     recipes = [entry.model_copy(update={"model": NAME, "recipe": NAME[30:]}) for entry in entries]
-    show_list(Output(), recipes, [True, False])
-    return ["yes", "no"]
+    show_list(Output(), recipes)
+    return ["2 published rotations"]
 
 
 def show_regenerate():

@@ -98,26 +98,6 @@ def test_the_list_that_came_along_is_read_where_there_is_no_default_zoo(zoo):
     assert "--index bundled" in refused(zoo.run("list"))
 
 
-def listed_as_there(zoo, *words) -> list[bool | None]:
-    return [
-        entry["there"] for entry in ok(zoo.run("list", *words, "--remote", "--json"))["entries"]
-    ]
-
-
-@pytest.mark.hostile("hub")
-@pytest.mark.parametrize("what", FAILURES, ids=str)
-def test_whether_files_are_there_is_not_known_where_nobody_answers(twice, what):
-    words = ["--index", twice.index]
-    assert listed_as_there(twice, *words) == [True]
-    twice.ms.remove(ZOO)
-    twice.hf.faults.append(Fault("GET", f"/api/models/{ZOO}", what, 99))
-    assert listed_as_there(twice, *words) == [None]
-    assert "not known" in twice.run("list", *words, "--remote").stdout
-    twice.hf.faults.clear()
-    twice.hf.remove(ZOO)
-    assert listed_as_there(twice, *words) == [False]
-
-
 # ---- somebody else's pull request
 
 
