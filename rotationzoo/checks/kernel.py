@@ -1,7 +1,5 @@
-"""Validation of the CUDA reference kernel against the codec's definition.
-
-Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured.
-"""
+"""Validation of the CUDA reference kernel against the codec's definition: every layer and head of
+an artifact is compared bit by bit."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ import torch
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import KernelComparison, capture_rows, draw_rows
-from rotationzoo.codec import cuda, throughput
+from rotationzoo.codec import cuda
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers
@@ -35,8 +33,6 @@ class Validation:
     """The artifact's model. If given, as many rows are also captured from it."""
     revision: str | None = None
     device: str = "auto"
-    speed: bool = True
-    """Whether to measure throughput too."""
 
 
 def validate_kernel(
@@ -62,13 +58,6 @@ def validate_kernel(
         report["captured_from"] = find(settings.model, settings.revision).label
     if not on_gpu:
         return report
-    if settings.speed:
-        progress("measuring", 0, 0)
-        dim = cached_layers(artifact.geometry)[0].key_dim
-        clip = artifact.clip_ratios["key"]
-        report |= throughput.measure(dim, artifact.recipe.group_size, clip)
-        if report["feedback_rows"]:
-            report |= throughput.measure_feedback(dim, artifact.recipe.group_size)
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
     if report["feedback_rows"]:
