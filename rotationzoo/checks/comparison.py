@@ -2,8 +2,7 @@
 
 Codes, scales, offsets and dequantized values must agree bit by bit. Rotations must agree within the
 error of float32. Each call compares the rows of one side of one layer. These rows are drawn from an
-artifact's statistics, placed at the edges of the codec's domain, and captured from the artifact's
-model.
+artifact's statistics, and placed at the edges of the codec's domain.
 """
 
 from collections.abc import Iterator
@@ -12,19 +11,20 @@ from typing import Any
 
 import torch
 
-from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import cuda, cuda_encoder, feedback, int2
 from rotationzoo.errors import RotationZooError
 from rotationzoo.linalg.moments import Average
-from rotationzoo.model import loading
-from rotationzoo.model.capture import capture, decoder
-from rotationzoo.model.source import config_hash, fetch, find
-from rotationzoo.recipe import Data
-from rotationzoo.text.rows import read_corpus
 
 EDGE_ROWS = 8
 _TAIL_DEGREES = 3  # degrees of freedom of drawn rows' Student t: few of them make heavy tails
-_CAPTURED_LENGTH = 1024  # the most tokens per row of captured text
+_HINT = "do not publish; report the GPU, the driver and this line as an issue"
+_FLOAT32_ROUNDING = 2.0**-24
+_SMALLEST_BOUND = 1e-37  # the bound for rows of zeros: products below it are subnormal in float32
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Bytes per element -> the integer type of that size.
+
+Floats are compared as integers, bit by bit: -0 differs from 0, and NaN equals NaN.
+"""
 
 
 def draw_rows(moments: Average | None, heads: int, count: int, dim: int, seed: int) -> torch.Tensor:
@@ -74,55 +74,6 @@ def rows_of_each_type(rows: torch.Tensor) -> Iterator[torch.Tensor]:
         largest = min(int2.LARGEST, torch.finfo(dtype).max) * 0.99
         edges = edge_rows(rows.shape[-1], largest).expand(len(rows), -1, -1)
         yield torch.cat([edges, rows.clamp(-largest, largest)], dim=1).to(dtype)
-
-
-def capture_rows(
-    artifact: Artifact, model: str, revision: str | None, count: int, device: str
-) -> dict[tuple[int, str], torch.Tensor]:
-    """Post-RoPE keys and values `[H, count, D]` of a model on the bundled text, by layer and side.
-
-    Raises `RotationZooError` if the model is not the artifact's.
-    """
-    source = find(model, revision)
-    if config_hash(source) != artifact.manifest.model.config_sha256:
-        raise RotationZooError(
-            f"{artifact.folder} was not made for {model} but for {artifact.manifest.model.id}",
-            hint="give the model that it was made for with --model",
-        )
-    config = loading.load_config(source, artifact.recipe.rope_scaling)
-    fetch(source)
-    target = loading.torch_device(device)
-    dtype = loading.torch_dtype("auto", device, None)
-    loaded = loading.load(source, config, target, dtype, predicts=False)
-    data = Data(tokens=count, length=min(count, _CAPTURED_LENGTH))
-    text = read_corpus(data, loading.load_tokenizer(source))
-    captured: dict[tuple[int, str], list[torch.Tensor]] = {}
-
-    def observe(
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        for side, tensor in (("key", key), ("value", value)):
-            by_head = tensor.float().cpu().transpose(0, 1).flatten(1, 2)
-            captured.setdefault((layer, side), []).append(by_head)
-
-    with torch.no_grad(), capture(loaded, observe):
-        for ids in text.batches(1):
-            decoder(loaded)(input_ids=ids.to(target), use_cache=False)
-    return {place: torch.cat(parts, dim=1) for place, parts in captured.items()}
-
-
-_HINT = "do not publish; report the GPU, the driver and this line as an issue"
-_FLOAT32_ROUNDING = 2.0**-24
-_SMALLEST_BOUND = 1e-37  # the bound for rows of zeros: products below it are subnormal in float32
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Bytes per element -> the integer type of that size.
-
-Floats are compared as integers, bit by bit: -0 differs from 0, and NaN equals NaN.
-"""
 
 
 @dataclass

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
-from rotationzoo.checks.comparison import KernelComparison, capture_rows, draw_rows
+from rotationzoo.checks.comparison import KernelComparison, draw_rows
 from rotationzoo.codec import cuda
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers
-from rotationzoo.model.source import find
 from rotationzoo.progress import Progress, silent
 from rotationzoo.writer import add_files
 
@@ -29,9 +26,6 @@ class Validation:
 
     rows: int = 1024
     """How many rows are drawn per layer, KV head and side."""
-    model: str | None = None
-    """The artifact's model. If given, as many rows are also captured from it."""
-    revision: str | None = None
     device: str = "auto"
 
 
@@ -53,9 +47,6 @@ def validate_kernel(
     comparison = _compare_layers(artifact, settings, on_gpu, progress)
     report = comparison.report()
     report["identity"] = artifact.identity
-    report["captured_from"] = None
-    if settings.model:
-        report["captured_from"] = find(settings.model, settings.revision).label
     if not on_gpu:
         return report
     content = json.dumps(report, indent=2) + "\n"
@@ -84,13 +75,7 @@ def check_device(folder: Path, device: str) -> None:
 def _compare_layers(
     artifact: Artifact, settings: Validation, on_gpu: bool, progress: Progress
 ) -> KernelComparison:
-    """Compare on drawn rows followed by captured ones, after subtracting the artifact's mean."""
-    captured: dict[tuple[int, str], torch.Tensor] = {}
-    if settings.model:
-        progress("running the model", 0, 0)
-        captured = capture_rows(
-            artifact, settings.model, settings.revision, settings.rows, settings.device
-        )
+    """Compare on drawn rows, after subtracting the artifact's mean."""
     comparison = KernelComparison(artifact.recipe.group_size, on_gpu)
     rotations, statistics = artifact.rotations, artifact.statistics
     layers = cached_layers(artifact.geometry)
@@ -102,8 +87,6 @@ def _compare_layers(
             moments = None if statistics is None else statistics[layer.index][side]
             # `done` differs for each side of each layer and is the same in every run.
             rows = draw_rows(moments, layer.kv_heads, settings.rows, dim, seed=done)
-            if (layer.index, side) in captured:
-                rows = torch.cat([rows, captured[layer.index, side]], dim=1)
             if rotation.mean is not None:
                 rows = rows - rotation.mean[:, None]
             matrices = rotation.matrix.expand(layer.kv_heads, -1, -1)

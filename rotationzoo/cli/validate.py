@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rotationzoo.cli.library_logs import hush_libraries
-from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet, Revision
+from rotationzoo.cli.options import ArtifactFolder, Device, Json, Quiet
 from rotationzoo.cli.output import Output, say
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.words import counted
@@ -16,14 +16,10 @@ if TYPE_CHECKING:
 
 def validate_command(
     artifact: ArtifactFolder,
-    model: Annotated[
-        str | None, typer.Option(help="Also validate on keys and values captured from this model.")
-    ] = None,
     rows: Annotated[
         int, typer.Option(min=64, help="Rows for each layer, KV head and side.")
     ] = 1024,
     device: Device = "auto",
-    revision: Revision = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -36,11 +32,11 @@ def validate_command(
     from rotationzoo.checks.kernel import Validation, check_device, validate_kernel
     from rotationzoo.cli.artifact_view import suggest_step
 
-    hush_libraries()
+    hush_libraries(models=False)
     opened = Artifact.open(artifact)
     check_device(artifact, device)
     with show_progress(out) as progress:
-        settings = Validation(rows, model, revision, device)
+        settings = Validation(rows, device)
         report = validate_kernel(opened, settings, progress)
     show_validation(out, opened, report)
     suggest_step(out, opened)
