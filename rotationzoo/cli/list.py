@@ -74,11 +74,9 @@ def _place_options(
     index: str | None, repo: str | None, zoo_index: "LoadedIndex", hub: str
 ) -> list[str]:
     """The options with which `pull` reads the same index."""
-    from rotationzoo.zoo.lookup import without_secrets
-
     place = []
     if index is not None:
-        place = ["--index", without_secrets(index)]
+        place = ["--index", index]
     elif repo is not None:
         place = ["--repo", repo]
     if zoo_index.hub is not None and hub != DEFAULT_HUB:

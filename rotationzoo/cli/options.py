@@ -211,7 +211,7 @@ AdoptIndex = Annotated[
     ),
 ]
 
-IndexPlace = Annotated[str | None, typer.Option("--index", help="Path or URL of a zoo_index.json.")]
+IndexPlace = Annotated[str | None, typer.Option("--index", help="Path of a zoo_index.json.")]
 ZooRepo = Annotated[
     str | None, typer.Option("--repo", help="The zoo repository whose index to read.")
 ]

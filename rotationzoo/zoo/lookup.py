@@ -1,13 +1,9 @@
 """Finding the index to read, and choosing a model's entry in it."""
 
-import http.client
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from rotationzoo.errors import HubError, RotationZooError, UsageError, first_sentence
-from rotationzoo.network import limits
+from rotationzoo.errors import HubError, RotationZooError, UsageError
 from rotationzoo.recipe.rope_scaling import RopeScaling
 from rotationzoo.zoo import index
 from rotationzoo.zoo.hubs.protocol import SPELLING_HINT
@@ -17,7 +13,6 @@ from rotationzoo.zoo.index import Copy, Entry, Index
 ZOO = "rotationzoo/zoo"
 BUNDLED_INDEX = "bundled"
 """The index that came with this package, as `--index` names it."""
-_WEB = "http://", "https://"
 
 
 @dataclass(frozen=True)
@@ -47,19 +42,21 @@ class LoadedIndex:
 
 
 def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB) -> LoadedIndex:
-    """The index at `place` (a path, a URL or `bundled`), or else that of a zoo repository on a hub.
+    """The index at `place` (a path or `bundled`), or else that of a zoo repository on a hub.
 
     If the user named no repository and the default one, `ZOO`, does not exist or is hidden, this
-    reads the copy that came with the package. Raises `HubError` if a named repository does not
-    exist, or if the hub cannot be read for any other reason. Other hubs are never tried: a
-    repository of the same name there may belong to anybody.
+    reads the copy that came with the package. Raises `UsageError` for an address, and `HubError` if
+    a named repository does not exist, or if the hub cannot be read for any other reason. Other hubs
+    are never tried: a repository of the same name there may belong to anybody.
     """
     if place == BUNDLED_INDEX:
         return LoadedIndex(index.read(index.WHEEL_COPY), "the index that came with rotationzoo")
     if place is not None:
-        if place.startswith(_WEB):
-            origin = without_secrets(place)
-            return LoadedIndex(index.parse(_download(place), origin), origin)
+        if "://" in place:  # not quoted: an address may hold a password
+            raise UsageError(
+                "--index is a path, and no address",
+                hint="fetch the file and give its path, or name a zoo's repository with --repo",
+            )
         return LoadedIndex(index.read(Path(place).expanduser()), place)
     try:
         return read_index(repo or ZOO, hub_name)
@@ -73,26 +70,6 @@ def find_index(place: str | None, repo: str | None, hub_name: str = DEFAULT_HUB)
             return LoadedIndex(index.read(index.WHEEL_COPY), origin)
         hint = f"{error.hint}; or read the list that came with rotationzoo: --index {BUNDLED_INDEX}"
         raise HubError(str(error), hint=hint) from error
-
-
-def without_secrets(place: str) -> str:
-    """The path or URL of an index as it may be printed. The query of a URL may hold a signature.
-    Raises `UsageError`, which does not quote it, for a URL with a user's name or password: urllib
-    takes those for a part of the host."""
-    if not place.startswith(_WEB):
-        return place
-    try:
-        parts = urlsplit(place)
-        known = parts.hostname, parts.port
-    except ValueError:
-        known = None, None
-    if not known[0] or "@" in parts.netloc:
-        raise UsageError(
-            "the address given with --index has a user's name or a password in it, or is none",
-            hint="leave them out, or fetch the file yourself and give its path",
-        )
-    query = "?..." if parts.query else ""
-    return parts._replace(query="", fragment="").geturl() + query
 
 
 def read_index(repo: str, hub_name: str) -> LoadedIndex:
@@ -222,22 +199,3 @@ def _elsewhere_hint(hub_name: str) -> str:
         if name != DEFAULT_HUB:
             hints.append(f"; or, if it is on {entry.title}, add: --from {name}")
     return "".join(hints)
-
-
-def _download(url: str) -> bytes:
-    """Download an index, within the limits on time and size for small answers."""
-    origin = without_secrets(url)
-
-    def download() -> bytes:
-        with urllib.request.urlopen(url, timeout=limits.ANSWER_SECONDS) as answer:
-            limits.check_encoding(answer.headers, origin)
-            chunks = iter(lambda: answer.read1(1 << 16), b"")
-            return b"".join(limits.limit_chunks(chunks, limits.ANSWER_BYTES, origin))
-
-    try:
-        return limits.call_within(limits.ANSWER_SECONDS, download, origin)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise HubError(
-            f"{origin} cannot be read: {first_sentence(error)}",
-            hint="check the address given with --index",
-        ) from error

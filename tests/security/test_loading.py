@@ -41,7 +41,6 @@ def plant(made: Path, folder: Path, factor: float, kind=".rotation") -> Path:
         ("generate", "demo", "--prompt", "def", "--rotations"),
         ("evaluate", "demo", "--tasks", "none"),
         ("inspect",),
-        ("report",),
         ("export", "--to", "sglang"),
     ],
     ids=lambda words: words[0],

@@ -136,19 +136,6 @@ def test_an_index_of_any_size_is_not_read(refused_with):
 
 
 @pytest.mark.hostile("size")
-@pytest.mark.parametrize(
-    "what", ["html", "nothing", "escapes", "without-end", "headers-without-end"]
-)
-def test_an_index_at_an_address_is_held_to_the_same(zoo, what):
-    with broken(ANSWERS[what]) as server:
-        text = refused(zoo.run("list", "--index", f"{server.endpoint}/zoo_index.json"))
-    assert server.endpoint in text
-    assert "Hint: " in text
-    assert not {"\x1b", "\x07"} & set(text)
-    assert server.sent < 64 << 20
-
-
-@pytest.mark.hostile("size")
 def test_sizes_are_added_up_before_anything_is_fetched(zoo, listed):
     content = json.loads(listed.read_text())
     content["entries"][0]["files"]["statistics.safetensors"]["size"] = 1 << 60
