@@ -54,7 +54,7 @@ def test_no_file_of_an_artifact_says_where_it_was_made(way, home, monkeypatch):
     job = Evaluation(model, folders, measured, device="cpu", queries=2, tasks=tasks)
     report = evaluate(replace(job, save_to=[artifact.folder]))
     assert len(report["arms"]) == 6
-    on_cpu = Validation(rows=64, model=model, device="cpu")
+    on_cpu = Validation(rows=64, device="cpu")
     validate_kernel(Artifact.open(artifact.folder), on_cpu)
     said = written_text(artifact.folder)
     for telling in ("home-of-jane", "secret project"):
