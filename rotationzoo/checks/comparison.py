@@ -130,6 +130,9 @@ class KernelComparison:
             "feedback_rows": self.feedback_rows,
             "rotation_error": self.rotation_error,
             "formats": list(int2.FORMATS),
+            "quantize_bytes_per_second": None,
+            "dequantize_bytes_per_second": None,
+            "copy_bytes_per_second": None,
         }
 
     def _compare_kernel(

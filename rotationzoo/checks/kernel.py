@@ -1,5 +1,7 @@
-"""Validation of the CUDA reference kernel against the codec's definition: every layer and head of
-an artifact is compared bit by bit."""
+"""Validation of the CUDA reference kernel against the codec's definition.
+
+Every layer and head of an artifact is compared bit by bit, and the kernel's throughput is measured.
+"""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from typing import Any
 from rotationzoo.artifact.layout import side_name
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.checks.comparison import KernelComparison, draw_rows
-from rotationzoo.codec import cuda
+from rotationzoo.codec import cuda, throughput
 from rotationzoo.errors import RotationZooError
 from rotationzoo.model import loading
 from rotationzoo.model.geometry import cached_layers
@@ -27,6 +29,8 @@ class Validation:
     rows: int = 1024
     """How many rows are drawn per layer, KV head and side."""
     device: str = "auto"
+    speed: bool = True
+    """Whether to measure throughput too."""
 
 
 def validate_kernel(
@@ -49,6 +53,13 @@ def validate_kernel(
     report["identity"] = artifact.identity
     if not on_gpu:
         return report
+    if settings.speed:
+        progress("measuring", 0, 0)
+        dim = cached_layers(artifact.geometry)[0].key_dim
+        clip = artifact.clip_ratios["key"]
+        report |= throughput.measure(dim, artifact.recipe.group_size, clip)
+        if report["feedback_rows"]:
+            report |= throughput.measure_feedback(dim, artifact.recipe.group_size)
     content = json.dumps(report, indent=2) + "\n"
     files = {VALIDATION: content.encode(), SOURCE: cuda.SOURCE.read_bytes()}
     if report["feedback_rows"]:

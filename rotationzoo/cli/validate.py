@@ -1,4 +1,4 @@
-"""`rotationzoo validate`: check the CUDA reference against the codec."""
+"""`rotationzoo validate`: check the CUDA reference against the codec and measure its speed."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,7 @@ def validate_command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check the CUDA reference on a GPU, bit by bit, against the codec.
+    """Check the CUDA reference on a GPU, bit by bit, against the codec, and measure its speed.
 
     rotationzoo validate rotations/demo-oscar
     """
@@ -43,7 +43,7 @@ def validate_command(
 
 
 def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -> None:
-    """Print what was compared."""
+    """Print what was compared, and the throughput as a share of the device's copy bandwidth."""
 
     def human() -> None:
         checked = f"{counted(report['rows'], 'row')}, {counted(report['elements'], 'element')}"
@@ -57,7 +57,12 @@ def show_validation(out: Output, artifact: "Artifact", report: dict[str, Any]) -
             return
         say("Codes and dequantized values are equal bit by bit to the definition in int2.py")
         say(f"Rotation: error {report['rotation_error']:.2f} of the bound of a float32 product")
+        copy = report["copy_bytes_per_second"]
+        say(f"Device copy {copy / 1e12:.2f} TB/s; of that:")
+        for name, rate in report["throughput"].items():
+            say(f"  {name:24s} {rate / copy:.1%}")
         if rows := report["feedback_rows"]:
-            say(f"Codes chosen by error feedback: equal to feedback.py's for {rows:,} rows")
+            say(f"Codes chosen by error feedback: equal to feedback.py's for {rows:,} rows,")
+            say(f"{report['feedback_rows_per_second'] / 1e6:.0f} million rows a second")
 
     out.result(report, artifact.identity, human)

@@ -71,7 +71,7 @@ def test_the_command_line(inside):
     shown = inside(*words, "--json", "--device", "cpu")
     assert shown.returncode == 0
     keys = {"device", "rows", "codes_equal", "dequantized_equal", "max_difference"}
-    assert keys <= json.loads(shown.stdout).keys()
+    assert keys | {"copy_bytes_per_second"} <= json.loads(shown.stdout).keys()
     assert "Not validated on a GPU" in inside(*words, "--device", "cpu").stdout
     missing = inside("validate", "nowhere")
     assert missing.returncode == 1
