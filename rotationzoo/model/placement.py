@@ -1,8 +1,12 @@
 """Placing weights that do not fit one device: accelerate's device map, memory limits, and the
-scratch folder of weights that are offloaded to disk."""
+scratch folder of weights that are offloaded to disk, which the next run removes if its process was
+killed.
+"""
 
 import errno
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,20 +21,27 @@ from rotationzoo.errors import UsageError
 from rotationzoo.model.files import weight_files
 from rotationzoo.model.source import Source
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 PREFIX = "rotationzoo-offload-"
-USABLE = 0.9
-"""The part of free memory that is planned with: allocators waste some, and estimates err."""
-Limits = dict[int | str, int]
-"""Bytes of weights by device: the number of a GPU, or `cpu`."""
-_MEMORY = Path("/proc/meminfo")
-_CONTAINER = Path("/sys/fs/cgroup")
-_MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # safetensors reports what the disk says as text.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = tuple(f"(os error {number})" for number in _FULL)
+
+
+@contextmanager
+def offload_folder() -> Iterator[Path]:
+    """Yield a new folder in the system's folder for temporary files, and remove it afterwards.
+
+    The process holds a lock on it. A folder without a lock is of a process that was killed, and is
+    removed first: it may be as large as a model.
+    """
+    _remove_abandoned()
+    folder, handle = _make_locked()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -38,6 +49,45 @@ def is_disk_full(error: BaseException | None) -> bool:
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return any(words in str(error) for words in _FULL_WORDS)
+
+
+def _make_locked() -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        # Another process may have taken it for abandoned before it was locked.
+        with suppress(FileNotFoundError):
+            handle = os.open(folder, _FLAGS)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if folder.is_dir():
+                return folder, handle
+            os.close(handle)
+
+
+def _remove_abandoned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        # No folder, a link, another user's, or locked.
+        with suppress(OSError):
+            handle = os.open(folder, _FLAGS)
+            try:
+                if os.fstat(handle).st_uid == os.getuid():
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+USABLE = 0.9
+"""The part of free memory that is planned with: allocators waste some, and estimates err."""
+Limits = dict[int | str, int]
+"""Bytes of weights by device: the number of a GPU, or `cpu`."""
+_MEMORY = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
+
+
+_MAPS = "auto", "balanced", "balanced_low_0", "sequential"  # accelerate's
 
 
 @dataclass(frozen=True)
@@ -55,7 +105,7 @@ def place_weights(
     device_map: str | None, max_memory: str | None, reserved: int = 0
 ) -> Iterator[Placement | None]:
     """Yield where the weights go, or None for a single device. The scratch folder is deleted
-    afterwards; a process that is killed leaves it.
+    afterwards, and so are folders of processes that were killed.
 
     `reserved` bytes stay free where the layers run, unless `max_memory` says what they may take.
     """
@@ -66,8 +116,8 @@ def place_weights(
     _check_devices(limits or {})
     if limits is None and reserved:
         limits = _limits_beside(reserved)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-        yield Placement(device_map, limits, folder)
+    with offload_folder() as folder:
+        yield Placement(device_map, limits, str(folder))
 
 
 def _is_device(name: str) -> bool:

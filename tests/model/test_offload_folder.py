@@ -1,6 +1,8 @@
-"""The scratch folder of offloaded weights on a full disk."""
+"""The scratch folder of offloaded weights: of processes that were killed, and on a full disk."""
 
+import os
 import resource
+import signal
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from support.quantized import quantize_to_fp8
 
 from rotationzoo.calibration.job import calibrate
 from rotationzoo.model import loading
-from rotationzoo.model.placement import PREFIX
+from rotationzoo.model.placement import PREFIX, offload_folder
 from rotationzoo.recipe import PRESETS
 
 
@@ -23,6 +25,50 @@ def scratch(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     return folder
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next_run(scratch):
+    child = os.fork()
+    if child == 0:
+        with offload_folder() as folder:
+            (folder / "weights").write_bytes(bytes(1000))
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (left,) = scratch.iterdir()
+    assert (left / "weights").is_file()
+    with offload_folder() as folder:
+        assert list(scratch.iterdir()) == [folder]
+    assert not list(scratch.iterdir())
+
+
+def test_folders_in_use_and_what_is_no_folder_stay(scratch):
+    elsewhere = scratch / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    (scratch / f"{PREFIX}link").symlink_to(elsewhere)
+    (scratch / f"{PREFIX}file").touch()
+    with offload_folder() as first:
+        (first / "weights").touch()
+        with offload_folder():
+            assert (first / "weights").is_file()
+        assert first.is_dir()
+    assert (elsewhere / "file").is_file()
+    assert {path.name for path in scratch.iterdir()} == {
+        "elsewhere", f"{PREFIX}link", f"{PREFIX}file",
+    }  # fmt: skip
+
+
+def test_somebody_elses_folder_stays(scratch, monkeypatch):
+    left = scratch / f"{PREFIX}left"
+    left.mkdir()
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with offload_folder():
+        assert left.is_dir()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with offload_folder():
+        assert not left.exists()
 
 
 def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path, scratch, inside, monkeypatch):
