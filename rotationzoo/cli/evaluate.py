@@ -3,7 +3,7 @@
 import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -37,26 +37,6 @@ from rotationzoo.cli.options import (
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
-
-if TYPE_CHECKING:
-    from rotationzoo.evaluation.harness.tasks import HarnessSettings
-
-HarnessTasks = Annotated[
-    str | None,
-    typer.Option("--harness", help="Tasks of lm-evaluation-harness, as gsm8k,niah_single_1."),
-]
-HarnessLimit = Annotated[
-    int | None, typer.Option(min=1, help="Questions of each of these tasks; all by default.")
-]
-HarnessPath = Annotated[
-    Path | None, typer.Option(help="A folder of your own task files, which may run code.")
-]
-HarnessChat = Annotated[
-    bool, typer.Option("--harness-chat", help="Ask them in the model's chat template.")
-]
-HarnessAnswers = Annotated[
-    int, typer.Option("--harness-answers", min=0, help="Answers to each task that are shown, too.")
-]
 
 
 def evaluate_command(
@@ -118,11 +98,6 @@ def evaluate_command(
         int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
     ] = 32,
     rope_scaling: RopeScaling = None,
-    harness: HarnessTasks = None,
-    harness_limit: HarnessLimit = None,
-    harness_path: HarnessPath = None,
-    harness_chat: HarnessChat = False,
-    harness_answers: HarnessAnswers = 0,
     batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
@@ -178,7 +153,6 @@ def evaluate_command(
         real_cache=real_cache,
         queries=queries,
         rope_scaling=rope_scaling,
-        harness=parse_harness(harness, harness_limit, harness_path, harness_chat, harness_answers),
         revision=revision,
         batch=batch,
         device=device,
@@ -188,7 +162,7 @@ def evaluate_command(
     )
     job = evaluation_job(model, artifacts or [], save, **options)
     if ranks.launched_rank() is not None:
-        check_shareable(job.harness, job.device_map)
+        check_shareable(job.device_map)
         # torchrun sends it to all other processes after one was killed, and they say why they end.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with show_progress(out) as progress, ranks.joined(lambda: job.torch_device):
@@ -239,23 +213,3 @@ def parse_layers(text: str | None) -> set[int] | None:
             f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7"
         ) from error
     return layers
-
-
-def parse_harness(
-    names: str | None, limit: int | None, folder: Path | None, chat: bool, answers: int = 0
-) -> "HarnessSettings | None":
-    """The settings of `--harness NAME,NAME`; None without it. Raises `UsageError`."""
-    from rotationzoo.evaluation.harness.tasks import HarnessSettings
-
-    if names is None:
-        if folder is not None or limit is not None or chat or answers:
-            raise UsageError(
-                "--harness-limit, --harness-path, --harness-chat and --harness-answers are for the "
-                "tasks of --harness",
-                hint="name them: --harness gsm8k",
-            )
-        return None
-    tasks = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
-    if not tasks:
-        raise UsageError("--harness names no task", hint="write it as: --harness gsm8k,hellaswag")
-    return HarnessSettings(tuple(tasks), limit, folder, chat, answers)

@@ -29,11 +29,9 @@ _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per fo
 
 class CacheReader(Protocol):
     """A model that reads its tokens through a real cache. Called with ids `[B, T]`, it returns an
-    output with the last `logits_to_keep` logits; `read` also returns the cache."""
+    output with the last `logits_to_keep` logits."""
 
-    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **ignored: Any) -> Any: ...
-
-    def read(self, ids: torch.Tensor, kept: int = 0) -> tuple[Any, torch.Tensor]: ...
+    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **ignored: Any) -> Any: ...
 
 
 Through = Callable[[PreTrainedModel, CacheArm, CacheLayout], CacheReader]

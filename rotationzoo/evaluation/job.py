@@ -24,8 +24,6 @@ from rotationzoo.evaluation.compatibility import (
     settle_rope_scaling,
 )
 from rotationzoo.evaluation.forward import Through, Trial, run_models
-from rotationzoo.evaluation.harness.run import run_harness
-from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.report import Results, assemble_report, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
@@ -66,7 +64,7 @@ class Evaluation(RunSettings):
     prefill_layout: Literal["server", "window"] | None = None
     """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
     real_cache: bool = False
-    """Whether recall tasks and the harness are read through a real cache, not a simulation."""
+    """Whether recall tasks are read through a real cache, not a simulation."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
     rope_scaling: str | None = None
@@ -77,8 +75,6 @@ class Evaluation(RunSettings):
     pooled: bool = False
     """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
     writes it."""
-    harness: HarnessSettings | None = None
-    """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     batch: int = 1
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
@@ -119,8 +115,6 @@ def evaluate(
     config = loading.load_config(source, scaling)
     if job.fit_length:
         job = replace(job, data=fit_rows(job.data, start, config))
-    lengths = job.tasks.lengths or (job.data.length,)
-    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     device = job.torch_device
     check_loadable(config, source.name, device)
     dtype = job.torch_dtype
@@ -138,7 +132,6 @@ def evaluate(
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
-    harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
     _check_same((job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
@@ -155,12 +148,9 @@ def evaluate(
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
         answers = answer_tasks(asking, plan, trial)
-        harness = None
-        if job.harness:
-            harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
     notes = notes_for_reader(text, source, artifacts, geometry) + rope_notes(artifacts, scaling)
     layout = caches[0].prefill_layout if job.prefill_chunk else None
-    results = Results(trial, [each.about for each in tested], measured, answers, harness)
+    results = Results(trial, [each.about for each in tested], measured, answers)
     report = assemble_report(
         results,
         text=Text(
@@ -200,8 +190,6 @@ def _check_settings(job: Evaluation) -> None:
             hint="leave out --real-cache, or --layers, --keys-only and --values-only",
         )
     job.tasks.check()
-    if job.harness:
-        job.harness.check()
     _ = job.memory_limits  # for its errors
 
 
@@ -232,18 +220,14 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
 # ---- processes under torchrun or accelerate launch
 
 
-def check_shareable(harness: object, device_map: str | None) -> None:
-    """Raise `UsageError` for an evaluation that one process has to do alone: one with tasks of
-    lm-evaluation-harness, or with a device map."""
-    if harness is not None:
-        alone = "--harness asks tasks that"
-    elif device_map is not None:
-        alone = "--device-map spreads one model over all devices, which"
-    else:
-        return
-    raise UsageError(
-        f"{alone} processes cannot share", hint="start it without torchrun or accelerate launch"
-    )
+def check_shareable(device_map: str | None) -> None:
+    """Raise `UsageError` for an evaluation that one process has to do alone: one with a device
+    map."""
+    if device_map is not None:
+        raise UsageError(
+            "--device-map spreads one model over all devices, which processes cannot share",
+            hint="start it without torchrun or accelerate launch",
+        )
 
 
 def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:

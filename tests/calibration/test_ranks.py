@@ -122,7 +122,6 @@ def test_a_signal_ends_all(launcher, tiny):
     ("words", "problem"),
     [
         (["generate", "demo"], "only calibrate and evaluate can be shared"),
-        (["evaluate", "demo", "--harness", "piqa"], "--harness asks tasks"),
         (["evaluate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
         (["calibrate", "demo", "--device-map", "auto"], "--device-map spreads one model"),
     ],
