@@ -1,13 +1,11 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
 import shlex
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rotationzoo import ranks
 from rotationzoo.cli.completion import complete_artifact, complete_data
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
@@ -128,7 +126,7 @@ def evaluate_command(
     _check_order(model, artifacts or [])
     from rotationzoo.api import evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
-    from rotationzoo.evaluation.job import check_shareable, evaluate
+    from rotationzoo.evaluation.job import evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
 
     hush_libraries()
@@ -161,11 +159,7 @@ def evaluate_command(
         max_memory=max_memory,
     )
     job = evaluation_job(model, artifacts or [], save, **options)
-    if ranks.launched_rank() is not None:
-        check_shareable(job.device_map)
-        # torchrun sends it to all other processes after one was killed, and they say why they end.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with show_progress(out) as progress, ranks.joined(lambda: job.torch_device):
+    with show_progress(out) as progress:
         report = evaluate(job, progress, ThroughCache)
     show_evaluation(out, report)
     words = [model, "--revision", revision] if revision else [model]

@@ -1,16 +1,14 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from rotationzoo import ranks
 from rotationzoo.artifact.measured import Measured, Text
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, shared_recipe
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
@@ -33,13 +31,11 @@ from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
-from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
+from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
-from rotationzoo.words import differing
-from rotationzoo.writer import library_versions
 
 
 @dataclass(frozen=True)
@@ -91,18 +87,16 @@ def evaluate(
 
     `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`.
 
-    Processes that `ranks` joins share texts and prompts, and process 0 alone saves the report.
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
     _check_settings(job)
     assert through is not None or not job.real_cache, "a real cache needs its reader"
-    ranks.listen("begin")
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
-        if artifact.folder in job.save_to and ranks.rank() == 0:
+        if artifact.folder in job.save_to:
             artifact.check_writable()
     if job.pooled:
         check_pooled(artifacts)
@@ -127,13 +121,11 @@ def evaluate(
     check_length(job.data, start)
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
-    ranks.tell("begin")  # other processes find config and tokenizer here, and read the text, too
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
     fetch_weights(source, progress)
-    _check_same((job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = loading.load(source, config, device, dtype, placement)
@@ -171,7 +163,7 @@ def evaluate(
         rope_scaling=scaling_of(config),
     )
     for artifact in artifacts:
-        if artifact.folder in job.save_to and ranks.rank() == 0:
+        if artifact.folder in job.save_to:
             save_evaluation(report, artifact)
     return report
 
@@ -215,43 +207,3 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     if job.layers is None:
         return sorted(layer.index for layer in geometry)
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
-
-
-# ---- processes under torchrun or accelerate launch
-
-
-def check_shareable(device_map: str | None) -> None:
-    """Raise `UsageError` for an evaluation that one process has to do alone: one with a device
-    map."""
-    if device_map is not None:
-        raise UsageError(
-            "--device-map spreads one model over all devices, which processes cannot share",
-            hint="start it without torchrun or accelerate launch",
-        )
-
-
-def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """The inputs that decide the results, by name. `settings`: all of them, as they are printed."""
-    versions = [f"{name} {version}" for name, version in library_versions().items()]
-    return {
-        "settings": repr(settings),
-        "weights": weights_fingerprint(source),
-        "artifacts": " ".join(artifact.identity for artifact in artifacts),
-        "versions": ", ".join(versions),
-    }
-
-
-def _check_same(settings: object, source: Source, artifacts: Sequence[Artifact]) -> None:
-    """Tell the other processes what this one evaluates, if it is process 0; otherwise wait for
-    that, and raise `RotationZooError` if this process evaluates something else."""
-    if ranks.world() == 1:
-        return
-    present = identify(settings, source, artifacts)
-    ranks.tell("job", present)
-    first = ranks.listen("job") or present
-    changed = [name for name in present if present[name] != first.get(name)]
-    if changed:
-        raise RotationZooError(
-            f"process {ranks.rank()} would add results of another evaluation: {differing(changed)}",
-            hint="give every machine the same command, files and versions",
-        )

@@ -21,7 +21,7 @@ from support.places import ROOT
 
 from rotationzoo.text.documents import BUNDLED, HELD_OUT
 
-PROGRAMS = ("rotationzoo", "python", "torchrun", "accelerate")
+PROGRAMS = ("rotationzoo", "python")
 IMPORTED = (
     *process_server.WITH_HUBS, "modelscope", "rotationzoo.cli.app",
     "rotationzoo.engines.export", "rotationzoo.runtime.job", "rotationzoo.zoo.regenerate",
