@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo.codec import int2
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.simulation.arm import CacheArm
@@ -103,32 +102,6 @@ class Simulation:
                 hook.remove()
 
 
-class QuantizedRows:
-    """Keys and values of every layer as an arm returns them."""
-
-    def __init__(self, arm: CacheArm, format: int2.Format):
-        self.arm, self.format = arm, format
-
-    def quantize(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as the arm returns them. Whole groups of tokens are quantized on
-        their own."""
-        size = TOKENS // self.arm.token_group * self.arm.token_group
-        parts = rows.split(size, dim=2)
-        quantized = [self.arm.fake_quantize(part, layer, side, self.format) for part in parts]
-        return torch.cat(quantized, dim=2)
-
-    def ranges(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """The ranges `[B, H, T]` of rows `[B, H, T, D]` before the arm rounds them; None where it
-        has none to tell."""
-        parts = []
-        for part in rows.split(TOKENS, dim=2):
-            ranges = self.arm.row_range(part, layer, side)
-            if ranges is None:
-                return None
-            parts.append(ranges)
-        return torch.cat(parts, dim=2)
-
-
 class _SimulatedAttention:
     """Stands in for the model's attention function while a simulation runs."""
 
@@ -138,7 +111,6 @@ class _SimulatedAttention:
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         token_group = simulation.arm.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
-        self.quantized = QuantizedRows(simulation.arm, simulation.cache.format)
         self.switched_off = False
         self._latest: torch.Tensor | None = None
 
@@ -166,6 +138,7 @@ class _SimulatedAttention:
             return self._compare_heads(layer, attend(query, key, value), key.shape[1])
         if layer not in self.simulation.layers:
             return attend(query, key, value)
+        assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
         keys = self._both_copies(key, self.owners[layer], "key")
         values = self._both_copies(value, self.owners[layer], "value")
         self._observe_ranges(layer, {"key": key, "value": value})
@@ -195,8 +168,15 @@ class _SimulatedAttention:
         exact = arm.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
         sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
-        quantized = self.quantized.quantize(past, owner, side)
+        quantized = self._quantize(past, owner, side)
         return torch.cat([exact, sink, quantized], dim=2)
+
+    def _quantize(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
+        """Rows `[B, H, T, D]` as the arm returns them. Whole groups of tokens are quantized on
+        their own."""
+        arm, format = self.simulation.arm, self.simulation.cache.format
+        parts = rows.split(TOKENS // arm.token_group * arm.token_group, dim=2)
+        return torch.cat([arm.fake_quantize(part, owner, side, format) for part in parts], dim=2)
 
     def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
         """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
@@ -204,9 +184,20 @@ class _SimulatedAttention:
             return
         for side in self.simulation.sides:
             past = sides[side][:, :, self.simulation.cache.sink :]
-            ranges = self.quantized.ranges(past, self.owners[layer], side)
+            ranges = self._ranges(past, self.owners[layer], side)
             if ranges is not None:
                 self.observers.row_range(layer, side, ranges)
+
+    def _ranges(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor | None:
+        """The ranges `[B, H, T]` of rows `[B, H, T, D]` before the arm rounds them; None where it
+        has none to tell."""
+        parts = []
+        for part in rows.split(TOKENS, dim=2):
+            ranges = self.simulation.arm.row_range(part, owner, side)
+            if ranges is None:
+                return None
+            parts.append(ranges)
+        return torch.cat(parts, dim=2)
 
     def _compare_heads(self, layer: int, exact: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Report the simulated and the exact output `[B, T, H_q, D_v]`, and return the exact one.
