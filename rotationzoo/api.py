@@ -13,7 +13,6 @@ from rotationzoo.calibration.job import calibrate as run_calibration
 from rotationzoo.calibration.memory import SIZED
 from rotationzoo.calibration.plan import Job
 from rotationzoo.errors import UsageError
-from rotationzoo.evaluation.harness.tasks import HarnessSettings
 from rotationzoo.evaluation.job import Evaluation
 from rotationzoo.evaluation.job import evaluate as run_evaluation
 from rotationzoo.evaluation.tasks.prompts import TaskSettings
@@ -98,8 +97,6 @@ class EvaluationOptions(Text, Rows, total=False):
     """Queries sampled per text for the attention KL; 0 skips it."""
     baselines: tuple[str, ...]
     """The baselines to compare with; all by default."""
-    harness: HarnessSettings
-    """Tasks of lm-evaluation-harness that the exact model and every arm answer."""
     progress: Progress
 
 

@@ -56,10 +56,6 @@ class StaleParent(HubError):
     """Someone else has committed to the repository since it was read."""
 
 
-class ProcessLost(RotationZooError):
-    """Another process of the same command was killed, or cannot be reached."""
-
-
 class PartlyDone(RotationZooError):
     """Some of the work is done and some is not; the hint is the command that finishes it."""
 

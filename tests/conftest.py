@@ -17,7 +17,6 @@ from support.jobs import job
 from support.models import save_tiny
 from support.oscar_files import pair  # noqa: F401
 from support.published import keys, listed, made, signed, zoo  # noqa: F401
-from support.ranks import Launcher
 
 from rotationzoo.artifact.store import Artifact
 
@@ -167,12 +166,6 @@ def command(tmp_path, request, program_without_hubs):
     return run
 
 
-@pytest.fixture
-def launcher(command) -> Launcher:
-    """Starts several processes of the command line, as torchrun does."""
-    return Launcher(command)
-
-
 @pytest.fixture(scope="module")
 def chromium():
     """One Chromium for the tests of a module. For a session it would stay in the way of libraries
@@ -187,14 +180,6 @@ def browser(chromium) -> Browser:
     yield chromium
     faults = chromium.close_pages()
     assert not faults, faults
-
-
-@pytest.fixture
-def ended_process() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def _stream(errors: str) -> io.TextIOWrapper:

@@ -11,7 +11,7 @@ from packaging.version import Version
 from support.places import ROOT, TEXT, recipe_of
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = "docs", "engines", "sign", "tasks"  # what CI installs with the package; `cuda` needs a GPU
+EXTRAS = "docs", "engines", "sign"  # what CI installs with the package; `cuda` needs a GPU
 
 
 def requirements() -> list[Requirement]:
@@ -66,7 +66,7 @@ def test_the_commands_that_are_printed_install_what_the_extras_have():
             printed |= {str(Requirement(words)) for words in shlex.split(command)}
     extras = PYPROJECT["project"]["optional-dependencies"]
     wanted = set()
-    for name in ("cuda", "engines", "sign", "tasks"):
+    for name in ("cuda", "engines", "sign"):
         wanted |= {str(Requirement(line.partition(";")[0])) for line in extras[name]}
     assert printed == wanted
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -17,7 +17,6 @@ ORDER = [
     "errors",
     "progress",
     "words",
-    "ranks",
     "storage",
     "network",
     "linalg",

@@ -17,8 +17,6 @@ from rotationzoo.artifact.scores import (
     Errors,
     ExactTaskRecall,
     Figures,
-    HarnessRecord,
-    HarnessScore,
     PairedAnswers,
     Range,
     Recall,
@@ -120,7 +118,6 @@ class MeasuredArm(ArmCosts, ArmSummary):
 
     tasks: Mapping[str, TaskRecall]
     all_tasks: RecallDetails | None
-    harness: dict[str, HarnessScore] | None = None
 
 
 class RangePerplexity(Range):
@@ -153,7 +150,6 @@ class Exact(ExactCosts, ExactSummary):
 
     tasks: Mapping[str, ExactTaskRecall]
     all_tasks: RecallDetails | None
-    harness: dict[str, HarnessScore] | None = None
 
 
 Arm = TypeVar("Arm", bound=AboutArm)
@@ -300,7 +296,6 @@ class Measured(Conditions):
     real_cache: bool
     notes: list[str]
     rope_scaling: str | None
-    harness: HarnessRecord | None = None
     exact: Exact
     windows: Annotated[list[Window], Field(min_length=1)]
 
@@ -309,14 +304,10 @@ class Measured(Conditions):
         """The first pair of windows, whose figures are shown."""
         return self.windows[0]
 
-    def content(self) -> dict[str, Any]:
-        """The content of `evaluation.json`, without the keys that nothing was measured for."""
-        return self.model_dump(exclude_unset=True)
-
     def report(self) -> dict[str, Any]:
         """The object that `evaluate --json` prints, whose `arms` and `verdict` repeat those of the
         first pair of windows."""
-        content = self.content()
+        content = self.model_dump()
         first = content["windows"][0]
         return {**content, "arms": first["arms"], "verdict": first["verdict"]}
 

@@ -1,5 +1,5 @@
-"""The figures of answers in an evaluation: scores of recall tasks and of lm-evaluation-harness, and
-what all figures of an evaluation have in common.
+"""The figures of answers in an evaluation: scores of recall tasks, and what all figures of an
+evaluation have in common.
 
 `artifact.measured` puts them together.
 """
@@ -173,60 +173,3 @@ class AnswerVerdict(Figures):
     level: float
     comparisons: list[AnswerComparison]
     words: list[str]
-
-
-# ---- tasks of lm-evaluation-harness
-
-
-class KeptAnswer(Figures):
-    """One answer and the right one. `question` is its number in the task's data."""
-
-    question: int
-    right: str
-    answer: str
-
-
-class Pairing(Figures):
-    """One metric of an arm compared with the exact model's, over the same questions.
-
-    `lost` counts questions that only the exact model gets right, and `gained` the ones that only
-    the arm does. The p value is McNemar's exact test's: the chance of a split at least as uneven if
-    both were as good.
-    """
-
-    lost: int
-    gained: int
-    p_value: float
-
-
-class HarnessScore(Figures):
-    """How one task of the harness was answered."""
-
-    metrics: Errors
-    """Each metric under the harness' own name (`acc`, or `exact_match,strict-match` where a filter
-    has a name); None where it is no number."""
-    standard_error: Errors
-    """The harness' own."""
-    questions: int | None = None
-    row_tokens: float | None = None
-    """The mean length of prompt and answer, in tokens."""
-    past_windows: float | None = None
-    """For an arm, the share of these rows that are longer than the exact windows, so that something
-    in them is read in 2 bits."""
-    answer_tokens: float | None = None
-    """The mean length of generated answers, in tokens."""
-    truncated: float | None = None
-    """The share of generated answers that reached the task's largest length without a stop string
-    or an end token."""
-    answers: list[KeptAnswer] = Field(default=[])
-    paired: dict[str, Pairing] = Field(default={})
-    """For an arm, of each metric that is 0 or 1 for each question."""
-
-
-class HarnessRecord(Figures):
-    """How the harness asked. `version` is lm-evaluation-harness' own."""
-
-    version: str
-    tasks: list[str]
-    limit: int | None
-    chat: bool

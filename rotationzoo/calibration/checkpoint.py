@@ -5,10 +5,9 @@ An identity is everything that decides the bytes of a result, by key. A checkpoi
 metadata that says which job they belong to.
 """
 
-import glob
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +29,17 @@ Identity = Mapping[str, str]
 out."""
 
 
-def differences(
-    saved: Mapping[str, Any], present: Identity, parts: Iterable[str] | None = None
-) -> list[str]:
-    """The keys in which a saved identity differs from that of the present job.
-
-    `parts` are the keys to compare; None compares all.
-    """
-    keys = dict.fromkeys([*present, *saved]) if parts is None else parts
+def differences(saved: Mapping[str, Any], present: Identity) -> list[str]:
+    """The keys in which a saved identity differs from that of the present job."""
+    keys = dict.fromkeys([*present, *saved])
     return [key for key in keys if saved.get(key) != present.get(key)]
 
 
-def read_field(
-    path: Path, identity: Identity, field: str, kind: Any, parts: Sequence[str] | None = None
-) -> Any:
+def read_field(path: Path, identity: Identity, field: str, kind: Any) -> Any:
     """One `field` of a file's metadata, validated as `kind`, which decides whether the field may be
     missing (None). None also if there is no file.
 
-    `parts` are the keys of the job's `identity` that must agree; None means all of them. Raises
-    `RotationZooError` if they do not, or if the file is damaged.
+    Raises `RotationZooError` if the file is of a job with another `identity`, or damaged.
     """
     if size_of(path) is None:
         return None
@@ -69,7 +60,7 @@ def read_field(
         RotationZooError,
     ) as error:
         raise damaged(path) from error
-    if changed := differences(saved, identity, parts):
+    if changed := differences(saved, identity):
         raise RotationZooError(
             f"the checkpoint {path} is of another job: {differing(changed)}",
             hint="start afresh with --restart, or choose another --output",
@@ -94,19 +85,6 @@ _SHARE = 20  # save once 20 times the duration of the last save has passed
 # Bytes per second, before a save has shown it. 152 MB, the sums of 36 layers of 8 heads of 128
 # channels, took 0.4 to 0.7 s: as long as several batches take on a GPU.
 _SPEED = 2e8
-
-
-def rank_file(path: Path, rank: int) -> Path:
-    """The main file of the checkpoint of one of several processes, each of which saves its sums.
-
-    That of process 0 is `path` itself.
-    """
-    return path.with_suffix(f".rank{rank}.safetensors") if rank else path
-
-
-def rank_files(path: Path) -> list[Path]:
-    """The files that processes other than process 0 have saved."""
-    return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*.safetensors"))
 
 
 class Checkpoint:
@@ -168,9 +146,8 @@ class Checkpoint:
         return True
 
     def remove(self) -> None:
-        """Remove the file, and those of other processes."""
-        for path in (*rank_files(self.path), self.path):
-            path.unlink(missing_ok=True)
+        """Remove the file."""
+        self.path.unlink(missing_ok=True)
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

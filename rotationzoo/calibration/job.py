@@ -1,23 +1,21 @@
 """Runs one whole calibration, from a model's name to an artifact on disk.
 
 A job can be stopped and resumed. It prints nothing; a callback reports its progress. The output
-folder is checked first: whether it is writable, replaceable, or already finished. Under torchrun,
-process 0 runs the job and every other process contributes its part.
+folder is checked first: whether it is writable, replaceable, or already finished.
 """
 
 import shutil
 import time
 from contextlib import ExitStack, suppress
 
-from rotationzoo import ranks
 from rotationzoo.artifact.store import MANIFEST, Artifact
-from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences, rank_file
+from rotationzoo.calibration.checkpoint import Checkpoint, Identity, differences
 from rotationzoo.calibration.fit import fit
-from rotationzoo.calibration.model_run import CalibrationResult, collect_share, run_model
+from rotationzoo.calibration.model_run import CalibrationResult, run_model
 from rotationzoo.calibration.plan import Job, Plan, plan
 from rotationzoo.calibration.record import identify_job, manifest_content
 from rotationzoo.calibration.soundness import FETCH_AGAIN, write_sound_artifact
-from rotationzoo.errors import RotationZooError, Unsound, UsageError
+from rotationzoo.errors import RotationZooError, Unsound
 from rotationzoo.linalg.moments import average
 from rotationzoo.model import loading
 from rotationzoo.model.source import fetch, fetch_weights
@@ -26,7 +24,6 @@ from rotationzoo.storage import folders
 from rotationzoo.storage.files import disk_errors
 from rotationzoo.storage.locks import locked
 from rotationzoo.text.rows import Corpus, read_corpus
-from rotationzoo.words import differing
 from rotationzoo.writer import check_replaceable, library_versions
 
 
@@ -151,7 +148,7 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     with disk_errors(job.output):
         locks.enter_context(locked(job.lock, f"calibrating {job.output}"))
     progress("reading the text", 0, 0)
-    text = read_calibration_text(planned)
+    text = _read_text(planned)
     check_room(planned)
     if planned.needs_weights:
         fetch_weights(source, progress)
@@ -163,9 +160,6 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     if job.restart:
         checkpoint.remove()
     finished = finished_artifact(job, identity)
-    # Other processes wait for this: only now the weights are there, and no older checkpoint is.
-    shares = finished is None and job.recipe.needs_statistics
-    ranks.tell("job", identity if shares else None)
     if finished is not None:
         return finished
 
@@ -180,15 +174,12 @@ def _calibrate(job: Job, progress: Progress, locks: ExitStack) -> Artifact:
     return artifact
 
 
-def read_calibration_text(planned: Plan) -> Corpus | None:
+def _read_text(planned: Plan) -> Corpus | None:
     """The calibration text; None if the recipe needs no statistics."""
     recipe = planned.job.recipe
-    if recipe.needs_statistics:
-        fetch(planned.source, weights=False)
-    # Other processes find config and tokenizer here, and read the text at the same time.
-    ranks.tell("begin")
     if not recipe.needs_statistics:
         return None
+    fetch(planned.source, weights=False)
     return read_corpus(recipe.data, loading.load_tokenizer(planned.source))
 
 
@@ -204,42 +195,3 @@ def _run(
         )
     with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
         return run_model(planned, text, checkpoint, progress)
-
-
-# What must agree between processes. Their GPUs may differ.
-_PARTS = ("recipe", "config", "weights", "text", "batch", "dtype", "versions")
-
-
-def contribute(job: Job) -> None:
-    """Do the share of this process in a job that process 0 runs with `calibrate`: sums of its text.
-
-    Waits until process 0 has checked the job and fetched the model. Does nothing if the artifact is
-    finished, or if the recipe needs no statistics. Raises as `calibrate` does.
-    """
-    ranks.listen("begin")  # the model's config and tokenizer are there
-    planned = plan(job)
-    if planned.refusal is not None:
-        raise planned.refusal
-    text = read_calibration_text(planned)
-    first = ranks.listen("job")  # the weights are there, and no older checkpoint is
-    if first is None or text is None:
-        return
-    fetch(planned.source)
-    identity = identify_job(planned.job, planned.source, text)
-    if changed := differences(first, identity, _PARTS):
-        raise RotationZooError(
-            f"process {ranks.rank()} would add sums of another job: {differing(changed)}",
-            hint="give every machine the same command, files and versions",
-        )
-    checkpoint = Checkpoint(rank_file(planned.job.checkpoint, ranks.rank()), identity)
-    with loading.forward_errors(job.model, job.batch, job.recipe.data.length):
-        collect_share(planned, text, checkpoint)
-
-
-def check_shareable(job: Job) -> None:
-    """Raise `UsageError` for a job that one process has to do alone."""
-    if job.device_map is not None:
-        raise UsageError(
-            "--device-map spreads one model over all devices, which processes cannot share yet",
-            hint="start it without torchrun or accelerate launch",
-        )

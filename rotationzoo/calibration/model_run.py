@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rotationzoo.calibration.checkpoint import Checkpoint
-from rotationzoo.calibration.collect import collect, notes_of_idle
+from rotationzoo.calibration.collect import collect
 from rotationzoo.calibration.fit import fit
 from rotationzoo.calibration.plan import Plan
 from rotationzoo.calibration.recipe_checks import check_recipe, settle_centering
@@ -75,21 +75,7 @@ def run_model(
         statistics = collect(model, geometry, batches, recipe, checkpoint, progress)
         progress("composing rotations", 0, 0)
         rotations = fit(statistics, recipe, geometry)
-        notes += notes_of_idle(text, job.batch)
         return CalibrationResult(recipe, geometry, rotations, statistics, text, dtype, notes)
-
-
-def collect_share(planned: Plan, text: Corpus, checkpoint: Checkpoint) -> None:
-    """Collect the statistics of this process's share of the text, and add them to those of the
-    others. Process 0 makes the artifact of them in `run_model`."""
-    job = planned.job
-    with place_weights(job.device_map, job.max_memory) as placement:
-        model = _load_model(planned, placement)
-        ids = _first_tokens(model, text)
-        geometry = planned.geometry or _look_at_model(model, ids, job.recipe)
-        recipe, _ = _check_capture(model, ids, job.recipe, geometry)
-        checkpoint.resume_limit()
-        collect(model, geometry, text.batches(job.batch), recipe, checkpoint)
 
 
 def _load_model(planned: Plan, placement: Placement | None) -> PreTrainedModel:

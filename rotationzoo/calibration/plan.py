@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rotationzoo.calibration.checkpoint import rank_files
 from rotationzoo.calibration.memory import (
     SIZED,
     Footprint,
@@ -58,7 +57,7 @@ class Job(RunSettings):
 
     @property
     def checkpoint(self) -> Path:
-        """The main file of the checkpoint, next to the output."""
+        """The checkpoint, next to the output."""
         return self.output.with_name(self.output.name + ".checkpoint.safetensors")
 
     @property
@@ -69,8 +68,7 @@ class Job(RunSettings):
     @property
     def unfinished(self) -> bool:
         """Whether an earlier run for this output was stopped and can be resumed."""
-        saved = (self.checkpoint, *rank_files(self.checkpoint))
-        return any(files.size_of(path) is not None for path in saved)
+        return files.size_of(self.checkpoint) is not None
 
 
 @dataclass(frozen=True)

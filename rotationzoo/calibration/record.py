@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import transformers
 
-from rotationzoo import ranks
 from rotationzoo.calibration.checkpoint import Identity
 from rotationzoo.calibration.memory import device_name, peak_memory
 from rotationzoo.calibration.model_run import CalibrationResult
@@ -42,8 +41,6 @@ def identify_job(job: Job, source: Source, text: Corpus | None) -> dict[str, str
         "threads": threads,
         "device_map": job.device_map,
         "max_memory": job.max_memory,
-        # The order of float64 sums depends on it.
-        "processes": ranks.world() if ranks.world() > 1 else None,
     }
     return identity | {key: str(value) for key, value in optional.items() if value is not None}
 

@@ -12,7 +12,7 @@ import torch
 
 from rotationzoo.calibration.checkpoint import Checkpoint
 from rotationzoo.calibration.observers import zero_statistics
-from rotationzoo.errors import ProcessLost, Unsound
+from rotationzoo.errors import Unsound
 from rotationzoo.linalg.moments import Moment, Statistics
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.model.out_of_memory import Undo
@@ -106,20 +106,15 @@ class RunningSums:
         if self._checkpoint is not None and self._checkpoint.save(self.whole, self.done):
             self._saved = self.done
 
-    def save(self) -> None:
-        """Save the whole batches now, if there are any that were not saved."""
-        if self._checkpoint is not None and self.done > self._saved and not self._torn:
-            self._checkpoint.save(self.whole, self.done, at_once=True)
-            self._saved = self.done
-
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Save the whole batches if Ctrl-C, a scheduler's SIGTERM or the loss of another process
-        ends the block."""
+        """Save the whole batches, if there are any that were not saved, where Ctrl-C or a
+        scheduler's SIGTERM ends the block."""
         try:
             yield
-        except (KeyboardInterrupt, ProcessLost):
-            self.save()
+        except KeyboardInterrupt:
+            if self._checkpoint is not None and self.done > self._saved and not self._torn:
+                self._checkpoint.save(self.whole, self.done, at_once=True)
             raise
 
 

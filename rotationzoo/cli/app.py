@@ -7,22 +7,20 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from rotationzoo import __version__, ranks
+from rotationzoo import __version__
 from rotationzoo.cli.calibrate import calibrate_command
-from rotationzoo.cli.command_line import remember_words, typed_words
+from rotationzoo.cli.command_line import remember_words
 from rotationzoo.cli.demo import demo_command
 from rotationzoo.cli.evaluate import evaluate_command
 from rotationzoo.cli.export import export_command
 from rotationzoo.cli.generate import generate_command
 from rotationzoo.cli.import_ import import_command
 from rotationzoo.cli.inspect import inspect_command
-from rotationzoo.cli.library_logs import divert_native_output
 from rotationzoo.cli.list import list_command
 from rotationzoo.cli.output import print_traceback, say, show_error, show_lines, start_output
 from rotationzoo.cli.plan import plan_command
@@ -77,8 +75,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 """The commands in the order of `--help`, which is the order in which a user meets them."""
 
-_HEAD_START = 15.0
-"""Seconds in which process 0 must have started and reported a wrong usage."""
 _WRONG_CHOICE = re.compile(r"'([^']*)' is not one of (.*)")
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -97,22 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     remember_words(words)
-    if (rank := ranks.launched_rank()) is not None:
-        divert_native_output()
     start_output()
-    if rank is not None:
-        ranks.use_one_gpu()
-        if rank > 0:
-            _close_output()
     try:
         # Outside standalone mode, errors reach `_fail` instead of being printed by Typer.
         code = _command_line().main(words, "rotationzoo", standalone_mode=False)
     except Exception as error:
         code = _fail(error, words)
-        if rank and code == UsageError.exit_code:
-            # All processes find the same mistake. The launcher ends the others as soon as one has
-            # ended, and process 0 must have said by then what was wrong.
-            time.sleep(_HEAD_START)
     sys.exit(code)
 
 
@@ -141,7 +127,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**options: Any) -> None:
         try:
-            _check_launcher(command)
+            _check_alone()
             command(**options)
             sys.stdout.flush()  # now, while the error of a full disk can still be reported
         except KeyboardInterrupt as error:
@@ -155,15 +141,13 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _check_launcher(command: Callable[..., None]) -> None:
-    """Raise `UsageError` for a command that several processes would each do alone."""
-    if ranks.launched_rank() is None or command in (calibrate_command, evaluate_command):
-        return
-    raise UsageError(
-        "only calibrate and evaluate can be shared among the processes of torchrun or accelerate "
-        "launch",
-        hint=f"start it alone: {shlex.join(['rotationzoo', *typed_words()])}",
-    )
+def _check_alone() -> None:
+    """Raise `UsageError` in one of several processes, each of which would do the whole command."""
+    if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError(
+            "rotationzoo runs in one process",
+            hint="start it without torchrun, and use --device-map auto for several GPUs",
+        )
 
 
 def _close_output() -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rotationzoo import ranks
 from rotationzoo.cli.command_line import typed_words
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
@@ -129,18 +128,12 @@ def calibrate_command(
     job = calibration_job(model, follow_link(output), recipe, **options)
     if job.recipe.model not in (None, model):
         out.note(f"Note: this recipe is meant for {job.recipe.model}")
-    if ranks.launched_rank() is not None:
-        from rotationzoo.calibration.job import check_shareable
-
-        check_shareable(job)
     if dry_run:
         show_plan(out, job)
         return
     # `calibrate` leaves a finished artifact of the same job as it is, and its folder unchanged.
     before = _last_change(job.output)
     artifact = _calibrate(out, job)
-    if artifact is None:
-        return
     is_new = _last_change(job.output) != before
     if not is_new:
         out.note("Note: this very job was done already; --restart does it again")
@@ -152,33 +145,21 @@ def _last_change(folder: Path) -> int | None:
     return folder.stat().st_ctime_ns if folder.exists() else None
 
 
-def _calibrate(out: Output, job: "Job") -> "Artifact | None":
-    """Run the job. If it is interrupted, raise an error that says how to continue.
-
-    None in the processes of a launcher that only do their share, and leave the artifact to process
-    0.
-    """
-    from rotationzoo.calibration.job import calibrate, contribute
+def _calibrate(out: Output, job: "Job") -> "Artifact":
+    """Run the job. If it is interrupted, raise an error that says how to continue."""
+    from rotationzoo.calibration.job import calibrate
 
     # Schedulers end jobs with SIGTERM. Treat it like Ctrl-C, so that work is saved and the error
     # says how to continue.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with show_progress(out) as progress, ranks.joined(lambda: job.torch_device):
-            if ranks.rank() == 0:
-                return calibrate(job, progress)
-            contribute(job)
-            return None
+        with show_progress(out) as progress:
+            return calibrate(job, progress)
     except KeyboardInterrupt:
         raise _interruption(job) from None
 
 
 def _interruption(job: "Job") -> Interrupted:
-    if ranks.launched_rank() is not None:
-        return Interrupted(
-            "interrupted; what every process has saved is kept",
-            hint="go on with the same command, without --restart",
-        )
     if not job.unfinished:
         command = shlex.join(["rotationzoo", *typed_words()])
         return Interrupted(

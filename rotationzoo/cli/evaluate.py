@@ -1,13 +1,11 @@
 """`rotationzoo evaluate`: measure what rotations cost a model."""
 
 import shlex
-import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rotationzoo import ranks
 from rotationzoo.cli.library_logs import hush_libraries
 from rotationzoo.cli.options import (
     Column,
@@ -36,26 +34,6 @@ from rotationzoo.cli.options import (
 from rotationzoo.cli.output import Output
 from rotationzoo.cli.progress_bar import show_progress
 from rotationzoo.errors import UsageError
-
-if TYPE_CHECKING:
-    from rotationzoo.evaluation.harness.tasks import HarnessSettings
-
-HarnessTasks = Annotated[
-    str | None,
-    typer.Option("--harness", help="Tasks of lm-evaluation-harness, as gsm8k,niah_single_1."),
-]
-HarnessLimit = Annotated[
-    int | None, typer.Option(min=1, help="Questions of each of these tasks; all by default.")
-]
-HarnessPath = Annotated[
-    Path | None, typer.Option(help="A folder of your own task files, which may run code.")
-]
-HarnessChat = Annotated[
-    bool, typer.Option("--harness-chat", help="Ask them in the model's chat template.")
-]
-HarnessAnswers = Annotated[
-    int, typer.Option("--harness-answers", min=0, help="Answers to each task that are shown, too.")
-]
 
 
 def evaluate_command(
@@ -112,11 +90,6 @@ def evaluate_command(
         int, typer.Option(min=0, help="Sampled queries per text for the attention KL; 0: none.")
     ] = 32,
     rope_scaling: RopeScaling = None,
-    harness: HarnessTasks = None,
-    harness_limit: HarnessLimit = None,
-    harness_path: HarnessPath = None,
-    harness_chat: HarnessChat = False,
-    harness_answers: HarnessAnswers = 0,
     batch: Annotated[int, typer.Option(min=1, help="Texts per forward pass.")] = 1,
     save: Annotated[
         bool, typer.Option("--save", help="Add evaluation.json to each artifact.")
@@ -147,7 +120,7 @@ def evaluate_command(
     _check_order(model, artifacts or [])
     from rotationzoo.api import evaluation_job
     from rotationzoo.cli.evaluate_view import show_evaluation, suggest_next
-    from rotationzoo.evaluation.job import check_shareable, evaluate
+    from rotationzoo.evaluation.job import evaluate
     from rotationzoo.runtime.through_cache import ThroughCache
 
     hush_libraries()
@@ -172,7 +145,6 @@ def evaluate_command(
         real_cache=real_cache,
         queries=queries,
         rope_scaling=rope_scaling,
-        harness=parse_harness(harness, harness_limit, harness_path, harness_chat, harness_answers),
         revision=revision,
         batch=batch,
         device=device,
@@ -181,11 +153,7 @@ def evaluate_command(
         max_memory=max_memory,
     )
     job = evaluation_job(model, artifacts or [], save, **options)
-    if ranks.launched_rank() is not None:
-        check_shareable(job.harness, job.device_map)
-        # torchrun sends it to all other processes after one was killed, and they say why they end.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with show_progress(out) as progress, ranks.joined(lambda: job.torch_device):
+    with show_progress(out) as progress:
         report = evaluate(job, progress, ThroughCache)
     show_evaluation(out, report)
     words = [model, "--revision", revision] if revision else [model]
@@ -233,23 +201,3 @@ def parse_layers(text: str | None) -> set[int] | None:
             f"--layers has no layer in {part!r}", hint="write it as: --layers 0,4-7"
         ) from error
     return layers
-
-
-def parse_harness(
-    names: str | None, limit: int | None, folder: Path | None, chat: bool, answers: int = 0
-) -> "HarnessSettings | None":
-    """The settings of `--harness NAME,NAME`; None without it. Raises `UsageError`."""
-    from rotationzoo.evaluation.harness.tasks import HarnessSettings
-
-    if names is None:
-        if folder is not None or limit is not None or chat or answers:
-            raise UsageError(
-                "--harness-limit, --harness-path, --harness-chat and --harness-answers are for the "
-                "tasks of --harness",
-                hint="name them: --harness gsm8k",
-            )
-        return None
-    tasks = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
-    if not tasks:
-        raise UsageError("--harness names no task", hint="write it as: --harness gsm8k,hellaswag")
-    return HarnessSettings(tuple(tasks), limit, folder, chat, answers)

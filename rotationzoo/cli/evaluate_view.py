@@ -7,14 +7,11 @@ from rotationzoo.cli.output import Output, say, show_table
 from rotationzoo.report.conditions import (
     ABOUT_BITS,
     describe_arms,
-    describe_harness,
     describe_prefill,
     describe_recall,
 )
-from rotationzoo.report.tables import EXACT, evaluation_tables, harness_table
+from rotationzoo.report.tables import evaluation_tables
 from rotationzoo.words import counted
-
-_LONGEST = 200  # characters of an answer; `--json` has all of it
 
 
 def show_evaluation(out: Output, report: Measured) -> None:
@@ -50,9 +47,8 @@ def _say_evaluation(report: Measured) -> None:
         say(_title(window))
         for table in evaluation_tables(report, window):
             show_table(table, apart=True)
-        _show_harness(report, window)
     say("")
-    say(*describe_recall(report), *describe_harness(report))
+    say(*describe_recall(report))
     say("±: standard error over texts, paired with the exact model")
     say(f"{ABOUT_BITS}; bits here: at {report.text.length:,}")
     say(*describe_arms(report.window.arms.values()))
@@ -63,27 +59,5 @@ def _say_evaluation(report: Measured) -> None:
         say(*window.verdict.words)
 
 
-def _show_harness(report: Measured, window: Window) -> None:
-    """The harness' tasks for one pair of windows; nothing if none were asked."""
-    exact = report.exact.harness
-    if report.harness is None or exact is None:
-        return
-    # A group stands for its tasks where it has a metric of its own.
-    tasks = [name for name in exact if name in report.harness.tasks]
-    for task in tasks or exact:
-        scores = {EXACT: exact[task]}
-        scores |= {name: arm.harness[task] for name, arm in window.arms.items() if arm.harness}
-        show_table(harness_table(task, scores), apart=True)
-        for number, kept in enumerate(exact[task].answers):
-            say("")
-            say(f"{task}, question {kept.question}, right: {_shortened(kept.right)}")
-            for name, score in scores.items():
-                say(f"  {name}: {_shortened(score.answers[number].answer)}")
-
-
 def _title(window: Window) -> str:
     return f"sink {window.sink}, recent {window.recent}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -1,9 +1,7 @@
 """Keeping the warnings and progress bars of other libraries out of a command's output."""
 
 import logging
-import os
 import sys
-from contextlib import suppress
 from typing import Any
 
 from rotationzoo.cli.output import visible
@@ -13,14 +11,10 @@ _LOUD = (
     "accelerate",
     "huggingface_hub",
     "datasets",
-    "lm_eval",
-    "evaluate",
-    "absl",
     "bitsandbytes",
     "sigstore",
     "tuf",
 )
-_STDOUT, _STDERR = 1, 2  # file descriptors
 
 
 class _Visible(logging.Formatter):
@@ -45,23 +39,6 @@ def hush_libraries(models: bool = True) -> None:
         settings: Any = transformers.logging  # it has no type annotations
         settings.set_verbosity_error()
         settings.disable_progress_bar()
-
-
-def divert_native_output() -> None:
-    """Send what native libraries write to stdout to stderr instead. What Python prints still goes
-    to stdout.
-
-    NCCL writes its log there (`NCCL_DEBUG=WARN`), next to the one JSON object of `--json`. Its own
-    `NCCL_DEBUG_FILE=/dev/stderr` would empty a file that stderr goes to, and spares the line with
-    NCCL's version.
-    """
-    with suppress(OSError, ValueError):  # a stdout without a descriptor, or one that is closed
-        if sys.stdout.fileno() != _STDOUT:
-            return
-        sys.stdout.flush()
-        results = os.dup(_STDOUT)
-        os.dup2(_STDERR, _STDOUT)
-        sys.stdout = open(results, "w", encoding=sys.stdout.encoding)  # noqa: SIM115
 
 
 def _log_to_stderr() -> None:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import ranks
 from rotationzoo.errors import RotationZooError
 from rotationzoo.evaluation.metrics import Buckets, Metrics
 from rotationzoo.model.capture import Attention, intercept
@@ -29,11 +28,9 @@ _LOCATING_TOKENS = 8  # any number works: each layer calls attention once per fo
 
 class CacheReader(Protocol):
     """A model that reads its tokens through a real cache. Called with ids `[B, T]`, it returns an
-    output with the last `logits_to_keep` logits; `read` also returns the cache."""
+    output with the last `logits_to_keep` logits."""
 
-    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **ignored: Any) -> Any: ...
-
-    def read(self, ids: torch.Tensor, kept: int = 0) -> tuple[Any, torch.Tensor]: ...
+    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **ignored: Any) -> Any: ...
 
 
 Through = Callable[[PreTrainedModel, CacheArm, CacheLayout], CacheReader]
@@ -75,8 +72,7 @@ def run_models(
     """Run every batch `[B, T]` of token ids through the exact model and through every combination
     of cache and arm.
 
-    Processes that `ranks` joins share these runs, and each returns the metrics of all. A batch that
-    runs out of memory is halved.
+    A batch that runs out of memory is halved.
 
     Raises `RotationZooError` where a single row is too large, and if no row is long enough to read
     anything from a 2-bit cache.
@@ -92,31 +88,25 @@ def run_models(
     buckets = Buckets.between(trial.start, longest)
     device = input_device(model)
     modules = attention_modules(model, batches[0][:1, :_LOCATING_TOKENS].to(device))
+    exact = Metrics(buckets, trial.layers)
     pairs = list(product(trial.caches, trial.arms))
-    # Sorted by arm, so that processes that share the runs have as much to do of each arm.
+    arms = {(cache, arm.name): Metrics(buckets, trial.layers) for cache, arm in pairs}
     runs = list(product([None, *pairs], range(len(batches))))
-    shared, results = ranks.share(runs), []
-    limit, progress = RowLimit(), in_tokens(progress, [batches[run[1]].numel() for run in shared])
-    progress("evaluating", 0, len(shared))
-    for done, (pair, number) in enumerate(shared):
-        ids, metrics = batches[number].to(device), Metrics(buckets, trial.layers)
+    limit, progress = RowLimit(), in_tokens(progress, [batches[run[1]].numel() for run in runs])
+    progress("evaluating", 0, len(runs))
+    for done, (pair, number) in enumerate(runs):
+        ids, metrics = batches[number].to(device), exact
         read = partial(_read_exactly, model, trial.start, metrics)
         if pair is not None:
             cache, arm = pair
+            metrics = arms[cache, arm.name]
             queries = _draw_queries(trial, ids.shape[1], seed=number)
             simulation = Simulation(
                 arm, cache, trial.geometry, set(trial.layers), trial.sides, queries
             )
             read = partial(_read_through, simulation, model, modules, trial.start, metrics)
         limit.run(ids, read, metrics.keep)
-        results.append(metrics.tensors())
-        progress("evaluating", done + 1, len(shared))
-        ranks.beat()
-    exact = Metrics(buckets, trial.layers)
-    arms = {(cache, arm.name): Metrics(buckets, trial.layers) for cache, arm in pairs}
-    for (pair, _), sums in zip(runs, ranks.gather(results), strict=True):
-        metrics = exact if pair is None else arms[pair[0], pair[1].name]
-        metrics.add(sums)
+        progress("evaluating", done + 1, len(runs))
     return Measurements(exact, arms)
 
 

@@ -1,16 +1,14 @@
 """The evaluation job: what a model answers through every arm with a 2-bit KV cache, and what each
 arm costs in perplexity, attention KL and output error."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from rotationzoo import ranks
 from rotationzoo.artifact.measured import Measured, Text
 from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec import int2
-from rotationzoo.errors import RotationZooError, UsageError
+from rotationzoo.errors import UsageError
 from rotationzoo.evaluation.arms import BASELINES, build_arms, check_pooled, shared_recipe
 from rotationzoo.evaluation.compatibility import (
     check_artifacts,
@@ -24,8 +22,6 @@ from rotationzoo.evaluation.compatibility import (
     settle_rope_scaling,
 )
 from rotationzoo.evaluation.forward import Through, Trial, run_models
-from rotationzoo.evaluation.harness.run import run_harness
-from rotationzoo.evaluation.harness.tasks import HarnessSettings, TaskLoader
 from rotationzoo.evaluation.report import Results, assemble_report, save_evaluation
 from rotationzoo.evaluation.tasks.answering import Asking, answer_tasks
 from rotationzoo.evaluation.tasks.prompts import TaskSettings, plan_tasks
@@ -35,13 +31,11 @@ from rotationzoo.model.loading import RunSettings
 from rotationzoo.model.placement import place_weights
 from rotationzoo.model.quantized import check_loadable
 from rotationzoo.model.rope import scaling_of
-from rotationzoo.model.source import Source, fetch, fetch_weights, find, weights_fingerprint
+from rotationzoo.model.source import fetch, fetch_weights, find, weights_fingerprint
 from rotationzoo.progress import Progress, silent
 from rotationzoo.recipe import Data
 from rotationzoo.simulation.layout import CacheLayout
 from rotationzoo.text.rows import read_corpus
-from rotationzoo.words import differing
-from rotationzoo.writer import library_versions
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Evaluation(RunSettings):
     prefill_layout: Literal["server", "window"] | None = None
     """The tokens that earlier chunks keep exact, as in `Cache`. None means `server`."""
     real_cache: bool = False
-    """Whether recall tasks and the harness are read through a real cache, not a simulation."""
+    """Whether recall tasks are read through a real cache, not a simulation."""
     queries: int = 32
     """How many queries per row are sampled for the attention KL; 0 skips it."""
     rope_scaling: str | None = None
@@ -77,8 +71,6 @@ class Evaluation(RunSettings):
     pooled: bool = False
     """Whether to measure each artifact with one rotation per layer, too, as `export --pooled`
     writes it."""
-    harness: HarnessSettings | None = None
-    """Tasks of lm-evaluation-harness that the exact model and every arm answer; None for none."""
     batch: int = 1
     save_to: list[Path] = field(default_factory=list)
     """The artifacts, among those evaluated, to which the report is added."""
@@ -95,18 +87,16 @@ def evaluate(
 
     `through` makes the reader of a job's real cache: `runtime.through_cache.ThroughCache`.
 
-    Processes that `ranks` joins share texts and prompts, and process 0 alone saves the report.
     Raises `UsageError` for settings that exclude each other, and `RotationZooError` for artifacts,
     layers or texts that do not fit the model. Where the config is enough to tell, the error comes
     before any weights are fetched.
     """
     _check_settings(job)
     assert through is not None or not job.real_cache, "a real cache needs its reader"
-    ranks.listen("begin")
     artifacts = [Artifact.open(folder) for folder in job.artifacts]
     # Fail now if the report could not be saved, not after hours of evaluation.
     for artifact in artifacts:
-        if artifact.folder in job.save_to and ranks.rank() == 0:
+        if artifact.folder in job.save_to:
             artifact.check_writable()
     if job.pooled:
         check_pooled(artifacts)
@@ -119,8 +109,6 @@ def evaluate(
     config = loading.load_config(source, scaling)
     if job.fit_length:
         job = replace(job, data=fit_rows(job.data, start, config))
-    lengths = job.tasks.lengths or (job.data.length,)
-    loader = TaskLoader(job.harness, list(lengths)) if job.harness else None
     device = job.torch_device
     check_loadable(config, source.name, device)
     dtype = job.torch_dtype
@@ -133,14 +121,11 @@ def evaluate(
     check_length(job.data, start)
     # The text needs only the tokenizer and may be refused, so it is read before the weights.
     fetch(source, weights=False)
-    ranks.tell("begin")  # other processes find config and tokenizer here, and read the text, too
     tokenizer, data = loading.load_tokenizer(source), judged_text(job.data)
     progress("reading the text", 0, 0)
     text = read_corpus(data, tokenizer)
     plan = plan_tasks(job.tasks, data, text, tokenizer, caches)
-    harness_tasks = loader.load(tokenizer) if loader else {}
     fetch_weights(source, progress)
-    _check_same((job, text.fingerprint), source, artifacts)
     with place_weights(job.device_map, job.max_memory) as placement:
         progress("loading the model", 0, 0)
         model = loading.load(source, config, device, dtype, placement)
@@ -155,12 +140,9 @@ def evaluate(
             measured = run_models(model, text.batches(job.batch), trial, progress)
         asking = Asking(model, job.model, job.batch * job.data.length, progress)
         answers = answer_tasks(asking, plan, trial)
-        harness = None
-        if job.harness:
-            harness = run_harness(model, tokenizer, harness_tasks, job.harness, trial, progress)
     notes = notes_for_reader(text, source, artifacts, geometry) + rope_notes(artifacts, scaling)
     layout = caches[0].prefill_layout if job.prefill_chunk else None
-    results = Results(trial, [each.about for each in tested], measured, answers, harness)
+    results = Results(trial, [each.about for each in tested], measured, answers)
     report = assemble_report(
         results,
         text=Text(
@@ -181,7 +163,7 @@ def evaluate(
         rope_scaling=scaling_of(config),
     )
     for artifact in artifacts:
-        if artifact.folder in job.save_to and ranks.rank() == 0:
+        if artifact.folder in job.save_to:
             save_evaluation(report, artifact)
     return report
 
@@ -200,8 +182,6 @@ def _check_settings(job: Evaluation) -> None:
             hint="leave out --real-cache, or --layers, --keys-only and --values-only",
         )
     job.tasks.check()
-    if job.harness:
-        job.harness.check()
     _ = job.memory_limits  # for its errors
 
 
@@ -227,47 +207,3 @@ def _layers_in_2_bits(job: Evaluation, geometry: Geometry) -> list[int]:
     if job.layers is None:
         return sorted(layer.index for layer in geometry)
     return sorted(layer.index for layer in geometry if layer.owner in job.layers)
-
-
-# ---- processes under torchrun or accelerate launch
-
-
-def check_shareable(harness: object, device_map: str | None) -> None:
-    """Raise `UsageError` for an evaluation that one process has to do alone: one with tasks of
-    lm-evaluation-harness, or with a device map."""
-    if harness is not None:
-        alone = "--harness asks tasks that"
-    elif device_map is not None:
-        alone = "--device-map spreads one model over all devices, which"
-    else:
-        return
-    raise UsageError(
-        f"{alone} processes cannot share", hint="start it without torchrun or accelerate launch"
-    )
-
-
-def identify(settings: object, source: Source, artifacts: Sequence[Artifact]) -> dict[str, str]:
-    """The inputs that decide the results, by name. `settings`: all of them, as they are printed."""
-    versions = [f"{name} {version}" for name, version in library_versions().items()]
-    return {
-        "settings": repr(settings),
-        "weights": weights_fingerprint(source),
-        "artifacts": " ".join(artifact.identity for artifact in artifacts),
-        "versions": ", ".join(versions),
-    }
-
-
-def _check_same(settings: object, source: Source, artifacts: Sequence[Artifact]) -> None:
-    """Tell the other processes what this one evaluates, if it is process 0; otherwise wait for
-    that, and raise `RotationZooError` if this process evaluates something else."""
-    if ranks.world() == 1:
-        return
-    present = identify(settings, source, artifacts)
-    ranks.tell("job", present)
-    first = ranks.listen("job") or present
-    changed = [name for name in present if present[name] != first.get(name)]
-    if changed:
-        raise RotationZooError(
-            f"process {ranks.rank()} would add results of another evaluation: {differing(changed)}",
-            hint="give every machine the same command, files and versions",
-        )

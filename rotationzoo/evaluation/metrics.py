@@ -201,15 +201,6 @@ class Metrics:
         """Add the ranges `[B, H, T]` of the rows of a side, before they are rounded."""
         self._heads.add_row_range(layer, side, ranges)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All sums by name, for `add`: `[texts, ...]`."""
-        return {name: torch.cat(parts) for name, parts in self._sums().items() if parts}
-
-    def add(self, sums: dict[str, torch.Tensor]) -> None:
-        """Add the sums of further texts, which other `Metrics` of the same layers had."""
-        for name, tensor in sums.items():
-            self._sums()[name].append(tensor)
-
     @property
     def tokens(self) -> int:
         """The number of tokens that have a loss."""

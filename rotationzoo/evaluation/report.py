@@ -8,7 +8,6 @@ from typing import Any
 from rotationzoo.artifact.measured import AboutArm, Exact, Measured, MeasuredArm, Window, plain_arm
 from rotationzoo.artifact.store import EVALUATION, Artifact
 from rotationzoo.evaluation.forward import Measurements, Trial
-from rotationzoo.evaluation.harness.run import HarnessMeasures
 from rotationzoo.evaluation.tasks.answering import TaskAnswers
 from rotationzoo.evaluation.tasks.scores import score_arm, score_exact
 from rotationzoo.evaluation.verdict import judge_window
@@ -27,27 +26,21 @@ class Results:
     about: Sequence[AboutArm]
     measured: Measurements
     answers: TaskAnswers
-    harness: HarnessMeasures | None = None
 
 
 def assemble_report(results: Results, **conditions: Any) -> Measured:
     """Everything that was measured. `conditions`: how, as the fields of `Measured` without those
     that follow from the results."""
-    trial, harness = results.trial, results.harness
+    trial = results.trial
     tasks, all_tasks = score_exact(results.answers)
-    asked: dict[str, Any] = {} if harness is None else {"harness": harness.exact}
     costs = dict(results.measured.exact.measure_exact())
-    exact = Exact(**costs, tasks=tasks, all_tasks=all_tasks, **asked)
+    exact = Exact(**costs, tasks=tasks, all_tasks=all_tasks)
     length = conditions["text"].length
     windows = []
     for cache in trial.caches:
         arms = {about.name: _assemble_arm(results, cache, about, length) for about in results.about}
         windows.append(_judge(cache.sink, cache.recent, arms, exact))
     notes = conditions.pop("notes") + results.answers.notes
-    record: dict[str, Any] = {}
-    if harness is not None:
-        record = {"harness": harness.record}
-        notes += harness.notes(trial)
     return Measured(
         **conditions,
         tokens=results.measured.exact.tokens,
@@ -57,16 +50,14 @@ def assemble_report(results: Results, **conditions: Any) -> Measured:
         tasks=results.answers.plan.describe(),
         exact=exact,
         windows=windows,
-        **record,
     )
 
 
 def _assemble_arm(
     results: Results, cache: CacheLayout, about: AboutArm, length: int
 ) -> MeasuredArm:
-    trial, measured, harness = results.trial, results.measured, results.harness
+    trial, measured = results.trial, results.measured
     arm = next(arm for arm in trial.arms if arm.name == about.name)
-    asked: dict[str, Any] = {} if harness is None else {"harness": harness.arms[cache, arm.name]}
     tasks, all_tasks = score_arm(results.answers, cache, arm.name)
     return MeasuredArm(
         **dict(about),
@@ -75,7 +66,6 @@ def _assemble_arm(
         all_tasks=all_tasks,
         bits_per_element=arm_bits(trial.geometry, arm, cache, CONTEXT),
         bits_at_length=arm_bits(trial.geometry, arm, cache, length),
-        **asked,
     )
 
 
@@ -98,7 +88,7 @@ def save_evaluation(report: Measured, artifact: Artifact) -> None:
         # Judge again: with fewer arms there are fewer comparisons to correct for.
         windows.append(_judge(window.sink, window.recent, kept, report.exact))
     evaluation = report.model_copy(update={"windows": windows})
-    content = strict_json.text(evaluation.content())
+    content = strict_json.text(evaluation.model_dump())
     summary = evaluation.summary().model_dump()
     add_files(artifact, {EVALUATION: content}, {"evaluation": summary})
 

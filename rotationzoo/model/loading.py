@@ -132,8 +132,8 @@ def load(
         with as_unavailable(f"{source.name} could not be loaded", hint=_FETCH_HINT):
             check_blocks(weight_files(source.folder), config, source.name)
     if device == "cuda":
-        # transformers would take the GPU of the launcher's local rank, even where a process sees
-        # only one.
+        # In a script that torchrun started, transformers would take the GPU of the local rank, even
+        # where the process sees only one.
         device = f"cuda:{torch.cuda.current_device()}"
     where: dict[str, Any] = {"device_map": device}
     if placement is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from rotationzoo import ranks
 from rotationzoo.errors import RotationZooError
 from rotationzoo.words import counted
 
@@ -54,16 +53,13 @@ class RowLimit:
         """Call `forward` with the rows `[B, T]`, in order and each once.
 
         Where it runs out of memory, what `keep` returned just before is called, and the same rows
-        follow in halves. Raises `RotationZooError` where a single row is too large. It also does in
-        one of several processes, whose batches must have the same shapes to give the sums of a
-        process that is alone.
+        follow in halves. Raises `RotationZooError` where a single row is too large.
         """
         done = 0
         while done < len(ids):
             rows = ids[done : done + (self.rows or len(ids))]
-            divisible = len(rows) > 1 and ranks.world() == 1
             undo = None  # frees what was kept for the rows before
-            if divisible:
+            if len(rows) > 1:
                 undo = keep()
             try:
                 forward(rows)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rotationzoo import ranks
 from rotationzoo.errors import UsageError
 from rotationzoo.model.files import weight_files
 from rotationzoo.model.source import Source
@@ -155,7 +154,7 @@ def devices_of(on_cpu: bool) -> list[int | str]:
 
 def free_memory(device: torch.device | int | str) -> int:
     """Bytes that can still be allocated on a GPU, which may be named by its number, or in main
-    memory: within the limit of a container, and divided among the processes of a launcher."""
+    memory: within the limit of a container."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -168,7 +167,7 @@ def free_memory(device: torch.device | int | str) -> int:
             int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current")
         )
         free = min(free, limit - used + _cached_in_container())
-    return max(free, 0) // ranks.local_world()
+    return max(free, 0)
 
 
 def _cached_in_container() -> int:

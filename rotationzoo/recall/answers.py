@@ -1,6 +1,6 @@
 """How well a model answers the questions of prompts: exact matches, and log probabilities."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,10 @@ def read_answers(
     return Answers(torch.stack(correct).cpu(), torch.stack(log_probability).cpu())
 
 
-def join_answers(parts: Sequence[Mapping[str, torch.Tensor]]) -> Answers:
-    """The answers to consecutive prompts, from the fields of those to some of them each."""
-    correct = torch.cat([part["correct"] for part in parts])
-    return Answers(correct, torch.cat([part["log_probability"] for part in parts]))
+def join_answers(parts: Sequence[Answers]) -> Answers:
+    """The answers to consecutive prompts, from those to some of them each."""
+    correct = torch.cat([part.correct for part in parts])
+    return Answers(correct, torch.cat([part.log_probability for part in parts]))
 
 
 def _predictions(

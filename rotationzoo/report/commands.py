@@ -69,11 +69,7 @@ def reproduce_command(manifest: Manifest) -> str | None:
         words += ["--revision", manifest.model.revision]
     words += _recipe_words(Recipe.model_validate(manifest.recipe))
     words += _run_words(manifest.identity, manifest.run.device)
-    processes = manifest.identity.get("processes")
-    start = ["rotationzoo"]
-    if processes:
-        start = ["torchrun", "--nproc-per-node", str(processes), "-m", "rotationzoo"]
-    return shlex.join([*start, *words])
+    return shlex.join(["rotationzoo", *words])
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:

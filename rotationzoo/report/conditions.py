@@ -63,18 +63,6 @@ def describe_recall(measured: Measured) -> list[str]:
     ]
 
 
-def describe_harness(measured: Measured) -> list[str]:
-    """The meaning of the columns of the harness' tables; nothing if it asked nothing."""
-    if measured.harness is None:
-        return []
-    return [
-        f"Tasks: lm-evaluation-harness {measured.harness.version}, ±: its standard error",
-        "-lost +gained: questions against the exact model's; p: McNemar's exact test",
-        "tokens, truncated: of generated answers, their mean length, and how many reached the "
-        "largest length",
-    ]
-
-
 def describe_conditions(measured: Measured) -> str:
     """The format, the windows and the text of an evaluation, and what the columns say."""
     window = measured.window

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rotationzoo.artifact.measured import ArmSummary, Column, Exact, Measured, MeasuredArm, Window
-from rotationzoo.artifact.scores import HarnessScore, Recall, Score
-from rotationzoo.words import change, counted, nats, number, percent
+from rotationzoo.artifact.scores import Recall, Score
+from rotationzoo.words import change, nats, number, percent
 
 EXACT = "exact"
 
@@ -100,7 +100,7 @@ def length_table(arms: Mapping[str, MeasuredArm]) -> Table:
 
 
 def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
-    """All tables of one pair of windows without the harness', answers first."""
+    """All tables of one pair of windows, answers first."""
     exact = measured.exact
     tables = recall_tables(exact.tasks, exact.all_tasks, window.arms)
     if tables:
@@ -108,38 +108,5 @@ def evaluation_tables(measured: Measured, window: Window) -> list[Table]:
     return [*tables, cost_table(window.arms), length_table(window.arms)]
 
 
-def harness_table(task: str, scores: Mapping[str, HarnessScore]) -> Table:
-    """One task of the harness: the exact model, which comes first, and every arm."""
-    exact = next(iter(scores.values()))
-    paired = {metric for score in scores.values() for metric in score.paired}
-    columns = ["arm"]
-    for metric in exact.metrics:
-        columns.append(metric)
-        if metric in paired:
-            columns.append("-lost +gained")
-    generated = exact.answer_tokens is not None
-    if generated:
-        columns += ["tokens", "truncated"]
-    rows = []
-    for name, score in scores.items():
-        row = [name]
-        for metric, value in score.metrics.items():
-            row.append(number(value, ".4f", score.standard_error[metric]))
-            if metric in paired:
-                row.append(_pairing(score, metric))
-        if generated:
-            row += [number(score.answer_tokens, ".1f"), percent(score.truncated, 1)]
-        rows.append(row)
-    questions = "" if exact.questions is None else f", {counted(exact.questions, 'question')}"
-    return Table(f"{task}{questions}", columns, rows)
-
-
 def _score(score: Score) -> str:
     return f"{percent(score.share)} {score.log_probability:.1f}"
-
-
-def _pairing(score: HarnessScore, metric: str) -> str:
-    pairing = score.paired.get(metric)
-    if pairing is None:
-        return ""
-    return f"-{pairing.lost} +{pairing.gained} (p {pairing.p_value:.2g})"

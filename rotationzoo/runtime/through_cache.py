@@ -30,33 +30,26 @@ class ThroughCache:
         self.settings = CacheSettings(arm, layout)
         self.device = model.device
 
-    def __call__(
-        self, input_ids: torch.Tensor, logits_to_keep: int = 0, **ignored: Any
-    ) -> SimpleNamespace:
-        """The last `logits_to_keep` logits of ids `[B, T]`, or all of them (0)."""
-        _, logits = self.read(input_ids, logits_to_keep or input_ids.shape[1])
-        return SimpleNamespace(logits=logits)
-
     @torch.no_grad()
-    def read(self, ids: torch.Tensor, kept: int = 0) -> tuple[RotatedCache, torch.Tensor]:
-        """A new cache that holds ids `[B, T]`, and the last `kept` logits, or none."""
+    def __call__(
+        self, input_ids: torch.Tensor, logits_to_keep: int, **ignored: Any
+    ) -> SimpleNamespace:
+        """The last `logits_to_keep` logits of ids `[B, T]`."""
         cache, logits = RotatedCache(self.settings, self.model), []
-        left = ids.shape[1]
-        for piece in ids.split(self._pieces(left), dim=1):
+        left = input_ids.shape[1]
+        for piece in input_ids.split(self._pieces(left), dim=1):
             length = piece.shape[1]
-            if self.layout.prefill_chunk and length == 1 and kept:
+            if self.layout.prefill_chunk and length == 1:
                 # A chunk of one token would count as a decoding step. The second one is not read.
                 piece = piece.repeat(1, 2)
             left -= length
-            wanted = piece.shape[1] if left < kept else 1
+            wanted = piece.shape[1] if left < logits_to_keep else 1
             output = self.model(
                 input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=wanted
             )
-            if left < kept:
-                logits.append(output.logits[:, :length][:, -(kept - left) :])
-        if not logits:
-            return cache, ids.new_zeros(ids.shape[0], 0, 0)
-        return cache, torch.cat(logits, dim=1)
+            if left < logits_to_keep:
+                logits.append(output.logits[:, :length][:, -(logits_to_keep - left) :])
+        return SimpleNamespace(logits=torch.cat(logits, dim=1))
 
     def _pieces(self, length: int) -> list[int]:
         """How many tokens each call reads."""

@@ -37,13 +37,9 @@ class CacheLayout:
         """The windows and groups that a recipe was made for, in a format."""
         return cls(format, recipe.sink, recipe.recent, group_size=recipe.group_size)
 
-    def exact(
-        self, length: int, device: torch.device | str = "cpu", queries: int | None = None
-    ) -> torch.Tensor:
-        """Boolean `[Q, T]`: whether query t reads the exact copy of position j, for the last Q =
-        `queries` of T = `length` positions, or for all of them (None)."""
-        query = torch.arange(length - (queries or length), length, device=device)
-        return self.exact_for(query, length)
+    def exact(self, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Boolean `[T, T]`: whether query t of T = `length` reads the exact copy of position j."""
+        return self.exact_for(torch.arange(length, device=device), length)
 
     def exact_for(self, query: torch.Tensor, length: int) -> torch.Tensor:
         """The same `[Q, T]` for the queries at some positions `[Q]`."""

@@ -34,14 +34,14 @@ class Block:
 class TwoCopyMask:
     """The two-copy mask made from the model's own mask of one attention call, block by block.
 
-    `attend` (whose mask None is plain causal), `device` and `lengths` (Q queries, T keys) identify
-    the mask that it is made from.
+    `attend` (whose mask None is plain causal), `device` and `length` (T queries and as many keys)
+    identify the mask that it is made from.
     """
 
     attend: Attention
     cache: CacheLayout
     device: torch.device
-    lengths: tuple[int, int]
+    length: int
     _kept: list[Block] = field(default_factory=list)
 
     def blocks(self) -> Iterator[Block]:
@@ -51,7 +51,7 @@ class TwoCopyMask:
         queries, and so is one of the two copies of nearly every earlier position.
         """
         kept_bytes = sum(block.mask.nbytes for block in self._kept)
-        for number, queries in enumerate(query_blocks(self.lengths[0])):
+        for number, queries in enumerate(query_blocks(self.length)):
             if number < len(self._kept):
                 yield self._kept[number]
                 continue
@@ -64,21 +64,20 @@ class TwoCopyMask:
             yield block
 
     def rows(self, queries: slice | torch.Tensor) -> torch.Tensor:
-        """The two-copy mask `[B or 1, 1, q, 2T]` of some of the Q queries, as `two_copy_mask`
+        """The two-copy mask `[B or 1, 1, q, 2T]` of some of the T queries, as `two_copy_mask`
         defines it. Raises `UnsupportedModel` as that does."""
-        single = own_mask(self.attend, queries, self.lengths, self.device)
-        first = self.lengths[1] - self.lengths[0]
-        positions = torch.arange(first, self.lengths[1], device=self.device)[queries]
-        return _both_copies(single, self.cache.exact_for(positions, self.lengths[1]))
+        single = own_mask(self.attend, queries, self.length, self.device)
+        positions = torch.arange(self.length, device=self.device)[queries]
+        return _both_copies(single, self.cache.exact_for(positions, self.length))
 
-    def fits(self, attend: Attention, lengths: tuple[int, int], device: torch.device) -> bool:
-        """Whether this mask was made from the same model mask, for as many queries and keys, on the
-        same device.
+    def fits(self, attend: Attention, length: int, device: torch.device) -> bool:
+        """Whether this mask was made from the same model mask, for as many positions, on the same
+        device.
 
         Masks are compared by content, because layers on a second device each receive their own
         copy.
         """
-        if self.device != device or self.lengths != lengths:
+        if self.device != device or self.length != length:
             return False
         mask, other = self.attend.mask, attend.mask
         if mask is None or other is None or mask is other:
@@ -98,36 +97,32 @@ class TwoCopyMasks:
         self.cache = cache
         self._masks: list[TwoCopyMask] = []
 
-    def mask_for(self, attend: Attention, query: torch.Tensor, length: int) -> TwoCopyMask:
-        """The two-copy mask for one attention call over `length` keys."""
-        lengths, device = (query.shape[2], length), query.device
+    def mask_for(self, attend: Attention, query: torch.Tensor) -> TwoCopyMask:
+        """The two-copy mask for one attention call."""
+        length, device = query.shape[2], query.device
         for mask in self._masks:
-            if mask.fits(attend, lengths, device):
+            if mask.fits(attend, length, device):
                 return mask
-        # Masks of an earlier row, or of an answer before its last token, are not asked for again.
-        self._masks = [mask for mask in self._masks if mask.lengths == lengths]
-        mask = TwoCopyMask(attend, self.cache, device, lengths)
+        # Masks of an earlier row of another length are not asked for again.
+        self._masks = [mask for mask in self._masks if mask.length == length]
+        mask = TwoCopyMask(attend, self.cache, device, length)
         self._masks.append(mask)
         return mask
 
 
-def two_copy_mask(
-    attend: Attention, query: torch.Tensor, cache: CacheLayout, length: int | None = None
-) -> torch.Tensor:
-    """The mask `[B or 1, 1, Q, 2T]` that shows each query one copy of each position that it may
-    see.
+def two_copy_mask(attend: Attention, query: torch.Tensor, cache: CacheLayout) -> torch.Tensor:
+    """The mask `[B or 1, 1, T, 2T]` that shows each of T queries one copy of each position that it
+    may see.
 
-    The Q queries are the last of T = `length` positions: all of them (None), or those whose
-    predecessors the model reads from its own KV cache. The mask is boolean or additive, like the
-    model's own. Raises `UnsupportedModel` for any other kind of mask.
+    The mask is boolean or additive, like the model's own. Raises `UnsupportedModel` for any other
+    kind of mask.
 
-    This is the definition. It takes Q times 2T entries, 34 GB for 131,072 tokens: long rows are
+    This is the definition. It takes T times 2T entries, 34 GB for 131,072 tokens: long rows are
     read through `TwoCopyMask`.
     """
-    queries = query.shape[2]
-    lengths = queries, length or queries
-    single = own_mask(attend, slice(None), lengths, query.device)
-    return _both_copies(single, cache.exact(lengths[1], query.device, queries))
+    length = query.shape[2]
+    single = own_mask(attend, slice(None), length, query.device)
+    return _both_copies(single, cache.exact(length, query.device))
 
 
 def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -140,21 +135,16 @@ def _both_copies(mask: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def own_mask(
-    attend: Attention,
-    queries: slice | torch.Tensor,
-    lengths: tuple[int, int],
-    device: torch.device,
+    attend: Attention, queries: slice | torch.Tensor, length: int, device: torch.device
 ) -> torch.Tensor:
-    """The model's own mask `[B or 1, 1, q, T]` of some of the Q queries of an attention call over T
-    keys, boolean or additive; `lengths` are Q and T. Raises `UnsupportedModel` for a mask of
-    another shape."""
-    count, length = lengths
+    """The model's own mask `[B or 1, 1, q, T]` of some of the queries of an attention call over T =
+    `length` positions, boolean or additive. Raises `UnsupportedModel` for a mask of another
+    shape."""
     mask = attend.mask
     if mask is None:
-        positions = torch.arange(length - count, length, device=device)[queries]
         keys = torch.arange(length, device=device)
-        return (keys <= positions[:, None])[None, None]
-    if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (count, length):
+        return (keys <= keys[queries][:, None])[None, None]
+    if len(mask.shape) != 4 or tuple(mask.shape[-2:]) != (length, length):
         name = type(attend.module).__name__
         raise UnsupportedModel(
             f"{name} masks its attention in a way that cannot show it a second copy of its cache"

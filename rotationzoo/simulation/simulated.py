@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
 
-from rotationzoo.codec import int2
 from rotationzoo.model.capture import Attention, intercept
 from rotationzoo.model.geometry import Geometry
 from rotationzoo.simulation.arm import CacheArm
@@ -104,56 +102,6 @@ class Simulation:
                 hook.remove()
 
 
-class QuantizedRows:
-    """Keys and values of every layer as an arm returns them.
-
-    A step of decoding reads the rows of the step before and new ones. Where an arm quantizes each
-    row by itself, only the new ones are left to do. That matters where codes are chosen one channel
-    after the other, which takes long however few rows there are.
-    """
-
-    def __init__(self, arm: CacheArm, format: int2.Format):
-        self.arm, self.format = arm, format
-        self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def quantize(
-        self, rows: torch.Tensor, layer: int, side: str, decoding: bool = False
-    ) -> torch.Tensor:
-        """Rows `[B, H, T, D]` as the arm returns them. With `decoding` they are kept for the next
-        step, and those that begin with the kept ones are not quantized again."""
-        if not decoding or self.arm.token_group > 1:
-            self._kept.pop((layer, side), None)
-            return self._quantize(rows, layer, side)
-        known, restored = self._kept.get((layer, side), (rows[:, :, :0], rows[:, :, :0]))
-        count = known.shape[2]
-        # Another prompt may have begun.
-        if not torch.equal(known, rows[:, :, :count]):
-            count = 0
-        if count < rows.shape[2]:
-            new = self._quantize(rows[:, :, count:], layer, side)
-            restored = torch.cat([restored[:, :, :count], new], dim=2)
-        self._kept[layer, side] = rows, restored
-        return restored
-
-    def ranges(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor | None:
-        """The ranges `[B, H, T]` of rows `[B, H, T, D]` before the arm rounds them; None where it
-        has none to tell."""
-        parts = []
-        for part in rows.split(TOKENS, dim=2):
-            ranges = self.arm.row_range(part, layer, side)
-            if ranges is None:
-                return None
-            parts.append(ranges)
-        return torch.cat(parts, dim=2)
-
-    def _quantize(self, rows: torch.Tensor, layer: int, side: str) -> torch.Tensor:
-        """The same, of any number of rows. Whole groups of tokens are quantized on their own."""
-        size = TOKENS // self.arm.token_group * self.arm.token_group
-        parts = rows.split(size, dim=2)
-        quantized = [self.arm.fake_quantize(part, layer, side, self.format) for part in parts]
-        return torch.cat(quantized, dim=2)
-
-
 class _SimulatedAttention:
     """Stands in for the model's attention function while a simulation runs."""
 
@@ -163,7 +111,6 @@ class _SimulatedAttention:
         self.owners = {layer.index: layer.owner for layer in simulation.geometry}
         token_group = simulation.arm.token_group
         self.masks = TwoCopyMasks(replace(simulation.cache, token_group=token_group))
-        self.quantized = QuantizedRows(simulation.arm, simulation.cache.format)
         self.switched_off = False
         self._latest: torch.Tensor | None = None
 
@@ -191,11 +138,11 @@ class _SimulatedAttention:
             return self._compare_heads(layer, attend(query, key, value), key.shape[1])
         if layer not in self.simulation.layers:
             return attend(query, key, value)
-        decoding = query.shape[2] < key.shape[2]
-        keys = self._both_copies(key, self.owners[layer], "key", decoding)
-        values = self._both_copies(value, self.owners[layer], "value", decoding)
+        assert query.shape[2] == key.shape[2], "a simulation reads whole rows"
+        keys = self._both_copies(key, self.owners[layer], "key")
+        values = self._both_copies(value, self.owners[layer], "value")
         self._observe_ranges(layer, {"key": key, "value": value})
-        mask = self.masks.mask_for(attend, query, key.shape[2])
+        mask = self.masks.mask_for(attend, query)
         queries = self.simulation.queries
         if queries is not None and self.observers is not None:
             kl = _attention_kl(attend, query, key, keys, mask, queries)
@@ -211,9 +158,7 @@ class _SimulatedAttention:
             self._latest = output
         return output
 
-    def _both_copies(
-        self, rows: torch.Tensor, owner: int, side: str, decoding: bool
-    ) -> torch.Tensor:
+    def _both_copies(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
         """Keys or values `[exact; quantized]` of twice the length, rotated as the layer that owns
         the cache stores them."""
         if side not in self.simulation.sides:
@@ -223,8 +168,15 @@ class _SimulatedAttention:
         exact = arm.keep_exact(rows, owner, side)
         # No query reads a quantized sink token, and groups of tokens begin after the sink.
         sink, past = exact[:, :, : cache.sink], rows[:, :, cache.sink :]
-        quantized = self.quantized.quantize(past, owner, side, decoding)
+        quantized = self._quantize(past, owner, side)
         return torch.cat([exact, sink, quantized], dim=2)
+
+    def _quantize(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor:
+        """Rows `[B, H, T, D]` as the arm returns them. Whole groups of tokens are quantized on
+        their own."""
+        arm, format = self.simulation.arm, self.simulation.cache.format
+        parts = rows.split(TOKENS // arm.token_group * arm.token_group, dim=2)
+        return torch.cat([arm.fake_quantize(part, owner, side, format) for part in parts], dim=2)
 
     def _observe_ranges(self, layer: int, sides: Mapping[str, torch.Tensor]) -> None:
         """Report the ranges of the rows `[B, H, T, D]` of the sides that are rounded."""
@@ -232,9 +184,20 @@ class _SimulatedAttention:
             return
         for side in self.simulation.sides:
             past = sides[side][:, :, self.simulation.cache.sink :]
-            ranges = self.quantized.ranges(past, self.owners[layer], side)
+            ranges = self._ranges(past, self.owners[layer], side)
             if ranges is not None:
                 self.observers.row_range(layer, side, ranges)
+
+    def _ranges(self, rows: torch.Tensor, owner: int, side: str) -> torch.Tensor | None:
+        """The ranges `[B, H, T]` of rows `[B, H, T, D]` before the arm rounds them; None where it
+        has none to tell."""
+        parts = []
+        for part in rows.split(TOKENS, dim=2):
+            ranges = self.simulation.arm.row_range(part, owner, side)
+            if ranges is None:
+                return None
+            parts.append(ranges)
+        return torch.cat(parts, dim=2)
 
     def _compare_heads(self, layer: int, exact: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Report the simulated and the exact output `[B, T, H_q, D_v]`, and return the exact one.
@@ -331,22 +294,3 @@ def _with_rest(weights: torch.Tensor) -> torch.Tensor:
     rounding error becomes 0."""
     rest = 1 - weights.sum(-1, keepdim=True)
     return torch.cat([weights, rest.where(rest > _ROUNDING, 0)], dim=-1)
-
-
-def cache_of_all_positions(model: PreTrainedModel) -> DynamicCache | None:
-    """An empty cache that keeps the keys and values of every position, as the model computes them;
-    None for a model that needs a cache class of its own.
-
-    This is for arms and layers that only a simulation knows; a cache that holds codes is
-    `RotatedCache`. While a `Simulation` runs, each decoding step reads keys and values
-    through the 2-bit codec. A layer with a sliding window would drop old positions, and with
-    them the number of each position. Here it keeps them all, and its mask hides them as before.
-    """
-    untyped: Any = model
-    if not untyped._supports_default_dynamic_cache():
-        return None
-    cache = DynamicCache(config=model.config)
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            cache.layers[number] = DynamicLayer()
-    return cache

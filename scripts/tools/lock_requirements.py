@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github"
 LOCKS = {"requirements.txt": ("cuda", "sign"), "requirements-dev.txt": ("dev",)}
 """Name -> the extras that it holds beside what the package needs."""
-WITHOUT = "lm-eval"
-"""It needs packages that PyPI has no wheels of, whose builds would run what nobody hashed."""
 PLATFORM = ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"]
 PLATFORM += [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28)]
 PLATFORM += ["--platform=manylinux2014_x86_64", "--platform=linux_x86_64"]
@@ -39,7 +37,7 @@ def write_lock(name: str) -> None:
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], "setuptools>=77"]
     for chosen in LOCKS[name]:
-        wanted += [line.split(";")[0] for line in extras[chosen] if not line.startswith(WITHOUT)]
+        wanted += [line.split(";")[0] for line in extras[chosen]]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--isolated", "--dry-run"]

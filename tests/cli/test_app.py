@@ -248,3 +248,16 @@ def test_a_result_that_is_no_stays_the_one_object(inside, artifact):
     assert result.returncode == 1
     assert json.loads(result.stdout)["ok"] is False
     assert "Error: out is not to be used" in result.stderr
+
+
+def test_one_of_several_processes_is_refused(inside, monkeypatch):
+    """torchrun would have each of them do the whole command, into the same folder."""
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    error = only_error(inside("list"), 2)
+    assert error == (
+        "Error: rotationzoo runs in one process\n"
+        "Hint: start it without torchrun, and use --device-map auto for several GPUs\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert inside("plan", "demo").returncode == 0

@@ -2,37 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from support.command_line import TITLE
 
 from rotationzoo.cli.output import Output, say, show_error, table, visible
 from rotationzoo.errors import RotationZooError
-
-# ---- stdout and stderr
-
-
-def test_what_native_libraries_write_to_stdout_goes_to_stderr(tmp_path):
-    """As NCCL does, beside the object of `--json`. Here stderr is a file that has some text."""
-    code = """
-import os, sys
-from rotationzoo.cli.library_logs import divert_native_output
-print("begun")
-divert_native_output()
-divert_native_output()
-os.write(1, b"NCCL version 2.27.3+cuda12.9\\n")
-print("{}")
-"""
-    log = tmp_path / "log"
-    log.write_text("earlier\n")
-    with log.open("a") as stderr:
-        command = [sys.executable, "-c", code]
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    assert (result.returncode, result.stdout) == (0, "begun\n{}\n"), log.read_text()
-    assert log.read_text() == "earlier\nNCCL version 2.27.3+cuda12.9\n"
-
 
 # ---- control characters
 

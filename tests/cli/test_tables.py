@@ -15,13 +15,7 @@ from rotationzoo.artifact.measured import (
     Verdict,
     Window,
 )
-from rotationzoo.artifact.scores import (
-    DistanceScore,
-    HarnessRecord,
-    HarnessScore,
-    Pairing,
-    RecallDetails,
-)
+from rotationzoo.artifact.scores import DistanceScore, RecallDetails
 from rotationzoo.cli.list import show_list
 from rotationzoo.cli.output import Output, table
 from rotationzoo.cli.plan import plan_command
@@ -40,7 +34,7 @@ def plain(text: str) -> str:
 
 
 def evaluation(arms: int = 3) -> Measured:
-    """A report of `evaluate` with every task, ten distances, and tasks of the harness."""
+    """A report of `evaluate` with every task and ten distances."""
     score = {"answered": 123, "questions": 128, "log_probability": -12.3}
     starts = [256 << number for number in range(10)]
     error = {"answered": 0.012, "log_probability": 0.12}
@@ -48,16 +42,7 @@ def evaluation(arms: int = 3) -> Measured:
     parts = {"standard_error": error, "by_distance": distances}
     recall = RecallDetails.model_construct(**score, **parts)
     tasks = dict.fromkeys(("needles", "key-value", "quote", "copy", "assignments"), recall)
-    metrics = {f"metric_{number},strict-match": 0.5123 for number in range(3)}
-    harness = HarnessScore(
-        metrics=metrics,
-        standard_error=dict.fromkeys(metrics, 0.0123),
-        paired=dict.fromkeys(metrics, Pairing(lost=12, gained=10, p_value=0.83)),
-        questions=128,
-        answer_tokens=123.4,
-        truncated=0.123,
-    )
-    answers = {"tasks": tasks, "all_tasks": recall, "harness": {"gsm8k_cot_zeroshot": harness}}
+    answers = {"tasks": tasks, "all_tasks": recall}
     costs = {"perplexity_increase": 0.1234, "attention_kl": 0.1234, "output_error": 0.1234}
     bits = {"bits_per_element": 2.53, "bits_at_length": 3.21}
     lengths = [BucketMeasures.model_construct(from_=start, **costs) for start in starts]
@@ -81,7 +66,6 @@ def evaluation(arms: int = 3) -> Measured:
         prefill_chunk=None,
         prefill_layout=None,
         exact=Exact.model_construct(perplexity=12.3456, **answers),
-        harness=HarnessRecord(version="0.4.12", tasks=["gsm8k_cot_zeroshot"], limit=1, chat=False),
         windows=[window],
     )
 

@@ -134,7 +134,7 @@ def commands_in(text: str) -> Iterator[list[str]]:
         for part in re.split(
             r"\s(?:&&|\|\||\||;|>|<)\s", _SUBSTITUTED.sub("WORD", _MAYBE.sub("", line))
         ):
-            if start := re.match(r"\s*(?:.* -?-m(?:odule)? )?rotationzoo (.*)", part):
+            if start := re.match(r"\s*rotationzoo (.*)", part):
                 yield shlex.split(start[1], comments=True)
 
 

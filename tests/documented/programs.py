@@ -3,20 +3,15 @@
     python programs.py SOCKET MODULE...     serves until its standard input ends
 
 `rotationzoo ...` is the command line, with small jobs. `python -` runs what it is sent.
-`python scripts/...` stops as soon as the script has understood its arguments. `torchrun` and
-`accelerate launch` start two processes, without the seconds that theirs take.
+`python scripts/...` stops as soon as the script has understood its arguments.
 """
 
 import argparse
 import importlib
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
-
-from torch.distributed import TCPStore
 
 sys.path[0] = str(Path(__file__).parents[1])
 
@@ -28,8 +23,6 @@ def run(program: str, *words: str) -> None:
     sys.argv = [program, *words]
     if program == "rotationzoo":
         runpy.run_module("rotationzoo", run_name="__main__", alter_sys=True)
-    elif program in ("torchrun", "accelerate"):
-        launch(*words)
     elif words == ("-",):
         exec(compile(sys.stdin.read(), "the page", "exec"), {"__name__": "__main__"})
     else:
@@ -38,23 +31,6 @@ def run(program: str, *words: str) -> None:
         argparse.ArgumentParser.parse_args = understand_only
         runpy.run_path(words[0], run_name="__main__")
         sys.exit(f"{words[0]} ended without a look at its arguments")
-
-
-def launch(*words: str) -> NoReturn:
-    """Start the module that is named behind `-m` twice, and hold the store of the two."""
-    first = 1 + words.index("-m" if "-m" in words else "--module")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {
-        "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }  # fmt: skip
-    processes = []
-    for rank in range(2):
-        changed = {**told, "RANK": rank, "LOCAL_RANK": rank}
-        environment = os.environ | {name: str(value) for name, value in changed.items()}
-        processes.append(subprocess.Popen(words[first:], env=environment))
-    sys.exit(max(process.wait() for process in processes))
 
 
 def understand_only(parser: argparse.ArgumentParser, *given: list[str]) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import Any
 ROWS, LENGTH = 2, 2560  # more than the 2,176 tokens that configs/Qwen3-8B.yaml keeps exact
 JUDGED_ROWS, BASELINES = 1, ("identity", "hadamard")
 TASKS, QUESTIONS, PROMPT = 1, 1, 3584  # more than windows of 128/1024 and a chunk of 2,048 tokens
-HARNESS_QUESTIONS, NEW_TOKENS = 1, 8
+NEW_TOKENS = 8
 
 
 def shrink() -> None:
@@ -27,7 +27,6 @@ def shrink() -> None:
     evaluation.judged_text = _with_result(evaluation.judged_text, judged_data)
     evaluation.build_arms = _with_argument(evaluation.build_arms, 2, few_baselines)
     evaluation.plan_tasks = _with_argument(evaluation.plan_tasks, 0, small_tasks)
-    evaluation.run_harness = _with_argument(evaluation.run_harness, 3, small_harness)
     GenerationMixin.generate = _of_few_tokens(GenerationMixin.generate)
 
 
@@ -56,10 +55,6 @@ def small_tasks(settings: Any) -> Any:
     return replace(settings, names=settings.names[:TASKS], lengths=lengths, questions=QUESTIONS)
 
 
-def small_harness(settings: Any) -> Any:
-    return replace(settings, limit=HARNESS_QUESTIONS)
-
-
 def _with_result(function: Callable, change: Callable) -> Callable:
     return wraps(function)(lambda *given, **named: change(function(*given, **named)))
 
@@ -73,11 +68,7 @@ def _with_argument(function: Callable, position: int, change: Callable) -> Calla
 
 def _of_few_tokens(generate: Callable) -> Callable:
     def shorter(self: Any, *given: Any, **named: Any) -> Any:
-        if "max_new_tokens" in named:
-            named["max_new_tokens"] = min(named["max_new_tokens"], NEW_TOKENS)
-        else:  # the harness gives a length of prompt and answer
-            longest = named["input_ids"].shape[1] + NEW_TOKENS
-            named["max_length"] = min(named["max_length"], longest)
+        named["max_new_tokens"] = min(named["max_new_tokens"], NEW_TOKENS)
         return generate(self, *given, **named)
 
     return wraps(generate)(shorter)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import gguf
 import yaml
-from documented.pages import PAGES, blocks_of
 from safetensors.numpy import load_file
 from support import process_server
 from support.hubs import huggingface, modelscope
@@ -22,9 +21,9 @@ from support.places import ROOT
 
 from rotationzoo.text.documents import BUNDLED, HELD_OUT
 
-PROGRAMS = ("rotationzoo", "python", "torchrun", "accelerate")
+PROGRAMS = ("rotationzoo", "python")
 IMPORTED = (
-    *process_server.WITH_HUBS, "lm_eval", "modelscope", "rotationzoo.cli.app",
+    *process_server.WITH_HUBS, "modelscope", "rotationzoo.cli.app",
     "rotationzoo.engines.export", "rotationzoo.runtime.job", "rotationzoo.zoo.regenerate",
 )  # fmt: skip
 NAMED = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B"]  # beside the models of configs/
@@ -38,13 +37,10 @@ CHATS = [
     [{"role": "user", "content": text[:400]}, {"role": "assistant", "content": text[400:]}]
     for text in TEXTS
 ]
-SUMS = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
-LOOK_UPS = [{"text": f"a is {n}, and a is", "answer": str(n)} for n in range(8)]
 CHAT_LINES = [{"messages": chat} for chat in CHATS]
 DATA_SETS = {  # name -> configuration, splits, lines
     "open-r1/Mixture-of-Thoughts": ("all", ["train"], CHAT_LINES),
     "HuggingFaceH4/ultrachat_200k": ("default", ["train_sft"], CHAT_LINES),
-    "openai/gsm8k": ("main", ["train", "test"], SUMS),
 }
 # What others have published, and the folders and files that pages assume as made.
 BEFORE = """
@@ -112,16 +108,11 @@ class World:
         texts = {
             "my-texts.jsonl": _json_lines([{"text": text} for text in TEXTS]),
             "held-out.jsonl": HELD_OUT.read_text("utf-8"),
-            "questions.jsonl": _json_lines(CHAT_LINES),
-            "lookups.jsonl": _json_lines(LOOK_UPS),
             "long.txt": TEXTS[0][:4000],
         }
         for name, text in texts.items():
             (self.files / name).write_text(text)
         _write_gguf(self.files / "Qwen3-8B-Q8_0.gguf", self.files / "my-model")
-        (self.files / "FOLDER").mkdir()
-        for name, text in _task_files().items():
-            (self.files / "FOLDER" / name).write_text(text)
         (self.files / "requests").mkdir()
         shutil.copy(ROOT / "configs" / "Qwen3-8B.yaml", self.files / "requests")
         for name in ("configs", "scripts"):
@@ -187,17 +178,6 @@ def small_world(folder: Path) -> Iterator[World]:
 
 def _json_lines(lines: list[dict]) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
-
-
-def _task_files() -> dict[str, str]:
-    """The task files of the harness that pages show, by their names."""
-    files = {}
-    for page in PAGES:
-        for block in blocks_of(page.read_text("utf-8")):
-            if block.language == "yaml" and block.lines[0].startswith("task: "):
-                name = block.lines[0].removeprefix("task: ")
-                files[f"{name}.yaml"] = "\n".join(block.lines)
-    return files
 
 
 def _write_gguf(path: Path, model: Path) -> None:

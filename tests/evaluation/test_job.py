@@ -73,7 +73,7 @@ def test_the_report(artifacts):
         assert list(arms) == [*kept, *BASELINES]
         for name, arm in arms.items():
             assert arm["artifact"] == (saved.identity if name in kept else None)
-        assert saved.measured.content() == content
+        assert saved.measured.model_dump() == content
         apart = content.keys() ^ report.keys()
         assert apart == {"arms", "verdict"}, "docs/tasks.md says which differ"
         assert f"| {folder.name} |" in (folder / "README.md").read_text()

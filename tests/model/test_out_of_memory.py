@@ -10,7 +10,6 @@ import pytest
 import torch
 from support import architectures
 
-from rotationzoo import ranks
 from rotationzoo.calibration import running_sums
 from rotationzoo.calibration.collect import collect
 from rotationzoo.codec import int2
@@ -108,20 +107,6 @@ def test_a_row_that_does_not_fit_ends_the_run(model):
     ):
         collect(model, geometry, [IDS], RECIPE)
     assert caught.value.hint == "add: --device-map auto, or a shorter --length"
-
-
-def test_one_of_several_processes_keeps_its_batches(model, monkeypatch):
-    """With other shapes than the processes beside it, its sums would be others than those of one
-    process alone."""
-    monkeypatch.setattr(ranks, "world", lambda: 2)
-    limit = RowLimit()
-    with (
-        room_for(model, 3),
-        pytest.raises(RotationZooError, match="a batch of 7 rows of 32 tokens") as caught,
-    ):
-        limit.run(IDS, lambda ids: model(input_ids=ids), lambda: lambda: None)
-    assert caught.value.hint == "add: --batch 3"
-    assert limit.rows is None
 
 
 def test_what_was_kept_for_earlier_rows_is_freed_first():

@@ -205,13 +205,12 @@ def test_the_command_of_a_run_on_gpus_names_how_it_ran(model, tmp_path):
         "dtype": "auto",
         "device_map": "auto",
         "batch": "16",
-        "processes": "2",
     }
     hub = content["model"] | {"id": "a/b", "revision": "0" * 40}
     run = content["run"] | {"device": "NVIDIA H200"}
     manifest = content | {"identity": identity, "run": run, "model": hub}
     words = reproduce_command(parse_manifest(manifest, "the manifest"))
     assert words == (
-        f"torchrun --nproc-per-node 2 -m rotationzoo calibrate a/b --revision {'0' * 40} --recipe "
-        "oscar --tokens 1024 --length 256 --batch 16 --device-map auto"
+        f"rotationzoo calibrate a/b --revision {'0' * 40} --recipe oscar --tokens 1024 "
+        "--length 256 --batch 16 --device-map auto"
     )

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,23 +132,6 @@ def test_the_text_of_a_chat_is_that_of_the_tokenizer():
     del template
     process.join(5)
     assert process.exitcode == 0, "it ends with its object"
-
-
-def test_the_harness_renders_within_the_same_limits():
-    model = pytest.importorskip("rotationzoo.evaluation.harness.model")
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ messages[0].content }}"
-    )
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    ask = model.HarnessModel.apply_chat_template
-    asked = SimpleNamespace(_template=ChatTemplate(tokenizer), chat_template_args={})
-    assert ask(asked, turns) == "u"
-    tokenizer.chat_template = LOOP
-    asked._template = ChatTemplate(tokenizer)
-    with pytest.raises(RotationZooError, match="given up"):
-        ask(asked, turns)
 
 
 # ---- recipes

@@ -20,7 +20,7 @@ def asked(monkeypatch):
 
     def ask(mask, length=8, device="cpu"):
         query = torch.zeros(1, 4, length, 16, device=device)
-        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query, length)
+        return shared.mask_for(Attention(model, lambda *_: None, mask, {}), query)
 
     return ask, shared
 
@@ -40,28 +40,12 @@ def test_layers_on_a_second_device_get_a_mask_of_their_own(asked):
 
 
 def test_masks_of_other_rows_are_forgotten(asked):
-    """An answer that grows by tokens would leave a mask behind for each of them."""
+    """Prompts of many lengths would leave a mask behind for each of them."""
     ask, shared = asked
     made = [ask(None, length=length) for length in (8, 9, 9, 8)]
     assert made[1] is made[2]
     assert made[3] is not made[0]
     assert shared._masks == [made[3]]
-
-
-def test_the_last_queries_see_what_they_see_among_all():
-    """While it decodes, a model asks for the mask of one query over all keys."""
-    model = architectures.build("llama")
-    attend = Attention(model, lambda *_: None, None, {})
-    cache = CacheLayout(sink=1, recent=3)
-    whole = two_copy_mask(attend, torch.zeros(1, 4, 9, 16), cache)
-    last = two_copy_mask(attend, torch.zeros(1, 4, 2, 16), cache, length=9)
-    assert torch.equal(last, whole[:, :, -2:])
-    window = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril().triu(-4)
-    attend = Attention(model, lambda *_: None, window, {})
-    whole = two_copy_mask(attend, torch.zeros(1, 4, 9, 16), cache)
-    attend = Attention(model, lambda *_: None, window[:, :, -1:], {})
-    last = two_copy_mask(attend, torch.zeros(1, 4, 1, 16), cache, length=9)
-    assert torch.equal(last, whole[:, :, -1:])
 
 
 def test_layers_that_are_handed_copies_of_one_mask_share_what_is_made_of_it(asked):
@@ -87,7 +71,7 @@ def test_blocks_together_are_the_whole_mask(monkeypatch, additive, kept):
     whole = two_copy_mask(attend, torch.zeros(1, 4, 24, 16), cache)
     visible = whole > torch.finfo(whole.dtype).min if additive else whole
     assert torch.equal(visible.sum(-1), causal.sum(-1)), "one copy of each position that is seen"
-    two_copies = TwoCopyMask(attend, cache, torch.device("cpu"), (24, 24))
+    two_copies = TwoCopyMask(attend, cache, torch.device("cpu"), 24)
     for _ in range(2):  # the second time, of blocks that were kept
         rebuilt = torch.full_like(whole, torch.finfo(whole.dtype).min if additive else False)
         blocks = list(two_copies.blocks())

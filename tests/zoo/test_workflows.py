@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import yaml
-from lock_requirements import FOLDER, LOCKS, WITHOUT
+from lock_requirements import FOLDER, LOCKS
 from plan_matrix import smallest_runner
 from support.hubs import huggingface, modelscope
 from support.places import ROOT
@@ -137,7 +137,7 @@ def test_the_lock_holds_what_the_package_needs(name):
     locked = dict(pinned.split("==") for pinned, _ in rows)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    extra = [line for chosen in LOCKS[name] for line in extras[chosen] if WITHOUT not in line]
+    extra = [line for chosen in LOCKS[name] for line in extras[chosen]]
     for line in [*project["dependencies"], *extra]:
         wanted = Requirement(line)
         package = wanted.name.lower().replace("_", "-")

@@ -3,13 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import chain, product
 
-import torch
 from transformers import PreTrainedModel
 
-from rotationzoo import ranks
 from rotationzoo.evaluation.forward import CacheReader, Trial
 from rotationzoo.evaluation.tasks.prompts import Series, TaskPlan
 from rotationzoo.model.loading import forward_errors
@@ -93,27 +90,23 @@ class Asking:
         self.model, self.name, self.tokens, self.progress = model, name, tokens, progress
 
     def ask(self, stage: str, requests: Sequence[Request]) -> list[Answers]:
-        """The answers to each request. Processes that `ranks` joins share the batches of prompts,
-        and each returns all answers."""
-        batches = []
-        for number, request in enumerate(requests):
-            batches += [(number, rows) for rows in self._cut(request.prompts)]
-        shared, results = ranks.share(batches), []
-        progress = in_tokens(self.progress, [_tokens(rows) for _, rows in shared])
-        progress(stage, 0, len(shared))
-        # One simulation for all batches of a request, because it keeps the masks of every length.
-        for number, group in groupby(shared, itemgetter(0)):
-            request = requests[number]
+        """The answers to each request."""
+        batches = [self._cut(request.prompts) for request in requests]
+        tokens = [_tokens(rows) for rows in chain.from_iterable(batches)]
+        progress, done = in_tokens(self.progress, tokens), 0
+        progress(stage, 0, len(tokens))
+        answers = []
+        for request, of_request in zip(requests, batches, strict=True):
+            parts = []
+            # One simulation for all batches of a request, because it keeps the masks of every
+            # length.
             with self._reading(request):
-                for _, rows in group:
-                    answers = read_answers(self.model, rows, len(rows), request.reader)
-                    results.append(vars(answers))
-                    progress(stage, len(results), len(shared))
-                    ranks.beat()
-        parts: list[list[dict[str, torch.Tensor]]] = [[] for _ in requests]
-        for (number, _), result in zip(batches, ranks.gather(results), strict=True):
-            parts[number].append(result)
-        return [join_answers(of_request) for of_request in parts]
+                for rows in of_request:
+                    parts.append(read_answers(self.model, rows, len(rows), request.reader))
+                    done += 1
+                    progress(stage, done, len(tokens))
+            answers.append(join_answers(parts))
+        return answers
 
     def _cut(self, prompts: list[Prompt]) -> list[list[Prompt]]:
         size = self._batch(prompts)
