@@ -377,8 +377,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(
 
 // ---- packed tokens ---------------------------------------------------------------------------------------------------------
 
-struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages
+struct Tables {  // [B, key_pages] and [B, value_pages] addresses of pages, less a base
   const Address *key, *value;
+  Address key_base, value_base;
   Count key_pages, value_pages;
 };
 
@@ -388,6 +389,7 @@ struct Cursor {
   static constexpr int PIECES = 2 * (KEY_PIECES + VALUE_PIECES), ROUNDS = (PIECES + 31) / 32;
 
   const Address *keys, *values;
+  Address key_base, value_base;
   int head, heads, lane;
   int pages;  // that there are
   int left;   // tiles in this page
@@ -399,7 +401,7 @@ struct Cursor {
     constexpr int TILES = PAGE / TILE;
     const int page = tile / TILES, token = tile % TILES * TILE;
     left = TILES - tile % TILES;
-    const Address this_key = next_key, this_value = next_value;
+    const Address this_key = key_base + next_key, this_value = value_base + next_value;
     if (page + 1 < pages) next_key = keys[page + 1], next_value = values[page + 1];
     const Count rows = Count(heads) * PAGE, row = Count(head) * PAGE + token;
     key = this_key + row * KEY_ROW + lane * 16;
@@ -694,8 +696,9 @@ __device__ void accumulate(
   }
 }
 
-// Add a tile of which `valid` tokens count.
-__device__ void process(State& state, unsigned stage, int valid, Query& query, const Place& place, bool first) {
+// Add a tile of which the first `valid` tokens count, without the first `skipped` ones.
+__device__ void process(
+    State& state, unsigned stage, int skipped, int valid, Query& query, const Place& place, bool first) {
   if constexpr (KEY_TOKENS > 1) scale_query(query, stage, place);
   Scores scores, weights;
   Values values[HALVES];
@@ -712,12 +715,12 @@ __device__ void process(State& state, unsigned stage, int valid, Query& query, c
         values[half].scales[group][r] = scale, values[half].offsets[group][r] = offset;
       }
   }
-  if (valid < TILE)  // the last tile: what lies behind it may be anything, even NaN
+  if (valid < TILE || skipped > 0)  // the last tile, or the first: what lies beyond may be anything, even NaN
     #pragma unroll
     for (int half = 0; half < HALVES; half++)
       #pragma unroll
       for (int r = 0; r < 2; r++)
-        if (16 * half + place.token + 8 * r >= valid) {
+        if (const int token = 16 * half + place.token + 8 * r; token >= valid || token < skipped) {
           #pragma unroll
           for (int set = 0; set < SETS; set++) scores[half][set][r] = MINUS_INFINITY;
           #pragma unroll

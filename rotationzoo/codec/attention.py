@@ -23,9 +23,13 @@ class PackedSide:
     """float32 `[H, D]`: what these rows still lack, added to them. None: nothing."""
     table: torch.Tensor | None = None
     """The result of `addresses`, where it is known. It may have further columns."""
+    base: int = 0
+    """The address from which the table counts: layers with pages in the same order share a
+    table."""
 
     def addresses(self) -> torch.Tensor:
-        """The address of every page, int64 `[B, blocks or more]` on the device of the blocks."""
+        """The address of every page, less `base`, int64 `[B, blocks or more]` on the device of the
+        blocks."""
         if self.table is not None:
             return self.table
         first = self.blocks[0]
@@ -48,6 +52,8 @@ class PackedTokens:
     lengths: torch.Tensor
     """int32 `[B]` on the device: how many tokens of each row are packed. They begin with the first
     place of the first page."""
+    starts: torch.Tensor | None = None
+    """int32 `[B]` on the device: how many of these, the first ones, are not read. None: all are."""
 
     @property
     def sides(self) -> tuple[PackedSide, PackedSide]:
@@ -64,6 +70,24 @@ class ExactWindow:
     lengths: torch.Tensor | None = None
     """int32 `[B]` on the device: how many of the E tokens of each row count, from the first one
     on. None: all of them."""
+    starts: torch.Tensor | None = None
+    """int32 `[B]` on the device: how many of these, the first ones, are not read. None: all are."""
+    slots: torch.Tensor | None = None
+    """int32 `[B, N]` on the device. With it, `key` and `value` are pools `[slots, H, P, D]`, and a
+    row has the tokens of its N slots in this order, so that E is `N P`."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of each row there may be (E)."""
+        count = self.key.shape[2]
+        return count if self.slots is None else count * self.slots.shape[1]
+
+    def rows(self, side: str) -> torch.Tensor:
+        """The keys or values `[B, H, E, D]`, copied where they are in slots."""
+        rows: torch.Tensor = getattr(self, side)
+        if self.slots is None:
+            return rows
+        return rows[self.slots.long()].transpose(1, 2).flatten(2, 3)
 
 
 @dataclass(frozen=True)
@@ -93,14 +117,14 @@ def attend(
     keys, values, masks = [], [], []
     for window in (head, tail):
         counts = _counts(window)
-        keys.append(window.key.to(dtype))
-        values.append(window.value.to(dtype))
+        keys.append(window.rows("key").to(dtype))
+        values.append(window.rows("value").to(dtype))
         # Of the new tokens at the end of the tail, a query does not read those after it.
         later = torch.arange(new - 1, -1, -1, device=query.device) if window is tail else 0
-        masks.append(_reads(window.key.shape[2], counts[:, None] - later, new))
+        masks.append(_reads(window.tokens, window.starts, counts[:, None] - later, new))
     keys.append(packed.key.restore().to(dtype))
     values.append(packed.value.restore().to(dtype))
-    masks.append(_reads(keys[-1].shape[2], packed.lengths[:, None], new))
+    masks.append(_reads(keys[-1].shape[2], packed.starts, packed.lengths[:, None], new))
     # The order of tokens does not matter.
     key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 2)
     group = query.shape[1] // key.shape[1]
@@ -120,14 +144,19 @@ def attend(
 
 def _counts(window: ExactWindow) -> torch.Tensor:
     """How many tokens of each row count, int64 `[B]`."""
-    batch, _, tokens, _ = window.key.shape
     if window.lengths is None:
-        return torch.full((batch,), tokens, device=window.key.device)
+        batch = len(window.key) if window.slots is None else len(window.slots)
+        return torch.full((batch,), window.tokens, device=window.key.device)
     return window.lengths.long()
 
 
-def _reads(tokens: int, counts: torch.Tensor, new: int) -> torch.Tensor:
-    """Boolean `[B, new, tokens]`: which of the tokens each query reads, the first `counts`
-    `[B, new or 1]` of them."""
+def _reads(
+    tokens: int, starts: torch.Tensor | None, counts: torch.Tensor, new: int
+) -> torch.Tensor:
+    """Boolean `[B, new, tokens]`: which of the tokens each query reads: the first `counts`
+    `[B, new or 1]` of them, without the first `starts` `[B]`."""
     position = torch.arange(tokens, device=counts.device)
-    return (position < counts[..., None]).expand(-1, new, -1)
+    read = position < counts[..., None]
+    if starts is not None:
+        read = read & (position >= starts[:, None, None])
+    return read.expand(-1, new, -1)

@@ -4,10 +4,12 @@
 
 // ---- one range of tokens of one KV head ------------------------------------------------------------------------------------
 
-struct Rows {  // exact rows [B, H, room, D], of which the first `lengths[b]` count, or all of them
+// Exact rows [B, H, room, D], of which the first `lengths[b]` count, or all of them, without the first `starts[b]`. With `slots`
+// [B, pieces], the rows are [slots, H, room, D], and those of b are in its slots, one after the other.
+struct Rows {
   const Element *key, *value;
-  const int* lengths;
-  Count room;
+  const int *lengths, *starts, *slots;
+  Count room, pieces;
 };
 
 struct Job {
@@ -19,9 +21,10 @@ struct Job {
   }
 };
 
+// Of the tiles from `begin` to `end`, the tokens from `start` to `length`.
 __device__ void attend_packed(
-    const Job& job, const Tables& tables, int begin, int end, int length, const signed char* prepared, const Header* headers,
-    float cap, float2* totals, float* outputs, char* shared) {
+    const Job& job, const Tables& tables, int begin, int end, int start, int length, const signed char* prepared,
+    const Header* headers, float cap, float2* totals, float* outputs, char* shared) {
   const Place place;
   const int warp = threadIdx.x / 32, row = place.row, part = place.part;
   const unsigned ring = kept(__cvta_generic_to_shared(shared) + warp * RING);
@@ -29,7 +32,8 @@ __device__ void attend_packed(
   const int first = min(end, begin + warp * each), last = min(end, first + each);
 
   Cursor cursor = {tables.key + job.batch * tables.key_pages, tables.value + job.batch * tables.value_pages,
-                   job.head, job.heads, place.lane, int(min(tables.key_pages, tables.value_pages))};
+                   tables.key_base, tables.value_base, job.head, job.heads, place.lane,
+                   int(min(tables.key_pages, tables.value_pages))};
   if (first < last) cursor.next_key = cursor.keys[first * TILE / PAGE], cursor.next_value = cursor.values[first * TILE / PAGE];
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
@@ -71,7 +75,7 @@ __device__ void attend_packed(
     const int ahead = tile + STAGES - 1, free = slot ? slot - 1 : STAGES - 1;
     if (ahead < last) cursor.fetch(ahead, ring + free * STAGE);
     end_group();
-    process(state, ring + slot * STAGE, length - tile * TILE, query, place, tile == first);
+    process(state, ring + slot * STAGE, start - tile * TILE, length - tile * TILE, query, place, tile == first);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   wait_groups<0>();
@@ -146,7 +150,11 @@ __device__ void attend_exact(
   float2* merged = reinterpret_cast<float2*>(scores + WINDOW * COLUMNS);  // [COLUMNS]
   const int first = job.tile * COLUMNS, columns = min(Count(COLUMNS), job.columns - first);
   const Count group = Count(job.batch) * job.heads + job.head;
-  const int length = rows.lengths ? rows.lengths[job.batch] : int(rows.room), count = min(WINDOW, length - begin);
+  const int room = rows.room, piece = begin / room;
+  const Count slot = rows.slots ? rows.slots[job.batch * rows.pieces + piece] : job.batch;
+  const Count at = (slot * job.heads + job.head) * room + begin % room;  // of the first row
+  const int length = rows.lengths ? rows.lengths[job.batch] : room * int(rows.pieces), count = min(WINDOW, length - begin);
+  const int skipped = rows.starts ? rows.starts[job.batch] - begin : 0;
   const int token = threadIdx.x / COMPARERS, side = threadIdx.x % COMPARERS;
   for (int i = threadIdx.x; i < COLUMNS * KEY_DIM; i += THREADS) {
     const int c = i / KEY_DIM, d = i % KEY_DIM;
@@ -154,12 +162,13 @@ __device__ void attend_exact(
     queries[(c * COMPARERS + d / SHARE) * PADDED + d % SHARE] = x * scale * LOG2E;
   }
   float key[SHARE] = {};
-  if (token < count) load<SHARE>(key, rows.key + (group * rows.room + begin + token) * KEY_DIM + side * SHARE);
+  if (token >= skipped && token < count) load<SHARE>(key, rows.key + (at + token) * KEY_DIM + side * SHARE);
   // Values are on their way while keys are compared.
   Element values[WINDOW];
-  const Element* value = rows.value + (group * rows.room + begin) * VALUE_DIM;
+  const Element* value = rows.value + at * VALUE_DIM;
   #pragma unroll
-  for (int i = 0; i < WINDOW; i++) values[i] = i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
+  for (int i = 0; i < WINDOW; i++)
+    values[i] = i >= skipped && i < count && threadIdx.x < VALUE_DIM ? value[i * VALUE_DIM + threadIdx.x] : 0;
   wait_for_previous();
   __syncthreads();
   #pragma unroll 2
@@ -175,7 +184,8 @@ __device__ void attend_exact(
     for (int step = 1; step < COMPARERS; step *= 2) score += __shfl_xor_sync(ALL, score, step);
     const int later = newest * (job.tokens - 1 - (first + c) % int(job.tokens));
     if (side == c % COMPARERS)
-      scores[token * COLUMNS + c] = begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
+      scores[token * COLUMNS + c] =
+          token >= skipped && begin + token < length - later ? soft_capped(score, cap) : MINUS_INFINITY;
   }
   __syncthreads();
   const int lane = threadIdx.x % 32;
@@ -193,7 +203,7 @@ __device__ void attend_exact(
   for (int d = threadIdx.x; d < VALUE_DIM; d += THREADS) {
     if (d >= THREADS)
       #pragma unroll
-      for (int i = 0; i < WINDOW; i++) values[i] = i < count ? value[i * VALUE_DIM + d] : 0;
+      for (int i = 0; i < WINDOW; i++) values[i] = i >= skipped && i < count ? value[i * VALUE_DIM + d] : 0;
     float sums[COLUMNS] = {};
     #pragma unroll
     for (int i = 0; i < WINDOW; i++) {
@@ -207,32 +217,34 @@ __device__ void attend_exact(
 }
 
 // Grid: x = windows + splits, where windows are the blocks of the sink and of the recent tokens; y = KV heads times tiles of
-// columns, z = batch. `lengths` [B]: how many tokens are packed.
+// columns, z = batch. `lengths` [B]: how many tokens are packed; `starts` [B] or null: how many of these are not read.
 // totals [B, H, padded, parts] and outputs [B, H, padded, parts, VALUE_DIM] are float32.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(
     const Element* query, Count columns, Count tokens, const signed char* prepared, const Header* headers,
-    const Address* keys, const Address* values, Count key_pages, Count value_pages, const int* lengths, Count splits, Count tiles,
-    const Element* sink_key, const Element* sink_value, const int* sink_lengths, Count sink_room, const Element* recent_key,
-    const Element* recent_value, const int* recent_lengths, Count recent_room, double scale, double cap, float2* totals,
-    float* outputs) {
+    const Address* keys, const Address* values, Address key_base, Address value_base, Count key_pages, Count value_pages,
+    const int* starts, const int* lengths, Count splits, Count tiles, const Element* sink_key, const Element* sink_value,
+    const int* sink_lengths, const int* sink_starts, const int* sink_slots, Count sink_room, Count sink_pieces,
+    const Element* recent_key, const Element* recent_value, const int* recent_lengths, const int* recent_starts,
+    const int* recent_slots, Count recent_room, Count recent_pieces, double scale, double cap, float2* totals, float* outputs) {
   __shared__ alignas(128) char shared[SHARED];
   const int windows = gridDim.x - splits;
   const Job job = {int(blockIdx.y / tiles), int(gridDim.y / tiles), int(blockIdx.y % tiles), int(tiles), int(blockIdx.z),
                    int(blockIdx.x), int(gridDim.x), columns, tokens};
   const float capped = float(cap) * LOG2E;
   if (blockIdx.x < windows) {
-    const int sinks = (sink_room + WINDOW - 1) / WINDOW, block = blockIdx.x;
+    const int sinks = (sink_room * sink_pieces + WINDOW - 1) / WINDOW, block = blockIdx.x;
     const bool early = block < sinks;
-    const Rows rows = early ? Rows{sink_key, sink_value, sink_lengths, sink_room}
-                            : Rows{recent_key, recent_value, recent_lengths, recent_room};
+    const Rows sink = {sink_key, sink_value, sink_lengths, sink_starts, sink_slots, sink_room, sink_pieces};
+    const Rows recent = {recent_key, recent_value, recent_lengths, recent_starts, recent_slots, recent_room, recent_pieces};
     const int begin = (early ? block : block - sinks) * WINDOW;
-    attend_exact(job, rows, begin, !early, query, scale, capped, totals, outputs, shared);
+    attend_exact(job, early ? sink : recent, begin, !early, query, scale, capped, totals, outputs, shared);
     return;
   }
-  const int length = lengths[job.batch], count = (length + TILE - 1) / TILE;
-  const int each = (count + splits - 1) / splits, begin = min(count, int(blockIdx.x - windows) * each);
-  const Tables tables = {keys, values, key_pages, value_pages};
-  attend_packed(job, tables, begin, min(count, begin + each), length, prepared, headers, capped, totals, outputs, shared);
+  const int start = starts ? starts[job.batch] : 0, length = lengths[job.batch];
+  const int first = start / TILE, end = max(first, (length + TILE - 1) / TILE), each = (end - first + splits - 1) / splits;
+  const int begin = min(end, first + int(blockIdx.x - windows) * each);
+  const Tables tables = {keys, values, key_base, value_base, key_pages, value_pages};
+  attend_packed(job, tables, begin, min(end, begin + each), start, length, prepared, headers, capped, totals, outputs, shared);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def attend(
         return result.to(result_type)
     kernels = compiled(variant, query.device)
     # A block of `finish` keeps a maximum and a sum of every part.
-    windows = sum(-(-window.key.shape[2] // variant.window) for window in (head, tail))
+    windows = sum(-(-window.tokens // variant.window) for window in (head, tail))
     if splits is None:
         room = len(packed.key.blocks) * layout.tokens
         splits = choose_splits(kernels.blocks, batch * layout.heads * tiles, windows, room)
@@ -225,7 +225,7 @@ def attend(
     # wait for the kernel before them must not come from that one.
     transforms = [_transform(side) for side in packed.sides]
     tables = [side.addresses().contiguous() for side in packed.sides]
-    lengths = _counts(packed.lengths)
+    starts, lengths = _counts(packed.starts), _counts(packed.lengths)
     exact = [*_window(head, dtype), *_window(tail, dtype)]
     sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
     rows = batch, layout.heads, padded
@@ -240,8 +240,9 @@ def attend(
     launch(kernels.prepare, (layout.heads, tiles, batch), _PREPARE_THREADS, turned, early)
 
     pages = [table.shape[1] for table in tables]
-    read: list[Argument] = [query, columns, tokens, prepared, headers, *tables, *pages]
-    cut = lengths, splits, tiles
+    bases = [side.base for side in packed.sides]
+    read: list[Argument] = [query, columns, tokens, prepared, headers, *tables, *bases, *pages]
+    cut = starts, lengths, splits, tiles
     launch(
         kernels.attend,
         (parts, layout.heads * tiles, batch),
@@ -264,8 +265,11 @@ def _check(
 ) -> None:
     """Raise `RotationZooError` for what the kernels cannot take."""
     key, value, dtype = variant.key, variant.value, variant.dtype
-    exact = head.key.shape[2] + tail.key.shape[2]
-    if not supports(key, value, dtype, exact):
+    exact = head.tokens + tail.tokens
+    in_parts = all(
+        window.slots is None or window.key.shape[2] % variant.window == 0 for window in (head, tail)
+    )
+    if not in_parts or not supports(key, value, dtype, exact):
         raise RotationZooError(
             f"the CUDA kernel does not read pages of {key} and {value} with {dtype} queries and "
             f"{exact:,} exact tokens",
@@ -286,9 +290,10 @@ def _transform(side: PackedSide) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _window(window: ExactWindow, dtype: torch.dtype) -> tuple[Argument, ...]:
     rows = window.key.to(dtype).contiguous(), window.value.to(dtype).contiguous()
-    lengths = None if window.lengths is None else _counts(window.lengths)
-    return *rows, lengths, window.key.shape[2]
+    counts = (_counts(each) for each in (window.lengths, window.starts, window.slots))
+    pieces = 1 if window.slots is None else window.slots.shape[1]
+    return *rows, *counts, window.key.shape[2], pieces
 
 
-def _counts(lengths: torch.Tensor) -> torch.Tensor:
-    return lengths.int().contiguous()
+def _counts(counts: torch.Tensor | None) -> torch.Tensor | None:
+    return None if counts is None else counts.int().contiguous()

@@ -61,6 +61,15 @@ def lengths() -> Iterator[Case]:
         yield replace(case, unread=torch.nan)
 
 
+def slots() -> Iterator[Case]:
+    """Windows in slots of a pool, packed tokens that begin anywhere, and tables with a base."""
+    sizes = {"lengths": (0, 500, 64, 333, 3000), "head": (40, 64, 3, 0, 64)}
+    case = Case("slots", tail=(7, 256, 40, 5, 100), pooled=(0, 64, 64, 45, 2000), **sizes)
+    for format, page, new in itertools.product(("sglang", "vllm"), (32, 64, 128), (1, 3)):
+        yield replace(case, format=format, page=page, new=new, unread=torch.nan)
+    yield replace(case, dim=256, group=8, means=True)
+
+
 def scores() -> Iterator[Case]:
     """Soft caps, sinks and means, alone and together."""
     for cap, sinks, means in itertools.product((None, 20.0), (False, True), (False, True)):
@@ -137,12 +146,14 @@ def quick() -> Iterator[Case]:
     yield from (case, replace(case, format="vllm", group=8), replace(case, group=7, sinks=True))
     yield from (replace(case, dim=80, format="mlx"), replace(case, format="kivi", means=True))
     yield from (replace(case, soft_cap=20.0), replace(case, dim=256, lengths=(2000, 700, 1)))
+    yield replace(case, pooled=(70, 0, 33))
 
 
 PURPOSES: dict[str, Callable[[], Iterator[Case]]] = {
     "formats": formats,
     "ratios": ratios,
     "lengths": lengths,
+    "slots": slots,
     "scores": scores,
     "types": types,
     "peaks": peaks,

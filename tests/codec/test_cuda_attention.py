@@ -130,12 +130,18 @@ def scattered(inputs: Inputs) -> Inputs:
     windows = []
     for window in (inputs.head, inputs.tail):
         rows = [spread(side) for side in (window.key, window.value)]
-        windows.append(ExactWindow(*rows, spread(window.lengths.long())))
+        counts = (window.lengths, window.starts, window.slots)
+        windows.append(
+            ExactWindow(*rows, *(each if each is None else spread(each.long()) for each in counts))
+        )
     sides = [
         replace(side, matrix=spread(side.matrix), mean=spread(side.mean))
         for side in inputs.packed.sides
     ]
-    packed = PackedTokens(*sides, spread(inputs.packed.lengths.long()))
+    counts = inputs.packed.lengths, inputs.packed.starts
+    packed = PackedTokens(
+        *sides, *(each if each is None else spread(each.long()) for each in counts)
+    )
     return replace(
         inputs, query=spread(inputs.query), packed=packed, head=windows[0], tail=windows[1]
     )
@@ -285,12 +291,13 @@ def _bits(argument: Argument) -> bytes:
         ("sglang", {"dim": 64, "group": 7}),
         ("mlx", {"dim": 64, "group_size": 32, "new": 2, "group": 3, "soft_cap": 20}),
         ("kivi", {"dim": 80, "group": 5, "sinks": True}),
+        ("vllm", {"dim": 64, "head": (3, 0, 40), "tail": (70, 3, 9), "pooled": (0, 0, 50)}),
     ],
 )
 def test_the_source_run_on_a_cpu_is_the_definition(format, changes, monkeypatch, tmp_path):
     inputs = scattered(Drawing(replace(SMALL, format=format, **changes), "cpu").inputs())
     output = attend_on_cpu(monkeypatch, tmp_path, *inputs.arguments(), splits=2)
-    assert_right(output, inputs, 2e-4)  # measured: 6e-5, 4e-5 and 8e-5
+    assert_right(output, inputs, 2e-4)  # measured: at most 8e-5
 
 
 @on_gpu

@@ -37,6 +37,9 @@ class Case:
     """Tokens of the first window, for each row or for all."""
     tail: tuple[int, ...] | int = 40
     page: int = 64
+    pooled: tuple[int, ...] = ()
+    """How many of the packed tokens of each row are not read. With them, windows lie in slots of 32
+    tokens, their first two tokens are not read, and tables count from a base."""
     query_type: torch.dtype = torch.bfloat16
     window_type: torch.dtype = torch.bfloat16
     soft_cap: float | None = None
@@ -143,8 +146,11 @@ class Drawing:
             mean = self.normal(case.kv_heads, rows.shape[-1]) if case.means else None
             sides.append(self.side(layout, rows, mean))
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self.device)
+        starts = None
+        if case.pooled:
+            starts = torch.tensor(case.pooled, dtype=torch.int32, device=self.device)
         key, value = sides
-        return PackedTokens(key, value, lengths)
+        return PackedTokens(key, value, lengths, starts)
 
     def layouts(self) -> tuple[PageLayout, PageLayout]:
         case, format, both = self.case, LAYOUTS[self.case.format], []
@@ -168,19 +174,22 @@ class Drawing:
         if self.case.equal_rows:
             stored.scale.fill_(1.4142)
             stored.offset.fill_(1.5)
-        blocks = []
-        for page in range(rows.shape[2] // layout.tokens):
-            block = layout.empty(self.batch, self.device)
+        count = rows.shape[2] // layout.tokens
+        memory = layout.empty(self.batch * count, self.device).unflatten(0, (count, self.batch))
+        blocks = list(memory.unbind())
+        for page, block in enumerate(blocks):
             sections = layout.view(block)
             for name, share in (("codes", 1), ("scale", layout.tokens_per_scale)):
                 part = slice(page * layout.tokens // share, (page + 1) * layout.tokens // share)
                 getattr(sections, name)[:] = getattr(stored, name)[:, :, part]
             sections.offset[:] = stored.offset[:, :, part]
             self.spoil(layout, sections, page * layout.tokens)
-            blocks.append(block)
         packed = PackedSide(blocks, layout, (scales * rotation.mT).contiguous(), mean)
         if self.case.replayed:  # a table on the device, with columns to spare
             packed = replace(packed, table=pad(packed.addresses(), (0, 3)))
+        if self.case.pooled:
+            base = memory.data_ptr()
+            packed = replace(packed, table=packed.addresses() - base, base=base)
         return packed
 
     def spoil(self, layout: PageLayout, sections: int2.Quantized, first: int) -> None:
@@ -191,6 +200,9 @@ class Drawing:
             sections.codes[row, :, filled:] = 255
             whole = -(-filled // share)
             sections.scale[row, :, whole:] = sections.offset[row, :, whole:] = self.case.unread
+            if self.case.pooled:
+                skipped = max(0, self.case.pooled[row] - first)
+                sections.scale[row, :, :skipped] = self.case.unread
 
     def window(self, part: str) -> ExactWindow:
         case = self.case
@@ -204,7 +216,24 @@ class Drawing:
             key = self.peak(part, key, every)
         for row, count in enumerate(every):
             key[row, :, count:] = value[row, :, count:] = case.unread
-        return ExactWindow(key.to(case.window_type), value.to(case.window_type), lengths)
+        window = ExactWindow(key.to(case.window_type), value.to(case.window_type), lengths)
+        return self.in_slots(window) if case.pooled else window
+
+    def in_slots(self, window: ExactWindow) -> ExactWindow:
+        """The same in a pool, where a row's first two tokens are not read."""
+        pieces = -(-window.key.shape[2] // 32)
+        slots = torch.randperm(self.batch * pieces, generator=self.generator, device=self.device)
+        pools = []
+        for rows in (window.key, window.value):
+            rows = pad(rows, (0, 0, 0, 32 * pieces - rows.shape[2]), value=self.case.unread)
+            rows[:, :, :2] = self.case.unread
+            by_slot = rows.unflatten(2, (pieces, 32)).transpose(1, 2).flatten(0, 1)
+            pools.append(by_slot[slots.argsort()].contiguous())
+        lengths = window.lengths
+        if lengths is None:
+            lengths = torch.full((self.batch,), window.key.shape[2], device=self.device)
+        starts = lengths.clamp(max=2).int()
+        return ExactWindow(*pools, lengths.int(), starts, slots.int().unflatten(0, (-1, pieces)))
 
 
 def quantize(layout: PageLayout, rows: torch.Tensor) -> int2.Quantized:
@@ -227,10 +256,13 @@ def reference(inputs: Inputs) -> torch.Tensor:
     for row in range(batch):
         parts = []
         for window in (inputs.head, inputs.tail):
-            count = window.key.shape[2] if window.lengths is None else int(window.lengths[row])
-            parts.append([side[row, :, :count].double() for side in (window.key, window.value)])
+            count = window.tokens if window.lengths is None else int(window.lengths[row])
+            first = 0 if window.starts is None else int(window.starts[row])
+            rows = [window.rows(side)[row, :, first:count] for side in ("key", "value")]
+            parts.append([each.double() for each in rows])
         length = int(packed.lengths[row])
-        stored = [restore(side, row, length) for side in (packed.key, packed.value)]
+        first = 0 if packed.starts is None else int(packed.starts[row])
+        stored = [restore(side, row, length)[:, first:] for side in (packed.key, packed.value)]
         # The tail comes last, because its last tokens are those that queries do not all read.
         key, value = (torch.cat(sides, 1) for sides in zip(parts[0], stored, parts[1], strict=True))
         group = heads // key.shape[0]

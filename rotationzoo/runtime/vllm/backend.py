@@ -1,37 +1,121 @@
-"""The attention backend of vLLM's CPU engine, with keys and values in 2 bits.
+"""The attention backends of vLLM with keys and values in 2 bits: one for its GPU engine, and one in
+the place of its own for CPUs.
 
 A `VllmConfig` whose `additional_config` names no artifact gets vLLM's own backend, unchanged.
 """
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
+from rotationzoo.codec.attention import Scores
 from rotationzoo.errors import UnsupportedModel
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
-from rotationzoo.runtime.vllm.pages import NewTokens, Pages, attend
-from rotationzoo.runtime.vllm.settings import cell_bytes, read_settings
+from rotationzoo.runtime.vllm.pages import LayerPages
+from rotationzoo.runtime.vllm.settings import cell_bytes, read_settings, select_heads
+from rotationzoo.runtime.vllm.steps import Known, Planner, Step, count_slots
 
 
-class RotatedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+@dataclass
+class RotatedMetadata(AttentionMetadata):  # type: ignore[misc]
+    """What the layers of a step get."""
+
+    num_actual_tokens: int
+    step: Step
+
+
+class RotatedBuilder(AttentionMetadataBuilder[RotatedMetadata]):  # type: ignore[misc]
+    """Plans each step for all layers."""
+
+    # A captured step has one new token of each request.
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+        settings = read_settings(vllm_config)
+        assert settings is not None
+        self.planner = Planner(
+            settings.layout,
+            kv_cache_spec.block_size,
+            kv_cache_spec.page_size_bytes,
+            vllm_config.cache_config.num_gpu_blocks,
+            vllm_config.scheduler_config.max_num_seqs,
+            device,
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> RotatedMetadata:
+        """Plan a step."""
+        common = common_attn_metadata
+        bounds = common.query_start_loc
+        known_lengths = common.seq_lens_cpu_upper_bound
+        if known_lengths is None:
+            known_lengths = common.seq_lens
+        known = Known(
+            common.query_start_loc_cpu.diff().tolist(), known_lengths.tolist(), common.max_seq_len
+        )
+        table, mapping = common.block_table_tensor, common.slot_mapping
+        tokens = common.num_actual_tokens
+        step = self.planner.plan(table, common.seq_lens, bounds.diff(), mapping[:tokens], known)
+        return RotatedMetadata(tokens, step)
+
+
+class RotatedImpl(AttentionImpl[RotatedMetadata]):  # type: ignore[misc]
     """The attention of one layer over pages of codes."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        config = get_current_vllm_config_or_none()
-        self.settings = read_settings(config)
+    def __init__(  # noqa: PLR0913 (vLLM's own arguments)
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        unserved = {
+            "ALiBi": alibi_slopes is not None,
+            f"attention of the kind {attn_type!r}": attn_type != "decoder",
+            "caches that layers share": kv_sharing_target_layer_name is not None,
+        }
+        for what, asked in unserved.items():
+            if asked:
+                raise UnsupportedModel(f"rotations are not served with {what} by this backend")
+        config = get_current_vllm_config()
+        settings = read_settings(config)
+        assert settings is not None
+        self.settings = settings
+        self.ranks = config.parallel_config.tensor_parallel_size
         self.most_requests = config.scheduler_config.max_num_seqs
-        self.pages: Pages | None = None
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.scores = Scores(self.scale, logits_soft_cap or None, sinks)
+        self.pages: LayerPages | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:
-        """Nothing: vLLM's own would write rows as they are over the codes. `forward` stores new
-        tokens, because it knows which request they are of."""
+        """Nothing: `forward` stores new tokens. vLLM's CPU backend would write rows as they are
+        over the codes."""
 
     @torch.no_grad()
     def forward(  # noqa: PLR0913 (vLLM's own arguments)
@@ -41,57 +125,110 @@ class RotatedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Any,
+        attn_metadata: RotatedMetadata | None,
         output: torch.Tensor,
-        *args: Any,
-        **options: Any,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the new tokens of all requests, `key` and `value` `[T, H, D]`, and write what their
-        queries `[T, H_q, D]` read to `output`."""
+        """Store new tokens, `key` and `value` `[T, H, D]`, and write what their queries
+        `[T, H_q, D]` read to `output`."""
         if attn_metadata is None:  # the run that measures memory
             return output.zero_()
         if self.pages is None:
-            assert self.settings is not None
             index = extract_layer_index(layer.layer_name)
-            self.pages = Pages(self.settings, index, self.most_requests)
-        bounds, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
-        rows = dict(zip(SIDES, (key, value), strict=True))
-        tokens = kv_cache.shape[2]
-        for request, length in enumerate(lengths):
-            part = slice(bounds[request], bounds[request + 1])
-            pages = attn_metadata.block_table[request, : -(-length // tokens)].long()
-            new = NewTokens({side: each[part] for side, each in rows.items()}, pages, length)
-            self.pages.write(kv_cache, new)
-            read = self.pages.read(kv_cache, new)
-            attended = attend(query[part], read, self.scale, self.logits_soft_cap, self.sinks)
-            output[part] = attended.view_as(output[part])
+            self.pages = self._open_pages(index, key, value, kv_cache)
+        tokens = attn_metadata.num_actual_tokens
+        rows = dict(zip(SIDES, (key[:tokens], value[:tokens]), strict=True))
+        self.pages.write(attn_metadata.step, rows)
+        into = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        self.pages.attend(attn_metadata.step, query[:tokens], rows, self.scores, into)
         return output
 
+    def _open_pages(
+        self, index: int, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+    ) -> LayerPages:
+        settings = self.settings
+        if self.ranks > 1:
+            rank, heads = get_tensor_model_parallel_rank(), key.shape[1]
+            settings = select_heads(settings, slice(rank * heads, (rank + 1) * heads))
+        rows = (each.transpose(0, 1)[None] for each in (key, value))
+        slots = count_slots(settings.layout, kv_cache.shape[2], self.most_requests)
+        return LayerPages(settings.for_layer(index, *rows), index, kv_cache, slots, key.dtype)
 
-class RotatedBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's backend for CPUs, or this one where an artifact is named."""
+
+class RotatedBackend(AttentionBackend):  # type: ignore[misc]
+    """The backend of a GPU, chosen with `--attention-backend CUSTOM`."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Multiples of a kernel's tile, of which vLLM takes the smallest."""
+        return [MultipleOf(64)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """The bytes of a page lie together."""
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return RotatedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return RotatedBuilder
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
+        settings = read_settings(get_current_vllm_config())
+        assert settings is not None
+        return _in_two_bits(spec, settings)
+
+
+class RotatedCpuBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """vLLM's backend for CPUs, or ours where an artifact is named."""
 
     settings: CacheSettings | None = None
     """The settings of the model that this process serves, as its layers are built: vLLM asks for
     the spec of a cache later, when it shows its configuration no more."""
 
     @classmethod
-    def get_impl_cls(cls) -> type[CPUAttentionBackendImpl]:
+    def get_impl_cls(cls) -> Any:
         """The class of a layer's attention."""
         config = get_current_vllm_config_or_none()
         if config is not None:
-            RotatedBackend.settings = read_settings(config)
-        return CPUAttentionBackendImpl if cls.settings is None else RotatedImpl
+            RotatedCpuBackend.settings = read_settings(config)
+        return super().get_impl_cls() if cls.settings is None else RotatedImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """The class that plans steps."""
+        return super().get_builder_cls() if cls.settings is None else RotatedBuilder
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits.
-        Raises `UnsupportedModel` for a layer that is not of full attention."""
+        """The spec of a layer's cache, with the bytes that a token of a KV head takes in 2 bits."""
         if cls.settings is None or spec.state_content_bytes is not None:
             return super().customize_spec(spec)
-        if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
-            raise UnsupportedModel(
-                "this backend serves layers with full attention alone, and the model has others",
-                hint="read it with transformers: rotationzoo generate",
-            )
-        return replace(spec, state_content_bytes=cell_bytes(cls.settings, spec.head_size))
+        return _in_two_bits(spec, cls.settings)
+
+
+def _in_two_bits(spec: Any, settings: CacheSettings) -> Any:
+    """Raises `UnsupportedModel` for a layer that is not of full attention."""
+    if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+        raise UnsupportedModel(
+            "this backend serves layers with full attention alone, and the model has others",
+            hint="read it with transformers: rotationzoo generate",
+        )
+    return replace(spec, state_content_bytes=cell_bytes(settings, spec.head_size))

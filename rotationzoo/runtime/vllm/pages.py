@@ -1,183 +1,219 @@
-"""The tokens of one layer in vLLM's pages: every token as codes, and beside them exact copies of
-the first and last tokens of the requests that run.
+"""The tokens of one layer in a server's pages: every token as codes, and exact copies of the pages
+that windows touch.
 
 A page must be readable by itself: prefix caching hands it to another request, preemption frees it,
-and a prompt fills it in parts. So a token is written as codes as soon as it is there, and a copy is
-kept for as long as someone reads it exact.
+and a prompt fills it in parts. So a token is written as codes as soon as it is there.
 """
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from rotationzoo.codec import int2
+from rotationzoo.codec import attention, cuda_attention, int2
+from rotationzoo.codec.attention import ExactWindow, PackedSide, PackedTokens, Scores
+from rotationzoo.codec.cuda_encoder import kernels_run_on
+from rotationzoo.codec.pages import PageLayout
 from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.runtime.vllm.steps import Chunk, Reading, Step, Window
 
 
 @dataclass(frozen=True)
-class NewTokens:
-    """The new tokens of one request."""
+class PageBlocks(Sequence[torch.Tensor]):
+    """One section of the pages of B requests, as blocks `[B, bytes]`, which are copied when they
+    are asked for. A kernel reads pages where they are."""
 
-    rows: dict[str, torch.Tensor]
-    """Side -> rows `[T, H, D]`, after RoPE."""
-    pages: torch.Tensor
-    """The numbers of the request's pages `[N]`, int64, in the order of its tokens."""
-    length: int
-    """Tokens of the request, with the new ones at its end."""
+    memory: torch.Tensor
+    """uint8 `[pages, bytes of a page]`."""
+    table: torch.Tensor
+    """int64 `[B, N]`."""
+    room: int
 
-    @property
-    def count(self) -> int:
-        return len(self.rows["key"])
+    def __len__(self) -> int:
+        return self.room
 
-    @property
-    def start(self) -> int:
-        """The position of the first new token."""
-        return self.length - self.count
+    @overload
+    def __getitem__(self, number: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, number: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(self.room)[number]]
+        if number >= self.room:
+            raise IndexError(number)
+        return self.memory[self.table[:, number]]
 
 
-class Pages:
-    """The pages of one layer: a view of the tensor that vLLM allocates, and the exact copies."""
+class LayerPages:
+    """The pages of one layer: the tensor that a server has allocated, and the exact copies."""
 
-    def __init__(self, settings: CacheSettings, layer: int, most_requests: int):
-        self.arm, self.layout = settings.arm, settings.layout
-        self.layer, self.most_requests = layer, most_requests
-        self.copies: OrderedDict[int, ExactPage] = OrderedDict()
-        """Page -> the exact copies of its tokens, the least recently read page first."""
-
-    def sections(self, cache: torch.Tensor) -> dict[str, int2.Quantized]:
-        """Side -> the codes `[N, H, P, D / 4]`, scales and offsets `[N, H, P, G]` of all pages of
-        vLLM's tensor `[N, H, P, ...]`, whose memory they share. A page holds the keys of its
-        tokens, and then their values."""
+    def __init__(
+        self,
+        settings: CacheSettings,
+        layer: int,
+        cache: torch.Tensor,
+        slots: int,
+        dtype: torch.dtype,
+    ):
+        """For a tensor `[pages, H, P, ...]` of a server, whose pages are contiguous, and so many
+        slots of copies of this type. `settings` have the rotations on the tensor's device."""
+        self.arm, self.format, self.layer = settings.arm, settings.layout.format, layer
+        self.heads, self.tokens = cache.shape[1:3]
         memory = cache.view(torch.uint8).flatten(1)
-        sections, begin = {}, 0
+        self.layouts: dict[str, PageLayout] = {}
+        self.memory: dict[str, torch.Tensor] = {}
+        self.copies: dict[str, torch.Tensor] = {}
+        begin = 0
+        # A page holds the keys of its tokens, and then their values.
         for side in SIDES:
-            layout = self.arm.page_layout(self.layer, side, cache.shape[2], self.layout.format)
-            sections[side] = layout.view(memory[:, begin : begin + layout.bytes])
+            layout = self.arm.page_layout(layer, side, self.tokens, self.format)
+            self.layouts[side] = layout
+            self.memory[side] = memory[:, begin : begin + layout.bytes]
+            shape = slots, self.heads, self.tokens, layout.dim
+            self.copies[side] = torch.zeros(shape, dtype=dtype, device=cache.device)
             begin += layout.bytes
-        return sections
 
-    def write(self, cache: torch.Tensor, new: NewTokens) -> None:
-        """Store new tokens as codes, and keep copies of those that later calls read exact."""
-        tokens = cache.shape[2]
-        position = torch.arange(new.start, new.length)
-        pages, places = new.pages[position // tokens], position % tokens
-        for side, sections in self.sections(cache).items():
-            rows = new.rows[side].transpose(0, 1)[None]
-            stored = self.arm.pack(rows, self.layer, side, self.layout.format)
+    @torch.no_grad()
+    def write(self, step: Step, rows: dict[str, torch.Tensor]) -> None:
+        """Store new tokens `[T, H, D]` of each side as codes, and copy those of copied pages."""
+        for side, of_side in rows.items():
+            stored = self.arm.pack(of_side.transpose(0, 1)[None], self.layer, side, self.format)
+            sections = self.layouts[side].view(self.memory[side])
             for section, value in (
                 (sections.codes, stored.codes),
                 (sections.scale, stored.scale),
                 (sections.offset, stored.offset),
             ):
-                section[pages, :, places] = value[0].transpose(0, 1).to(section.dtype)
-        kept = (position < self.layout.sink) | (position >= new.length - self.layout.recent)
-        for page in pages.unique().tolist():
-            of_page = pages == page
-            if places[of_page].min() == 0:
-                self.copies.pop(page, None)  # it belongs to other tokens from now on
-            chosen = of_page & kept
-            if chosen.any():
-                self._copy(page, tokens, places[chosen], new, position[chosen] - new.start)
+                by_token = value[0].transpose(0, 1).to(section.dtype)
+                section[step.pages, :, step.places] = by_token
+            self.copies[side][step.slots, :, step.places] = of_side
 
-    def _copy(
-        self, page: int, tokens: int, places: torch.Tensor, new: NewTokens, rows: torch.Tensor
-    ) -> None:
-        if page not in self.copies:
-            self.copies[page] = ExactPage.empty(tokens, new.rows)
-        for side in SIDES:
-            self.copies[page].rows[side][places] = new.rows[side][rows]
-        self.copies[page].held[places] = True
-        self.copies.move_to_end(page)
-        # As many as the windows of all requests that may run take, each of which may begin and end
-        # inside a page.
-        windows = -(-self.layout.sink // tokens) + -(-self.layout.recent // tokens) + 1
-        while len(self.copies) > windows * self.most_requests:
-            self.copies.popitem(last=False)
-
-    def read(self, cache: torch.Tensor, new: NewTokens) -> dict[str, torch.Tensor]:
-        """Side -> the rows `[H, L, D]` of all tokens of a request, as the queries of its new tokens
-        read them, in the model's frame: keys without their mean where they are centered.
-
-        A decoding step reads the last `recent` tokens exact, itself included. Several new tokens
-        read themselves exact, and the `recent` ones before them. All read the sink exact. A token
-        without a copy is read from its codes.
-        """
-        tokens, sink = cache.shape[2], self.layout.sink
-        first = new.length if new.count == 1 else new.start
-        position = torch.arange(new.length)
-        exact = (position < sink) | (position >= first - self.layout.recent)
-        read = {}
-        for side, sections in self.sections(cache).items():
-            stored = int2.Quantized(
-                *(
-                    section[new.pages].transpose(0, 1).flatten(1, 2)[None, :, : new.length]
-                    for section in (sections.codes, sections.scale, sections.offset)
-                )
-            )
-            layout = self.arm.page_layout(self.layer, side, tokens, self.layout.format)
-            restored = self.arm.restore(layout.dequantize(stored), self.layer, side)
-            read[side] = restored[0].to(new.rows[side].dtype)
-        for number, page in enumerate(new.pages.tolist()):
-            begin = number * tokens
-            wanted = exact[begin : begin + tokens]
-            if page in self.copies and wanted.any():
-                copy = self.copies[page]
-                self.copies.move_to_end(page)
-                places = (wanted & copy.held[: len(wanted)]).nonzero().flatten()
-                self._overlay(read, begin + places, {s: copy.rows[s][places] for s in SIDES})
-        self._overlay(read, position[new.start :], new.rows)
-        return read
-
-    def _overlay(
+    @torch.no_grad()
+    def attend(
         self,
-        read: dict[str, torch.Tensor],
-        position: torch.Tensor,
+        step: Step,
+        query: torch.Tensor,
         rows: dict[str, torch.Tensor],
+        scores: Scores,
+        output: torch.Tensor,
     ) -> None:
-        """Put exact rows `[T, H, D]` in the place of restored ones."""
-        for side in SIDES:
-            exact = self.arm.keep_exact(rows[side].transpose(0, 1)[None], self.layer, side)
-            read[side][:, position] = exact[0]
+        """Write what the queries `[T, H_q, D]` of new tokens, which are stored already, read to
+        `output` `[T, H_q, D]`.
+
+        A single new token reads the last `recent` tokens exact, itself included. Several read
+        themselves exact, and the `recent` ones before them. All read the sink exact. Tokens without
+        copies are read from their codes, and so are those before them in the window.
+        """
+        if step.singles is None:
+            output[:] = self._attend_single(step.reading, step.room, query, scores)
+            return
+        requests, places = step.singles
+        if len(requests):
+            reading = step.reading.select(requests)
+            output[places] = self._attend_single(reading, step.room, query[places], scores)
+        for chunk in step.chunks:
+            part = slice(chunk.first, chunk.first + chunk.count)
+            new = {side: each[part] for side, each in rows.items()}
+            output[part] = self._attend_chunk(step, chunk, query[part], new, scores)
+
+    def _attend_single(
+        self, reading: Reading, room: int, query: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        key, value = (self._packed(reading, room, side) for side in SIDES)
+        packed = PackedTokens(key, value, reading.lengths, reading.starts)
+        windows = self._window(reading.sink), self._window(reading.recent)
+        exact = sum(window.tokens for window in windows)
+        has_kernel = kernels_run_on(query.device) and cuda_attention.supports(
+            key.layout, value.layout, query.dtype, exact
+        )
+        attend = cuda_attention.attend if has_kernel else attention.attend
+        return attend(query[:, :, None], packed, *windows, scores)[:, :, 0]
+
+    def _packed(self, reading: Reading, room: int, side: str) -> PackedSide:
+        memory = self.memory[side]
+        return PackedSide(
+            PageBlocks(memory, reading.table, room),
+            self.layouts[side],
+            self.arm.inverse(self.layer, side),
+            self.arm.rotations[self.layer][side].mean,
+            reading.offsets,
+            memory.data_ptr(),
+        )
+
+    def _window(self, window: Window) -> ExactWindow:
+        copies = self.copies["key"], self.copies["value"]
+        return ExactWindow(*copies, window.lengths, window.starts, window.slots)
+
+    def _attend_chunk(
+        self,
+        step: Step,
+        chunk: Chunk,
+        query: torch.Tensor,
+        new: dict[str, torch.Tensor],
+        scores: Scores,
+    ) -> torch.Tensor:
+        """What several new tokens of one request read `[T, H_q, D]`."""
+        read = {}
+        for side, rows in new.items():
+            earlier = self._read_earlier(step, chunk, side).to(rows.dtype)
+            exact = self.arm.keep_exact(rows.transpose(0, 1)[None], self.layer, side)
+            read[side] = torch.cat([earlier, exact], 2)
+        return attend_rows(query, read["key"], read["value"], scores)
+
+    def _read_earlier(self, step: Step, chunk: Chunk, side: str) -> torch.Tensor:
+        """The rows `[1, H, L, D]` of the tokens before a chunk, as its queries read them in the
+        model's frame: keys without their mean where they are centered."""
+        start = chunk.length - chunk.count
+        pages = step.reading.table[chunk.row, : -(-start // self.tokens)]
+        sections = self.layouts[side].view(self.memory[side][pages])
+        parts = (
+            section.transpose(0, 1).flatten(1, 2)[None, :, :start]
+            for section in (sections.codes, sections.scale, sections.offset)
+        )
+        stored = self.layouts[side].dequantize(int2.Quantized(*parts))
+        restored = self.arm.restore(stored, self.layer, side)
+        position = torch.arange(start, device=restored.device)
+        sink, recent = step.reading.starts[chunk.row], step.chunk_starts[chunk.row]
+        exact = (position < sink) | (position >= recent)
+        slots = step.slot_of[pages][position // self.tokens]
+        # Slot 0 for all that is read from codes: its copies are nobody's.
+        copies = self.copies[side][torch.where(exact, slots, 0), :, position % self.tokens]
+        kept = self.arm.keep_exact(copies.transpose(0, 1)[None], self.layer, side)
+        return torch.where(exact[:, None], kept.to(restored.dtype), restored)
 
 
-@dataclass(frozen=True)
-class ExactPage:
-    """Copies of tokens of one page."""
-
-    rows: dict[str, torch.Tensor]
-    """Side -> `[P, H, D]`."""
-    held: torch.Tensor
-    """Boolean `[P]`: which of its tokens are here."""
-
-    @classmethod
-    def empty(cls, tokens: int, like: dict[str, torch.Tensor]) -> "ExactPage":
-        rows = {side: of.new_empty(tokens, *of.shape[1:]) for side, of in like.items()}
-        return cls(rows, torch.zeros(tokens, dtype=torch.bool))
-
-
-def attend(
-    query: torch.Tensor,
-    read: dict[str, torch.Tensor],
-    scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """The attention output `[T, H_q, D]` of the last T tokens' queries `[T, H_q, D]` over rows
-    `[H, L, D]`, computed in float32. `sinks` `[H_q]` are logits that read nothing, as in
-    gpt-oss."""
-    key, value = read["key"].float(), read["value"].float()
-    group = query.shape[1] // len(key)
-    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-    logits = query.float().transpose(0, 1) @ key.mT * scale
-    if soft_cap:
-        logits = torch.tanh(logits / soft_cap) * soft_cap
-    position = torch.arange(key.shape[1])
-    later = position > position[-len(query) :, None]
-    logits = logits.masked_fill(later, -torch.inf)
-    if sinks is not None:
-        column = sinks.float()[:, None, None].expand(-1, len(query), 1)
+    """The attention output `[T, H_q, D]` of the last T tokens' queries over rows `[1, H, L, D]`."""
+    queries = query.transpose(0, 1)[None]
+    # As many heads as queries have: fast kernels know nothing else with this mask.
+    group = queries.shape[1] // key.shape[1]
+    key, value = (rows.repeat_interleave(group, 1) for rows in (key, value))
+    if scores.soft_cap is None and scores.sinks is None:
+        mask = causal_lower_right(queries.shape[2], key.shape[2])
+        read = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scores.scale)
+    else:
+        read = _attend_by_definition(queries, key, value, scores)
+    return read[0].transpose(0, 1)
+
+
+def _attend_by_definition(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """The same with soft caps and sinks, `[1, H_q, T, D]`, computed in float32."""
+    logits = query.float() @ key.float().mT * scores.scale
+    if scores.soft_cap is not None:
+        logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap
+    count, length = logits.shape[2:]
+    position = torch.arange(length, device=logits.device)
+    logits = logits.masked_fill(position > position[length - count :, None], -torch.inf)
+    if scores.sinks is not None:
+        column = scores.sinks.float()[:, None, None].expand(1, -1, count, 1)
         logits = torch.cat([logits, column], dim=-1)
-    weights = logits.softmax(-1)[..., : key.shape[1]]
-    return (weights @ value).transpose(0, 1).to(query.dtype)
+    weights = logits.softmax(-1)[..., :length]
+    return (weights @ value.float()).to(query.dtype)

@@ -38,13 +38,14 @@ def check_version() -> None:
 
 
 def register() -> None:
-    """Put the backend in the place of vLLM's own for CPUs, to which it hands on whatever names no
-    artifact. Another version of vLLM is left as it is; `settings.read_settings` refuses it where an
-    artifact is named."""
+    """Put the backend where vLLM looks for a `CUSTOM` one, and in the place of its own for CPUs, to
+    which it hands on whatever names no artifact. Another version of vLLM is left as it is;
+    `settings.read_settings` refuses it where an artifact is named."""
     if installed_version() not in TESTED:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # The platform of a CPU ignores every choice but this one, and yet looks up its class here.
-    path = "rotationzoo.runtime.vllm.backend.RotatedBackend"
-    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    backends = "rotationzoo.runtime.vllm.backend"
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{backends}.RotatedCpuBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{backends}.RotatedBackend")

@@ -12,6 +12,7 @@ from rotationzoo.artifact.store import Artifact
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.errors import RotationZooError, UnsupportedModel
 from rotationzoo.model.source import Source, config_hash, find
+from rotationzoo.rotations import Rotation
 from rotationzoo.runtime.options import Rounding
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.plugin import check_version
@@ -107,7 +108,6 @@ def check_model(artifact: Artifact, source: Source) -> None:
 def _check_server(config: Any) -> None:
     """Raise `UnsupportedModel` for options of vLLM that this backend does not serve."""
     unserved = {
-        "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
         "a KV cache dtype of vLLM's own": config.cache_config.cache_dtype
@@ -116,6 +116,24 @@ def _check_server(config: Any) -> None:
     for what, asked in unserved.items():
         if asked:
             raise UnsupportedModel(f"rotations are not served with {what} yet", hint="leave it out")
+
+
+def select_heads(settings: CacheSettings, heads: slice) -> CacheSettings:
+    """The settings of a process that holds these KV heads of each layer."""
+
+    def select(_: int, __: str, rotation: Rotation) -> Rotation:
+        names = ("matrix", "clip", "eigenvalues", "mean", "feedback")
+        tensors = {name: getattr(rotation, name) for name in names}
+        # All KV heads may share one matrix.
+        chosen = {
+            name: tensor[heads]
+            for name, tensor in tensors.items()
+            if tensor is not None and len(tensor) == len(rotation.clip)
+        }
+        return replace(rotation, **chosen)
+
+    arm = replace(settings.arm, rotations=settings.arm.rotations.replace(select))
+    return replace(settings, arm=arm)
 
 
 def cell_bytes(settings: CacheSettings, head_size: int) -> int:

@@ -1,0 +1,296 @@
+"""One step of a server, planned once for all its layers: where new tokens are stored, which pages
+have exact copies, and what the queries of each request read.
+
+All of it is computed on the device of the block table, and nothing waits for that device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from rotationzoo.simulation.layout import CacheLayout
+
+_NEVER = 2**62
+"""When slot 0 is used next: it takes the copies that nobody reads."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of B requests that are read exact, in N slots of the copies each."""
+
+    slots: torch.Tensor
+    """int32 `[B, N]`."""
+    starts: torch.Tensor
+    """int32 `[B]`: the first of these tokens that is read."""
+    lengths: torch.Tensor
+    """int32 `[B]`: the token after the last one that is read."""
+
+    def select(self, rows: torch.Tensor) -> "Window":
+        return Window(self.slots[rows], self.starts[rows], self.lengths[rows])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the newest tokens of B requests read."""
+
+    table: torch.Tensor
+    """int64 `[B, N]`: the numbers of their pages."""
+    offsets: torch.Tensor
+    """int64 `[B, N]`: where these begin, in bytes after page 0."""
+    starts: torch.Tensor
+    """int32 `[B]`: the first token that is read from its codes."""
+    lengths: torch.Tensor
+    """int32 `[B]`: the token after the last one that is read from its codes."""
+    sink: Window
+    recent: Window
+
+    def select(self, rows: torch.Tensor) -> "Reading":
+        """The same for some of the requests."""
+        return Reading(
+            self.table[rows],
+            self.offsets[rows],
+            self.starts[rows],
+            self.lengths[rows],
+            self.sink.select(rows),
+            self.recent.select(rows),
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Several new tokens of one request."""
+
+    row: int
+    """Which request of the step it is."""
+    first: int
+    """The first of them among the new tokens of the step."""
+    count: int
+    length: int
+    """Tokens of the request, with the new ones."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one step share."""
+
+    pages: torch.Tensor
+    """int64 `[T]`: the page of each new token. Page 0 is nobody's."""
+    places: torch.Tensor
+    """int64 `[T]`: its place in the page."""
+    slots: torch.Tensor
+    """int64 `[T]`: the slot of the copies of its page. Slot 0 is nobody's."""
+    reading: Reading
+    room: int
+    """No request has more pages."""
+    singles: tuple[torch.Tensor, torch.Tensor] | None
+    """The requests with one new token, and where this is among the new tokens of the step, int64
+    `[B']` each; None where all requests have one."""
+    chunks: Sequence[Chunk]
+    chunk_starts: torch.Tensor
+    """int64 `[B]`: from this token on, the new tokens of a chunk read the earlier ones exact."""
+    slot_of: torch.Tensor
+    """int64 `[pages]`: the slot of the copies of each page; 0 where there are none. It holds until
+    the next step is planned."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a step without waiting for a device."""
+
+    counts: Sequence[int]
+    """New tokens of each request."""
+    lengths: Sequence[int]
+    """Tokens of each request, right where several are new."""
+    most_tokens: int
+    """No request has more tokens."""
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """The requests with several new tokens."""
+        bounds = accumulate(self.counts, initial=0)
+        parts = enumerate(zip(bounds, self.counts, self.lengths, strict=False))
+        return [Chunk(row, *part) for row, part in parts if part[1] > 1]
+
+    def singles(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The other requests, as in `Step`."""
+        if not self.chunks:
+            return None
+        bounds = [*accumulate(self.counts, initial=0)]
+        rows = [row for row, count in enumerate(self.counts) if count == 1]
+        places = [bounds[row] for row in rows]
+        return torch.tensor(rows, device=device), torch.tensor(places, device=device)
+
+
+class Planner:
+    """Plans steps, and knows which pages have exact copies.
+
+    Copies belong to a page, so that a request that begins with the prefix of another finds them. A
+    page gets a slot when the first of its tokens is stored, if this step's windows touch it; then
+    all its tokens are copied. The slot that was read least recently is taken. A page whose first
+    token is stored again has forgotten its former tokens.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        tokens: int,
+        page_bytes: int,
+        pages: int,
+        most_requests: int,
+        device: torch.device,
+    ):
+        """For pages of so many tokens and bytes on this device, whose number 0 is nobody's."""
+        self.tokens, self.page_bytes, self.sink = tokens, page_bytes, layout.sink
+        self.recent = max(1, layout.recent)  # a token reads itself exact
+        self.sink_pages, self.recent_pages = _window_pages(layout, tokens)
+        self.slots = count_slots(layout, tokens, most_requests)
+        self.slot_of = torch.zeros(pages, dtype=torch.int64, device=device)
+        self._page_of = torch.zeros(self.slots, dtype=torch.int64, device=device)
+        self._used = torch.zeros(self.slots, dtype=torch.int64, device=device)
+        self._used[0] = _NEVER
+        self._now = 0
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def plan(
+        self,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+        mapping: torch.Tensor,
+        known: Known,
+    ) -> Step:
+        """Plan the step of B requests with T new tokens. Of the tensors on the device, `table`
+        `[B, N]` has the numbers of their pages, `lengths` `[B]` their tokens, of which the last
+        `counts` `[B]` are new, and `mapping` `[T]` says where each new token is stored: page times
+        tokens of a page plus place, or -1 for padding."""
+        self._now += 1
+        table, lengths = table.long(), lengths.long()
+        starts = lengths - counts
+        stored = mapping.long().clamp(min=0)
+        pages, places = stored // self.tokens, stored % self.tokens
+        self._forget(torch.where(places == 0, pages, 0))
+        self._copy_windows(table, starts, lengths)
+        sink, sink_slots = self._find_sink(table, lengths)
+        begin, recent_slots, skipped = self._find_recent(table, lengths, sink)
+        chunk_starts = begin
+        if known.chunks:
+            chunk_starts, _, _ = self._find_recent(table, starts, sink)
+        keep, zeros = self._keep, torch.zeros_like(sink)
+        reading = Reading(
+            keep("table", table),
+            keep("offsets", table * self.page_bytes),
+            keep("starts", sink.int()),
+            keep("lengths", begin.int()),
+            self._keep_window("sink", sink_slots, zeros, sink),
+            self._keep_window("recent", recent_slots, begin - skipped, lengths - skipped),
+        )
+        return Step(
+            keep("pages", pages),
+            keep("places", places),
+            keep("slots", self.slot_of[pages]),
+            reading,
+            -(-known.most_tokens // self.tokens),
+            known.singles(table.device),
+            known.chunks,
+            chunk_starts,
+            self.slot_of,
+        )
+
+    def _keep_window(
+        self, name: str, slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+    ) -> Window:
+        named = {"slots": slots, "starts": starts, "lengths": lengths}
+        return Window(*(self._keep(f"{name} {key}", each.int()) for key, each in named.items()))
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy at an address that stays the same from step to step, for graphs that replay."""
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < len(tensor) or kept.shape[1:] != tensor.shape[1:]:
+            self._kept[name] = kept = torch.empty_like(tensor)
+        return kept[: len(tensor)].copy_(tensor)
+
+    def _forget(self, pages: torch.Tensor) -> None:
+        """Let these pages have no copies. Page 0 never has any."""
+        self._used[self.slot_of[pages]] = 0
+        self._used[0] = _NEVER
+        self.slot_of[pages] = 0
+
+    def _copy_windows(
+        self, table: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Keep the copies in the windows of these requests, and give a slot to those of their pages
+        that begin with a new token."""
+        device = table.device
+        after = (lengths - self.recent).clamp(min=0) // self.tokens
+        before = (starts - self.recent).clamp(min=0) // self.tokens
+        sinks = torch.arange(self.sink_pages, device=device).expand(len(table), -1)
+        recent = torch.arange(self.recent_pages, device=device)
+        number = torch.cat([sinks, after[:, None] + recent, before[:, None] + recent], 1)
+        # No page twice: a slot would be given to it twice.
+        counts = number * self.tokens < lengths[:, None]
+        counts[:, self.sink_pages :] &= number[:, self.sink_pages :] >= self.sink_pages
+        counts[:, -self.recent_pages :] &= number[:, -self.recent_pages :] < after[:, None]
+        pages = self._pages(table, number, counts).flatten()
+        begins = (number * self.tokens >= starts[:, None]).flatten() & (pages > 0)
+        self._used[self.slot_of[pages]] = self._now
+        self._used[0] = _NEVER
+        # The n-th page that needs a slot gets the slot that was used n-th least recently.
+        order = self._used.argsort()
+        slots = order[(begins.cumsum(0) - 1).clamp(min=0, max=self.slots - 1)]
+        given = begins & (self._used[slots] < self._now)
+        slots, pages = torch.where(given, slots, 0), torch.where(given, pages, 0)
+        former = self._page_of[slots]
+        self.slot_of[torch.where(self.slot_of[former] == slots, former, 0)] = 0
+        self.slot_of[pages], self._page_of[slots], self._used[slots] = slots, pages, self._now
+        self.slot_of[0], self._used[0] = 0, _NEVER
+
+    def _pages(
+        self, table: torch.Tensor, number: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """The pages with these numbers `[B, W]` in their request, and 0 for those that do not
+        count."""
+        return torch.where(counts, table.gather(1, number.clamp(max=table.shape[1] - 1)), 0)
+
+    def _find_sink(
+        self, table: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many of the first tokens are read exact `[B]`, all of the sink or none, and the slots
+        of their copies `[B, pages of the sink]`."""
+        number = torch.arange(self.sink_pages, device=table.device).expand(len(table), -1)
+        counts = number * self.tokens < lengths[:, None]
+        slots = self.slot_of[self._pages(table, number, counts)]
+        whole = ((slots > 0) | ~counts).all(1)
+        return torch.where(whole, lengths.clamp(max=self.sink), 0), slots
+
+    def _find_recent(
+        self, table: torch.Tensor, lengths: torch.Tensor, sink: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From which token on `[B]` the last ones before `lengths` `[B]` are read exact: all of
+        them have copies. Then the slots of these `[B, pages of the window]`, and how many tokens
+        come before the first slot's `[B]`."""
+        first = (lengths - self.recent).clamp(min=0) // self.tokens
+        number = first[:, None] + torch.arange(self.recent_pages, device=table.device)
+        counts = number * self.tokens < lengths[:, None]
+        slots = self.slot_of[self._pages(table, number, counts)]
+        copied = (slots > 0) | ~counts
+        # Pages up to the last one that lacks its copies.
+        missing = self.recent_pages - copied.flip(1).long().cumprod(1).sum(1)
+        begin = torch.maximum(lengths - self.recent, (first + missing) * self.tokens)
+        begin = torch.minimum(torch.maximum(begin, sink), lengths)
+        return begin, slots, first * self.tokens
+
+
+def count_slots(layout: CacheLayout, tokens: int, most_requests: int) -> int:
+    """The slots for exact copies of pages with so many tokens: as many as the windows of all
+    requests touch, another window for the chunk of a prompt, and slot 0."""
+    sink, recent = _window_pages(layout, tokens)
+    return (sink + recent) * most_requests + recent + 1
+
+
+def _window_pages(layout: CacheLayout, tokens: int) -> tuple[int, int]:
+    """How many pages the sink and the recent window of a request touch at most."""
+    # The recent window may begin and end inside a page. A token reads itself exact.
+    return -(-layout.sink // tokens), -(-(max(1, layout.recent) - 1) // tokens) + 1

@@ -1,0 +1,254 @@
+"""One layer of a vLLM server's step on one GPU: 2-bit codes in the pages of its block manager.
+
+    python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
+        [--format vllm] [--chunk 2048] [--output FILE]
+
+The classes of the backend run with metadata made by hand, without vLLM: a `Planner` plans a decoding
+step of requests whose pages lie in no order, and a `LayerPages` stores the new tokens and reads.
+Caches are cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In the same
+run:
+
+* `kernel`: the decode kernel over pages and windows of a request that lie together;
+* `pages, reading`: the same kernel over the server's pages, windows in slots of the copies;
+* `pages, whole step`: that, and storing the new tokens as codes, with error feedback;
+* `bf16 paged`: torch's `varlen_attn` with a block table, where this torch has it;
+* `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, the fastest of several.
+
+Then the encoder: what storing a prompt's chunk of 2,048 tokens takes, and planning a step.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from decode_arms import exact_arms
+from decode_caches import Shape, Storage, exact_caches, packed_caches, random_pages
+from decode_timing import Launch, bandwidths, copies_of, measure
+
+from rotationzoo.calibration.fit import fit
+from rotationzoo.codec import cuda_attention
+from rotationzoo.codec.attention import Scores
+from rotationzoo.codec.formats import FORMATS
+from rotationzoo.model.geometry import Layer
+from rotationzoo.recipe import PRESETS
+from rotationzoo.rotations import SIDES
+from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.runtime.vllm.pages import LayerPages
+from rotationzoo.runtime.vllm.steps import Known, Planner, Step
+from rotationzoo.simulation.arm import Arm
+from rotationzoo.simulation.layout import CacheLayout
+
+PAGE = 64
+
+
+def settings_of(shape: Shape, format: str) -> CacheSettings:
+    """Random rotations, with factors of error feedback."""
+    geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
+    generator = torch.Generator().manual_seed(0)
+
+    def complete(_: int, __: str, rotation):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        size = shape.kv_heads, shape.dim, shape.dim
+        above = torch.randn(size, generator=generator).triu(1) / shape.dim
+        return replace(rotation, feedback=above + torch.eye(shape.dim))
+
+    rotations = fit(None, PRESETS["random"], geometry).replace(complete)
+    layout = CacheLayout(FORMATS[format], 64, 256, prefill_layout="window")
+    like = torch.zeros(1, shape.kv_heads, 1, shape.dim, device="cuda")
+    settings = CacheSettings(Arm("", rotations, rounding="feedback"), layout)
+    return settings.for_layer(0, like, like)
+
+
+class Server:
+    """Requests of one length, whose pages lie in no order."""
+
+    def __init__(self, shape: Shape, settings: CacheSettings, copies: int):
+        self.shape, self.settings = shape, settings
+        each = -(-(shape.context + 1) // PAGE)
+        count = shape.batch * each + 1
+        layouts = [settings.arm.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES]
+        size = sum(layout.bytes for layout in layouts)
+        self.planner = Planner(
+            settings.layout, PAGE, size, count, shape.batch, torch.device("cuda")
+        )
+        self.table = (torch.randperm(count - 1, device="cuda") + 1).view(shape.batch, each)
+        self.layers = []
+        for _ in range(copies):
+            pages = torch.cat([random_pages(layout, count, "cuda") for layout in layouts], 1)
+            cache = pages.view(count, shape.kv_heads, PAGE, -1)
+            layer = LayerPages(settings, 0, cache, self.planner.slots, torch.bfloat16)
+            for copied in layer.copies.values():
+                copied.normal_()
+            self.layers.append(layer)
+
+    def plan(self, counts: list[int], lengths: list[int]) -> Step:
+        """The step in which the first requests get so many new tokens."""
+        rows, ends = len(counts), torch.tensor(lengths, device="cuda")
+        news = torch.tensor(counts, device="cuda")
+        parts = [
+            torch.arange(end - count, end, device="cuda")
+            for count, end in zip(counts, lengths, strict=True)
+        ]
+        mapping = torch.cat(
+            [self.table[row, at // PAGE] * PAGE + at % PAGE for row, at in enumerate(parts)]
+        )
+        known = Known(counts, lengths, self.table.shape[1] * PAGE)
+        return self.planner.plan(self.table[:rows], ends, news, mapping, known)
+
+    def decode(self) -> Step:
+        """A decoding step of all requests, whose windows have copies."""
+        batch, context = self.shape.batch, self.shape.context
+        self.plan([context - 1] * batch, [context - 1] * batch)
+        return self.plan([1] * batch, [context] * batch)
+
+
+def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
+    """Seconds of each way."""
+    settings, storage = settings_of(shape, format), Storage(format)
+    copies, scores = copies_of(storage.bytes(shape)), Scores(shape.dim**-0.5)
+    query = torch.randn(shape.batch, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
+    caches = packed_caches(shape, storage, copies, "cuda")
+    for cache in caches:
+        cache.packed.key.table  # noqa: B018
+    yield "kernel", timed(
+        lambda cache: cuda_attention.attend(
+            query[:, :, None], cache.packed, cache.head, cache.tail, scores
+        ),
+        caches,
+    )
+    del caches
+    torch.cuda.empty_cache()
+    server = Server(shape, settings, copies)
+    step, output = server.decode(), torch.empty_like(query)
+    size = shape.batch, shape.kv_heads, shape.dim
+    new = {side: torch.randn(size, dtype=torch.bfloat16, device="cuda") for side in SIDES}
+
+    def read(layer: LayerPages) -> None:
+        layer.attend(step, query, new, scores, output)
+
+    def whole(layer: LayerPages) -> None:
+        layer.write(step, new)
+        read(layer)
+
+    yield "pages, reading", timed(read, server.layers)
+    yield "pages, whole step", timed(whole, server.layers)
+    yield "planning", clocked(lambda: server.plan([1] * shape.batch, [shape.context] * shape.batch))
+    del server
+    torch.cuda.empty_cache()
+    yield from time_bfloat16(shape, query)
+
+
+def time_bfloat16(shape: Shape, query: torch.Tensor) -> Iterator[tuple[str, float]]:
+    caches = exact_caches(shape, copies_of(shape.bytes), "cuda")
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        page, each = 256, -(-shape.context // 256)
+        table = torch.randperm(shape.batch * each, device="cuda").int().view(shape.batch, each)
+        bounds = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda")
+        used = torch.full((shape.batch,), shape.context, dtype=torch.int32, device="cuda")
+        pools = [
+            [side.view(-1, page, shape.kv_heads, shape.dim) for side in cache] for cache in caches
+        ]
+
+        def read(pool: list[torch.Tensor]) -> None:
+            varlen_attn(
+                query, *pool, bounds, None, 1, shape.context,
+                enable_gqa=True, seqused_k=used, block_table=table,
+            )  # fmt: skip
+
+        yield "bf16 paged", timed(read, pools)
+    except Exception as problem:  # of a torch without it
+        print(f"{shape}: bf16 paged: {(str(problem).splitlines() or [''])[0]}", flush=True)
+    times = []
+    for arm in exact_arms(shape, None, ()):
+        sides = [[arm.view(side, shape) for side in cache] for cache in caches]
+        try:
+            times.append(timed(lambda both, arm=arm: arm.read(query[:, :, None], *both), sides))
+        except Exception as problem:  # of libraries that have their own
+            print(f"{shape}: {arm.name}: {(str(problem).splitlines() or [''])[0]}", flush=True)
+    yield "bf16", min(times)
+
+
+def timed(read: Callable, caches: list) -> float:  # type: ignore[type-arg]
+    """Median seconds over cold caches."""
+    launches: list[Launch] = [lambda cache=cache: read(cache) for cache in caches]
+    return measure(launches).median
+
+
+def clocked(work: Launch, repeats: int = 50) -> float:
+    """Seconds of work that the CPU launches each time."""
+    for _ in range(5):
+        work()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def time_chunk(shape: Shape, format: str, count: int, earlier: int) -> dict[str, float]:
+    """Seconds of storing a chunk, of what it reads after so many tokens, and of attention alone
+    over rows in bfloat16."""
+    one = Shape(1, earlier + count, shape.heads, shape.kv_heads, shape.dim)
+    server = Server(one, settings_of(one, format), 1)
+    (layer,) = server.layers
+    if earlier:
+        server.plan([earlier], [earlier])
+    step = server.plan([count], [earlier + count])
+    size = count, shape.kv_heads, shape.dim
+    rows = {side: torch.randn(size, dtype=torch.bfloat16, device="cuda") for side in SIDES}
+    query = torch.randn(count, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
+    output, scores = torch.empty_like(query), Scores(shape.dim**-0.5)
+    both = torch.randn(2, 1, shape.heads, earlier + count, shape.dim, dtype=torch.bfloat16, device="cuda")
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask = causal_lower_right(count, earlier + count)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return {
+        "storing": clocked(lambda: layer.write(step, rows), 20),
+        "reading": clocked(lambda: layer.attend(step, query, rows, scores, output), 20),
+        "bf16 attention": clocked(lambda: sdpa(query.transpose(0, 1)[None], *both, attn_mask=mask), 20),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", default="1x102400,8x102400,64x32768")
+    parser.add_argument("--format", default="vllm")
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs an NVIDIA GPU")
+    rates, results = bandwidths(), {}
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {rates}", flush=True)
+    with torch.inference_mode():
+        for name in args.shapes.split(","):
+            shape = Shape(*map(int, name.split("x")))
+            times = dict(time_shape(shape, args.format))
+            results[str(shape)] = {
+                "microseconds": {way: 1e6 * seconds for way, seconds in times.items()},
+                "bound": 1e6 * Storage(args.format).bytes(shape) / rates["read"],
+            }
+            print(json.dumps({str(shape): results[str(shape)]}), flush=True)
+            torch.cuda.empty_cache()
+        for earlier in (0, 8192, 98_304):
+            times = time_chunk(shape, args.format, args.chunk, earlier)
+            results[f"chunk of {args.chunk} after {earlier}"] = times
+            print(f"chunk of {args.chunk} after {earlier}: {times}", flush=True)
+    if args.output:
+        args.output.write_text(json.dumps({"bandwidths": rates, **results}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
