@@ -30,7 +30,10 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _LARGEST_DIM = 512
 _THREADS = 128  # per block: WARPS in `int2.cu`, times 32
 _FEEDBACK_ROWS = 32  # per block, and as many threads: ROWS in `feedback.cu`
+_FEW_THREADS = 128  # for a row: FEW_THREADS in `feedback.cu`
 
+FEW = "quantize_few_with_feedback"
+"""The kernel of `feedback.cu` for few rows."""
 INSTALL = "pip install 'cuda-bindings>=13,<14' 'cuda-core>=1' 'nvidia-cuda-nvrtc>=13,<14'"
 _EARLY = "programmatic_stream_serialization"
 _WAITING_GPU = 9, 0  # the compute capability from which on `wait_for_previous` is an instruction
@@ -249,5 +252,7 @@ def compiled(name: str, variant: Variant, device: torch.device) -> Kernel:
     Raises `RotationZooError` where cuda.core or NVRTC is missing, and for shapes and types that the
     kernel does not support.
     """
-    code = build(variant.source, tuple(variant.macros()), device)
-    return Kernel(code.get_kernel(name), variant.block_rows, variant.threads)
+    function = build(variant.source, tuple(variant.macros()), device).get_kernel(name)
+    if name == FEW:
+        return Kernel(function, 1, _FEW_THREADS)
+    return Kernel(function, variant.block_rows, variant.threads)

@@ -14,6 +14,9 @@ from rotationzoo.codec.formats import SGLANG, Format
 from rotationzoo.errors import RotationZooError
 
 _OLDEST_GPU = 8, 0  # the compute capability that the kernels need
+_FEW = 1536
+"""Rows up to which a block for each is faster than a thread for each: on an H200, as fast at 2,000
+rows of 128 channels, 4 times as fast at 512, 6 times at 8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,8 @@ class Encoder:
     """The tensors that the kernel reads in addition to the rows."""
     refused: torch.Tensor
     """Set on the GPU where a row was not finite, or too large."""
+    few: cuda.Kernel | None = None
+    """The kernel for so few rows that it is faster, if there is one."""
 
     def __call__(self, rows: torch.Tensor) -> int2.Quantized:
         """The packed codes `[B, H, T, D / 4]` of rows `[B, H, T, D]`, with their scales and offsets
@@ -42,7 +47,10 @@ class Encoder:
         outputs: tuple[torch.Tensor | None, ...] = packed.codes, packed.metadata
         if not self.variant.feedback:
             outputs = *outputs, rotated
-        self.kernel(rows.contiguous(), rows.shape[1], *self.inputs, *outputs, self.refused)
+        kernel = self.kernel
+        if self.few is not None and rows.shape[:2].numel() <= _FEW:
+            kernel = self.few
+        kernel(rows.contiguous(), rows.shape[1], *self.inputs, *outputs, self.refused)
         return packed
 
     def check(self) -> None:
@@ -85,7 +93,8 @@ def feedback_encoder(factor: torch.Tensor, variant: cuda.Variant, device: torch.
     variant = replace(variant, feedback=True)
     kernel = cuda.compiled("quantize_with_feedback", variant, device)
     weights = factor.to(device, torch.float32).contiguous()
-    return Encoder(variant, kernel, (weights,), cuda.unset_flag(device))
+    few = cuda.compiled(cuda.FEW, variant, device)
+    return Encoder(variant, kernel, (weights,), cuda.unset_flag(device), few)
 
 
 def quantize(

@@ -164,3 +164,104 @@ extern "C" __global__ void __launch_bounds__(ROWS, RESIDENT) quantize_with_feedb
   }
   if (!(top <= LARGEST)) *refused = 1;
 }
+
+// ---- few rows --------------------------------------------------------------------------------------------------------------
+
+// The same for so few rows that their chains, and not the multiprocessors, decide how long it takes: a row has a block of four
+// warps, each of which follows one range. A lane has every 32nd channel. All lanes compute the code of the next channel, and what
+// its error does to their own ones, in the same order as above. Rows of the factor are read AHEAD of their use.
+constexpr int FEW_THREADS = 32 * RANGES, MINE = (D + 31) / 32, AHEAD = 8;
+
+__device__ void read_ahead(float (&weights)[AHEAD][MINE], const float* factor, int first, int lane) {
+#pragma unroll
+  for (int a = 0; a < AHEAD; a++)
+#pragma unroll
+    for (int m = 0; m < MINE; m++)
+      weights[a][m] = first + a < D && 32 * m + lane < D ? factor[(first + a) * D + 32 * m + lane] : 0.0f;
+}
+
+// Launch with a grid of (count, heads) and FEW_THREADS threads.
+extern "C" __global__ void __launch_bounds__(FEW_THREADS) quantize_few_with_feedback(
+    const Element* rows, long long count, const float* __restrict__ factors, unsigned char* codes, Metadata* metadata,
+    int* refused) {
+  __shared__ float values[D], diagonal[D], scales[RANGES][GROUPS], offsets[RANGES][GROUPS], totals[RANGES];
+  __shared__ unsigned char chosen[RANGES][D];
+  const int lane = threadIdx.x % 32, range = threadIdx.x / 32;
+  const long long row = blockIdx.y * count + blockIdx.x;
+  const float* factor = factors + blockIdx.y * (long long)D * D;
+  float ahead[AHEAD][MINE];
+  read_ahead(ahead, factor, 0, lane);
+  for (int i = threadIdx.x; i < D; i += FEW_THREADS) values[i] = widen(rows[row * D + i]), diagonal[i] = factor[i * D + i];
+  __syncthreads();
+
+  float moved[MINE], top = 0.0f;
+#pragma unroll
+  for (int m = 0; m < MINE; m++) moved[m] = 32 * m + lane < D ? values[32 * m + lane] : 0.0f;
+  const float cuts[RANGES] = {0.0f, 0.05f, 0.1f, 0.15f};
+#pragma unroll 1
+  for (int g = 0; g < GROUPS; g++) {
+    float low = INFINITE, high = -INFINITE;
+    for (int i = lane; i < GROUP; i += 32) low = min_nan(low, values[g * GROUP + i]), high = max_nan(high, values[g * GROUP + i]);
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+      low = min_nan(low, __shfl_xor_sync(0xffffffffu, low, step));
+      high = max_nan(high, __shfl_xor_sync(0xffffffffu, high, step));
+    }
+    top = max_nan(top, max_nan(-low, high));
+    const float cut = __fmul_rn(__fsub_rn(high, low), cuts[range]);
+    const Range kept(__fadd_rn(low, cut), __fsub_rn(high, cut));
+    if (!lane) scales[range][g] = kept.scale, offsets[range][g] = kept.offset;
+  }
+  __syncwarp();
+
+  float total = 0.0f;
+#pragma unroll
+  for (int m = 0; m < MINE; m++) {
+    const int channels = D - 32 * m < 32 ? D - 32 * m : 32;
+#pragma unroll 1
+    for (int first = 0; first < channels; first += AHEAD) {
+      float weights[AHEAD][MINE];
+#pragma unroll
+      for (int a = 0; a < AHEAD; a++)
+#pragma unroll
+        for (int k = 0; k < MINE; k++) weights[a][k] = ahead[a][k];
+      read_ahead(ahead, factor, 32 * m + first + AHEAD, lane);
+#pragma unroll
+      for (int a = 0; a < AHEAD; a++) {
+        const int j = 32 * m + first + a;
+        const float scale = scales[range][j / GROUP], offset = offsets[range][j / GROUP];
+        const Steps<false> steps{Divisor<false>(scale), offset};
+        const float before = __shfl_sync(0xffffffffu, moved[m], first + a);
+        const unsigned bits = code_bits(steps(before), 0, 0x40400000);
+        const float restored = restore(bits, scale, offset), residual = __fsub_rn(restored, before);
+        const float error = __fsub_rn(restored, values[j]);
+        total = __fadd_rn(total, __fmul_rn(diagonal[j], __fmul_rn(residual, residual)));
+        if (!lane) chosen[range][j] = bits & 3;
+#pragma unroll
+        for (int k = m; k < MINE; k++)
+          if (k > m || lane > first + a) moved[k] = __fsub_rn(moved[k], __fmul_rn(error, weights[a][k]));
+      }
+    }
+  }
+  if (!lane) totals[range] = total;
+  __syncthreads();
+
+  int best = 0;
+  float least = totals[0];
+#pragma unroll
+  for (int r = 1; r < RANGES; r++) {
+    if (totals[r] < least) best = r;
+    least = min_nan(least, totals[r]);
+  }
+  for (int g = threadIdx.x; g < GROUPS; g += FEW_THREADS) {
+    Metadata* pair = metadata + (row * GROUPS + g) * 2;
+    pair[0] = write(scales[best][g]), pair[1] = write(offsets[best][g]);
+  }
+  for (int i = threadIdx.x; i < D / 4; i += FEW_THREADS) {
+    unsigned byte = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) byte |= chosen[best][STRIDED ? k * QUARTER + i : 4 * i + k] << 2 * k;
+    codes[row * (D / 4) + i] = byte;
+  }
+  if (!threadIdx.x && !(top <= LARGEST)) *refused = 1;
+}

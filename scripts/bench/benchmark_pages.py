@@ -3,18 +3,18 @@
     python scripts/bench/benchmark_pages.py [--shapes 1x102400,8x102400,64x32768]
         [--format vllm] [--chunk 2048] [--output FILE]
 
-The classes of the backend run with metadata made by hand, without vLLM: a `Planner` plans a decoding
-step of requests whose pages lie in no order, and a `LayerPages` stores the new tokens and reads.
-Caches are cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In the same
-run:
+The classes of the backend run with metadata made by hand, without vLLM: a `Planner` plans a step of
+requests whose pages lie in no order, and a `LayerPages` stores the new tokens and reads. Caches are
+cold, and medians are those of CUDA graph replays, as in benchmark_decode.py. In the same run:
 
 * `kernel`: the decode kernel over pages and windows of a request that lie together;
 * `pages, reading`: the same kernel over the server's pages, windows in slots of the copies;
 * `pages, whole step`: that, and storing the new tokens as codes, with error feedback;
-* `bf16 paged`: torch's `varlen_attn` with a block table, where this torch has it;
-* `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, the fastest of several.
+* `bf16 paged`: torch's `flex_attention` over pages of 128 tokens in no order;
+* `bf16`: torch's `scaled_dot_product_attention` over rows that lie together, in its fastest way.
 
-Then the encoder: what storing a prompt's chunk of 2,048 tokens takes, and planning a step.
+Then planning a step, storing a chunk of a prompt, and what the chunk reads, beside its attention
+over rows in bfloat16.
 """
 
 import argparse
@@ -22,12 +22,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from decode_arms import exact_arms
 from decode_caches import Shape, Storage, exact_caches, packed_caches, random_pages
 from decode_timing import Launch, bandwidths, copies_of, measure
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from rotationzoo.calibration.fit import fit
 from rotationzoo.codec import cuda_attention
@@ -35,7 +39,7 @@ from rotationzoo.codec.attention import Scores
 from rotationzoo.codec.formats import FORMATS
 from rotationzoo.model.geometry import Layer
 from rotationzoo.recipe import PRESETS
-from rotationzoo.rotations import SIDES
+from rotationzoo.rotations import SIDES, Rotation
 from rotationzoo.runtime.settings import CacheSettings
 from rotationzoo.runtime.vllm.pages import LayerPages
 from rotationzoo.runtime.vllm.steps import Known, Planner, Step
@@ -50,9 +54,7 @@ def settings_of(shape: Shape, format: str) -> CacheSettings:
     geometry = [Layer(0, 0, shape.heads, shape.kv_heads, shape.dim, shape.dim)]
     generator = torch.Generator().manual_seed(0)
 
-    def complete(_: int, __: str, rotation):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
-
+    def complete(_: int, __: str, rotation: Rotation) -> Rotation:
         size = shape.kv_heads, shape.dim, shape.dim
         above = torch.randn(size, generator=generator).triu(1) / shape.dim
         return replace(rotation, feedback=above + torch.eye(shape.dim))
@@ -71,7 +73,9 @@ class Server:
         self.shape, self.settings = shape, settings
         each = -(-(shape.context + 1) // PAGE)
         count = shape.batch * each + 1
-        layouts = [settings.arm.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES]
+        layouts = [
+            settings.arm.page_layout(0, side, PAGE, settings.layout.format) for side in SIDES
+        ]
         size = sum(layout.bytes for layout in layouts)
         self.planner = Planner(
             settings.layout, PAGE, size, count, shape.batch, torch.device("cuda")
@@ -86,10 +90,9 @@ class Server:
                 copied.normal_()
             self.layers.append(layer)
 
-    def plan(self, counts: list[int], lengths: list[int]) -> Step:
-        """The step in which the first requests get so many new tokens."""
-        rows, ends = len(counts), torch.tensor(lengths, device="cuda")
-        news = torch.tensor(counts, device="cuda")
+    def numbers(self, counts: list[int], lengths: list[int]) -> tuple:  # type: ignore[type-arg]
+        """The arguments of `plan`, where the first requests get so many new tokens."""
+        rows = len(counts)
         parts = [
             torch.arange(end - count, end, device="cuda")
             for count, end in zip(counts, lengths, strict=True)
@@ -97,8 +100,13 @@ class Server:
         mapping = torch.cat(
             [self.table[row, at // PAGE] * PAGE + at % PAGE for row, at in enumerate(parts)]
         )
+        both = (torch.tensor(each, device="cuda", dtype=torch.int32) for each in (lengths, counts))
         known = Known(counts, lengths, self.table.shape[1] * PAGE)
-        return self.planner.plan(self.table[:rows], ends, news, mapping, known)
+        return self.table[:rows].int(), *both, mapping, known
+
+    def plan(self, counts: list[int], lengths: list[int]) -> Step:
+        """The step in which the first requests get so many new tokens."""
+        return self.planner.plan(*self.numbers(counts, lengths))
 
     def decode(self) -> Step:
         """A decoding step of all requests, whose windows have copies."""
@@ -113,13 +121,14 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
     copies, scores = copies_of(storage.bytes(shape)), Scores(shape.dim**-0.5)
     query = torch.randn(shape.batch, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
     caches = packed_caches(shape, storage, copies, "cuda")
-    for cache in caches:
-        cache.packed.key.table  # noqa: B018
-    yield "kernel", timed(
-        lambda cache: cuda_attention.attend(
-            query[:, :, None], cache.packed, cache.head, cache.tail, scores
+    yield (
+        "kernel",
+        timed(
+            lambda cache: cuda_attention.attend(
+                query[:, :, None], cache.packed, cache.head, cache.tail, scores
+            ),
+            caches,
         ),
-        caches,
     )
     del caches
     torch.cuda.empty_cache()
@@ -137,7 +146,9 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
 
     yield "pages, reading", timed(read, server.layers)
     yield "pages, whole step", timed(whole, server.layers)
-    yield "planning", clocked(lambda: server.plan([1] * shape.batch, [shape.context] * shape.batch))
+    numbers = server.numbers([1] * shape.batch, [shape.context] * shape.batch)
+    planner = server.planner
+    yield "planning", clocked(lambda: planner.plan(*numbers))
     del server
     torch.cuda.empty_cache()
     yield from time_bfloat16(shape, query)
@@ -146,24 +157,24 @@ def time_shape(shape: Shape, format: str) -> Iterator[tuple[str, float]]:
 def time_bfloat16(shape: Shape, query: torch.Tensor) -> Iterator[tuple[str, float]]:
     caches = exact_caches(shape, copies_of(shape.bytes), "cuda")
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        page, each = 128, -(-shape.context // 128)
+        total = shape.batch * each
+        indices = torch.zeros(shape.batch, 1, 1, total, dtype=torch.int32, device="cuda")
+        indices[:, 0, 0, :each] = torch.randperm(total, device="cuda").view(shape.batch, each)
+        counts = torch.full((shape.batch, 1, 1), each, dtype=torch.int32, device="cuda")
+        none = torch.zeros_like(counts), torch.zeros_like(indices)
+        size = 1, shape.kv_heads, total * page, shape.dim
+        mask = BlockMask.from_kv_blocks(
+            *none, counts, indices, BLOCK_SIZE=(128, page), seq_lengths=(1, total * page)
+        )
+        flex = torch.compile(flex_attention)
 
-        page, each = 256, -(-shape.context // 256)
-        table = torch.randperm(shape.batch * each, device="cuda").int().view(shape.batch, each)
-        bounds = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda")
-        used = torch.full((shape.batch,), shape.context, dtype=torch.int32, device="cuda")
-        pools = [
-            [side.view(-1, page, shape.kv_heads, shape.dim) for side in cache] for cache in caches
-        ]
+        def read(cache: torch.Tensor) -> None:
+            pools = (side.view(size) for side in cache)
+            flex(query[:, :, None], *pools, block_mask=mask, enable_gqa=True)
 
-        def read(pool: list[torch.Tensor]) -> None:
-            varlen_attn(
-                query, *pool, bounds, None, 1, shape.context,
-                enable_gqa=True, seqused_k=used, block_table=table,
-            )  # fmt: skip
-
-        yield "bf16 paged", timed(read, pools)
-    except Exception as problem:  # of a torch without it
+        yield "bf16 paged", timed(read, list(caches))
+    except Exception as problem:  # of compilers
         print(f"{shape}: bf16 paged: {(str(problem).splitlines() or [''])[0]}", flush=True)
     times = []
     for arm in exact_arms(shape, None, ()):
@@ -206,15 +217,19 @@ def time_chunk(shape: Shape, format: str, count: int, earlier: int) -> dict[str,
     rows = {side: torch.randn(size, dtype=torch.bfloat16, device="cuda") for side in SIDES}
     query = torch.randn(count, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
     output, scores = torch.empty_like(query), Scores(shape.dim**-0.5)
-    both = torch.randn(2, 1, shape.heads, earlier + count, shape.dim, dtype=torch.bfloat16, device="cuda")
-    from torch.nn.attention.bias import causal_lower_right
-
+    both = torch.randn(
+        2, 1, shape.heads, earlier + count, shape.dim, dtype=torch.bfloat16, device="cuda"
+    )
     mask = causal_lower_right(count, earlier + count)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
     return {
         "storing": clocked(lambda: layer.write(step, rows), 20),
         "reading": clocked(lambda: layer.attend(step, query, rows, scores, output), 20),
-        "bf16 attention": clocked(lambda: sdpa(query.transpose(0, 1)[None], *both, attn_mask=mask), 20),
+        "bf16 attention": clocked(
+            lambda: scaled_dot_product_attention(
+                query.transpose(0, 1)[None], *both, attn_mask=mask
+            ),
+            20,
+        ),
     }
 
 

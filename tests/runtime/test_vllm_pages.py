@@ -16,6 +16,7 @@ from rotationzoo.rotations import SIDES
 from rotationzoo.runtime.layer import RotatedLayer
 from rotationzoo.runtime.padding import Padding
 from rotationzoo.runtime.settings import CacheSettings
+from rotationzoo.runtime.vllm import steps
 from rotationzoo.runtime.vllm.pages import LayerPages, attend_rows
 from rotationzoo.runtime.vllm.settings import cell_bytes, select_heads
 from rotationzoo.runtime.vllm.steps import Known, Planner
@@ -29,7 +30,7 @@ CALLS = [11, 9, 1, 1, 1, 1, 1, 14, 1, 1]
 CLOSE = 1e-5  # of rows around 1; 5e-7 was measured
 
 
-def settings_of(format="vllm", rounding="nearest", sink=3, recent=6) -> CacheSettings:
+def settings_of(format="vllm", rounding="nearest", sink=3, recent=6, kernel=False) -> CacheSettings:
     generator = torch.Generator().manual_seed(5)
 
     def complete(_, side, rotation):
@@ -37,7 +38,9 @@ def settings_of(format="vllm", rounding="nearest", sink=3, recent=6) -> CacheSet
         above = torch.randn(HEADS, DIM, DIM, generator=generator).triu(1) / 4
         return replace(rotation, mean=mean, feedback=above + torch.eye(DIM))
 
-    rotations = to_float64(fit(None, PRESETS["random"], GEOMETRY)).replace(complete)
+    rotations = fit(None, PRESETS["random"], GEOMETRY).replace(complete)
+    if not kernel:
+        rotations = to_float64(rotations)
     layout = CacheLayout(FORMATS[format], sink, recent, prefill_layout="window")
     return CacheSettings(Arm("", rotations, rounding=rounding), layout, block=8)
 
@@ -88,7 +91,8 @@ class Server:
             mapping += [pages[at // tokens] * tokens + at % tokens for at in range(start, end)]
         lengths = [self.lengths[request] for request in counts]
         known = Known([*counts.values()], lengths, max(lengths))
-        numbers = torch.tensor(lengths), torch.tensor(known.counts), torch.tensor(mapping)
+        numbers = [torch.tensor(each, dtype=torch.int32) for each in (lengths, known.counts)]
+        numbers.append(torch.tensor(mapping))
         return self.planner.plan(*(each.to(self.device) for each in (table, *numbers)), known)
 
     def run(self, rows: dict) -> dict:
@@ -200,11 +204,11 @@ def test_copies_that_were_read_least_recently_go_first_and_their_tokens_are_read
         server.run({request: draw(40, seed=request + 1)})
     step = server.plan({"first": 1})
     assert step.reading.starts.tolist() == [0], "the sink, too"
-    assert step.reading.lengths.tolist() == [40], "the new token alone is exact"
+    assert step.reading.ends.tolist() == [40], "the new token alone is exact"
     assert int((server.planner.slot_of > 0).sum()) <= server.planner.slots - 1
     fresh = server.plan({2: 1})
     assert fresh.reading.starts.tolist() == [3]
-    assert fresh.reading.lengths.tolist() == [41 - 6]
+    assert fresh.reading.ends.tolist() == [41 - 6]
 
 
 def test_padding_writes_to_nobodys_page():
@@ -233,11 +237,42 @@ def test_a_process_holds_its_heads():
 
 
 @on_gpu
+def test_the_kernel_plans_what_torch_plans(device, monkeypatch):
+    """Requests that begin, grow and end, with more pages in windows than there are slots."""
+    settings = settings_of(kernel=True)
+    plans = {}
+    for way in ("kernel", "torch"):
+        if way == "torch":
+            monkeypatch.setattr(steps, "kernels_run_on", lambda device: False)
+        server, plans[way] = Server(settings, 3, 120, device=device), []
+        for request in range(6):
+            server.begin(request)
+            server.plan({request: 5 * request + 1})
+            for _ in range(9):
+                step = server.plan(dict.fromkeys([*server.tables], 1))
+                plans[way].append(describe(server, step))
+            if request % 3 == 2:
+                server.end(request - 1)
+    assert plans["kernel"] == plans["torch"]
+
+
+def describe(server, step) -> list:
+    """A plan without the numbers of slots, of which any that is free may be taken."""
+    reading, page_of = step.reading, server.planner._page_of
+    windows = [reading.sink, reading.recent]
+    tensors = [reading.starts, reading.ends, reading.recent.starts, reading.offsets]
+    tensors += [step.pages, step.places, page_of[step.slots]]
+    tensors += [window.lengths for window in windows]
+    tensors += [page_of[window.slots.long()] for window in windows]
+    return [tensor.tolist() for tensor in tensors]
+
+
+@on_gpu
 @pytest.mark.parametrize("format", ["sglang", "vllm"])
 def test_a_captured_step_on_a_gpu_reads_what_the_definition_reads(format, device):
     """Two requests that grow, in a graph that is replayed: nothing is allocated, and all tensors
     stay where they are."""
-    settings = settings_of(format, "feedback")
+    settings = settings_of(format, "feedback", kernel=True)
     on_cpu = Server(settings, tokens=32)
     on_gpu = Server(settings, tokens=32, device=device, dtype=torch.bfloat16)
     rows = {request: to_bfloat16(draw(60, seed=request)) for request in range(2)}

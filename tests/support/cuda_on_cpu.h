@@ -31,7 +31,9 @@ inline unsigned to_half(float x) { return bits_as<unsigned short>((_Float16)x); 
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 
-// Declared only: for the parts of int2.cu that are compiled but not called.
+// Declared only: for the parts of int2.cu and feedback.cu that are compiled but not called.
+float __shfl_sync(unsigned, float, int);
+void __syncthreads();
 unsigned __shfl_xor_sync(unsigned, unsigned, int);
 float __shfl_xor_sync(unsigned, float, int);
 bool __all_sync(unsigned, bool);

@@ -28,9 +28,9 @@ class PageBlocks(Sequence[torch.Tensor]):
     are asked for. A kernel reads pages where they are."""
 
     memory: torch.Tensor
-    """uint8 `[pages, bytes of a page]`."""
-    table: torch.Tensor
-    """int64 `[B, N]`."""
+    """uint8 `[pages, bytes of the section]`."""
+    offsets: torch.Tensor
+    """int64 `[B, N]`, as in `Reading`."""
     room: int
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class PageBlocks(Sequence[torch.Tensor]):
             return [self[each] for each in range(self.room)[number]]
         if number >= self.room:
             raise IndexError(number)
-        return self.memory[self.table[:, number]]
+        return self.memory[self.offsets[:, number] // self.memory.stride(0)]
 
 
 class LayerPages:
@@ -124,7 +124,7 @@ class LayerPages:
         self, reading: Reading, room: int, query: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         key, value = (self._packed(reading, room, side) for side in SIDES)
-        packed = PackedTokens(key, value, reading.lengths, reading.starts)
+        packed = PackedTokens(key, value, reading.ends, reading.starts)
         windows = self._window(reading.sink), self._window(reading.recent)
         exact = sum(window.tokens for window in windows)
         has_kernel = kernels_run_on(query.device) and cuda_attention.supports(
@@ -136,7 +136,7 @@ class LayerPages:
     def _packed(self, reading: Reading, room: int, side: str) -> PackedSide:
         memory = self.memory[side]
         return PackedSide(
-            PageBlocks(memory, reading.table, room),
+            PageBlocks(memory, reading.offsets, room),
             self.layouts[side],
             self.arm.inverse(self.layer, side),
             self.arm.rotations[self.layer][side].mean,
@@ -168,8 +168,10 @@ class LayerPages:
         """The rows `[1, H, L, D]` of the tokens before a chunk, as its queries read them in the
         model's frame: keys without their mean where they are centered."""
         start = chunk.length - chunk.count
-        pages = step.reading.table[chunk.row, : -(-start // self.tokens)]
-        sections = self.layouts[side].view(self.memory[side][pages])
+        memory = self.memory[side]
+        offsets = step.reading.offsets[chunk.row, : -(-start // self.tokens)]
+        pages = offsets // memory.stride(0)
+        sections = self.layouts[side].view(memory[pages])
         parts = (
             section.transpose(0, 1).flatten(1, 2)[None, :, :start]
             for section in (sections.codes, sections.scale, sections.offset)

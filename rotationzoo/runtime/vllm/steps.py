@@ -5,14 +5,20 @@ All of it is computed on the device of the block table, and nothing waits for th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from rotationzoo.codec.cuda import Launcher, build
+from rotationzoo.codec.cuda_encoder import kernels_run_on
 from rotationzoo.simulation.layout import CacheLayout
 
+_SOURCE = Path(__file__).with_name("plan.cu")
+_THREADS = 1024  # of its block
 _NEVER = 2**62
 """When slot 0 is used next: it takes the copies that nobody reads."""
 
@@ -23,26 +29,25 @@ class Window:
 
     slots: torch.Tensor
     """int32 `[B, N]`."""
-    starts: torch.Tensor
-    """int32 `[B]`: the first of these tokens that is read."""
+    starts: torch.Tensor | None
+    """int32 `[B]`: the first of these tokens that is read; None: 0."""
     lengths: torch.Tensor
     """int32 `[B]`: the token after the last one that is read."""
 
     def select(self, rows: torch.Tensor) -> "Window":
-        return Window(self.slots[rows], self.starts[rows], self.lengths[rows])
+        starts = None if self.starts is None else self.starts[rows]
+        return Window(self.slots[rows], starts, self.lengths[rows])
 
 
 @dataclass(frozen=True)
 class Reading:
     """What the newest tokens of B requests read."""
 
-    table: torch.Tensor
-    """int64 `[B, N]`: the numbers of their pages."""
     offsets: torch.Tensor
-    """int64 `[B, N]`: where these begin, in bytes after page 0."""
+    """int64 `[B, N]`: where their pages begin, in bytes after page 0."""
     starts: torch.Tensor
     """int32 `[B]`: the first token that is read from its codes."""
-    lengths: torch.Tensor
+    ends: torch.Tensor
     """int32 `[B]`: the token after the last one that is read from its codes."""
     sink: Window
     recent: Window
@@ -50,10 +55,9 @@ class Reading:
     def select(self, rows: torch.Tensor) -> "Reading":
         """The same for some of the requests."""
         return Reading(
-            self.table[rows],
             self.offsets[rows],
             self.starts[rows],
-            self.lengths[rows],
+            self.ends[rows],
             self.sink.select(rows),
             self.recent.select(rows),
         )
@@ -90,7 +94,7 @@ class Step:
     `[B']` each; None where all requests have one."""
     chunks: Sequence[Chunk]
     chunk_starts: torch.Tensor
-    """int64 `[B]`: from this token on, the new tokens of a chunk read the earlier ones exact."""
+    """`[B]`: from this token on, the new tokens of a chunk read the earlier ones exact."""
     slot_of: torch.Tensor
     """int64 `[pages]`: the slot of the copies of each page; 0 where there are none. It holds until
     the next step is planned."""
@@ -152,7 +156,8 @@ class Planner:
         self._used = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._used[0] = _NEVER
         self._now = 0
-        self._kept: dict[str, torch.Tensor] = {}
+        self._most_requests = most_requests
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def plan(
         self,
@@ -163,54 +168,111 @@ class Planner:
         known: Known,
     ) -> Step:
         """Plan the step of B requests with T new tokens. Of the tensors on the device, `table`
-        `[B, N]` has the numbers of their pages, `lengths` `[B]` their tokens, of which the last
-        `counts` `[B]` are new, and `mapping` `[T]` says where each new token is stored: page times
-        tokens of a page plus place, or -1 for padding."""
+        int32 `[B, N]` has the numbers of their pages, `lengths` int32 `[B]` their tokens, of which
+        the last `counts` `[B]` are new, and `mapping` int64 `[T]` says where each new token is
+        stored: page times tokens of a page plus place, or -1 for padding.
+
+        All that a step of single tokens has stays at the same addresses from step to step, for
+        graphs that replay.
+        """
         self._now += 1
-        table, lengths = table.long(), lengths.long()
-        starts = lengths - counts
-        stored = mapping.long().clamp(min=0)
-        pages, places = stored // self.tokens, stored % self.tokens
-        self._forget(torch.where(places == 0, pages, 0))
-        self._copy_windows(table, starts, lengths)
-        sink, sink_slots = self._find_sink(table, lengths)
-        begin, recent_slots, skipped = self._find_recent(table, lengths, sink)
-        chunk_starts = begin
-        if known.chunks:
-            chunk_starts, _, _ = self._find_recent(table, starts, sink)
-        keep, zeros = self._keep, torch.zeros_like(sink)
-        reading = Reading(
-            keep("table", table),
-            keep("offsets", table * self.page_bytes),
-            keep("starts", sink.int()),
-            keep("lengths", begin.int()),
-            self._keep_window("sink", sink_slots, zeros, sink),
-            self._keep_window("recent", recent_slots, begin - skipped, lengths - skipped),
+        rows, device = len(lengths), table.device
+        offsets = self._buffer("offsets", rows, table.shape[1], dtype=torch.int64)
+        torch.mul(table, self.page_bytes, out=offsets)
+        pages, places, slots = (
+            self._buffer(name, len(mapping), dtype=torch.int64)
+            for name in ("pages", "places", "slots")
         )
-        return Step(
-            keep("pages", pages),
-            keep("places", places),
-            keep("slots", self.slot_of[pages]),
+        starts, ends = self._buffer("starts", rows), self._buffer("ends", rows)
+        sink = Window(
+            self._buffer("sink slots", rows, self.sink_pages),
+            None,
+            self._buffer("sink lengths", rows),
+        )
+        recent = Window(
+            self._buffer("recent slots", rows, self.recent_pages),
+            self._buffer("recent starts", rows),
+            self._buffer("recent lengths", rows),
+        )
+        reading = Reading(offsets, starts, ends, sink, recent)
+        step = Step(
+            pages,
+            places,
+            slots,
             reading,
             -(-known.most_tokens // self.tokens),
-            known.singles(table.device),
+            known.singles(device),
             known.chunks,
-            chunk_starts,
+            starts,
             self.slot_of,
         )
+        if known.chunks or not kernels_run_on(device):
+            numbers = (each.long() for each in (table, lengths, counts, mapping))
+            return self._plan_in_torch(step, *numbers)
+        self._plan_in_kernel(step, table, lengths, mapping)
+        return step
 
-    def _keep_window(
-        self, name: str, slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
-    ) -> Window:
-        named = {"slots": slots, "starts": starts, "lengths": lengths}
-        return Window(*(self._keep(f"{name} {key}", each.int()) for key, each in named.items()))
+    def _buffer(self, name: str, rows: int, *size: int, dtype: Any = torch.int32) -> torch.Tensor:
+        """A tensor `[rows, ...]` at an address of its own."""
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < rows or buffer.shape[1:] != size:
+            room = max(rows, self._most_requests)
+            buffer = torch.empty(room, *size, dtype=dtype, device=self.slot_of.device)
+            self._buffers[name] = buffer
+        return buffer[:rows]
 
-    def _keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy at an address that stays the same from step to step, for graphs that replay."""
-        kept = self._kept.get(name)
-        if kept is None or len(kept) < len(tensor) or kept.shape[1:] != tensor.shape[1:]:
-            self._kept[name] = kept = torch.empty_like(tensor)
-        return kept[: len(tensor)].copy_(tensor)
+    def _plan_in_kernel(
+        self, step: Step, table: torch.Tensor, lengths: torch.Tensor, mapping: torch.Tensor
+    ) -> None:
+        """What `_plan_in_torch` computes for single tokens, in one launch."""
+        macros = {
+            "TOKENS": self.tokens,
+            "SINK": self.sink,
+            "RECENT": self.recent,
+            "SINK_PAGES": self.sink_pages,
+            "RECENT_PAGES": self.recent_pages,
+        }
+        named = tuple((name, str(number)) for name, number in macros.items())
+        kernel = build(_SOURCE.read_text(), named, table.device).get_kernel("plan")
+        reading = step.reading
+        arguments = (
+            *(table, table.shape[1], lengths, mapping, len(lengths)),
+            *(self.slot_of, self._page_of, self._used, self.slots, self._now),
+            *(step.pages, step.places, step.slots, reading.starts, reading.ends),
+            *(reading.sink.slots, reading.sink.lengths),
+            *(reading.recent.slots, reading.recent.starts, reading.recent.lengths),
+        )
+        Launcher(table.device)(kernel, (1, 1, 1), _THREADS, arguments, early=False)
+
+    def _plan_in_torch(
+        self,
+        step: Step,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+        mapping: torch.Tensor,
+    ) -> Step:
+        starts, stored = lengths - counts, mapping.clamp(min=0)
+        step.pages.copy_(stored // self.tokens)
+        step.places.copy_(stored % self.tokens)
+        self._forget(torch.where(step.places == 0, step.pages, 0))
+        self._copy_windows(table, starts, lengths)
+        step.slots.copy_(self.slot_of[step.pages])
+        sink, sink_slots = self._find_sink(table, lengths)
+        begin, recent_slots, skipped = self._find_recent(table, lengths, sink)
+        reading = step.reading
+        for target, source in (
+            (reading.starts, sink),
+            (reading.ends, begin),
+            (reading.sink.slots, sink_slots),
+            (reading.sink.lengths, sink),
+            (reading.recent.slots, recent_slots),
+            (reading.recent.starts, begin - skipped),
+            (reading.recent.lengths, lengths - skipped),
+        ):
+            assert target is not None
+            target.copy_(source)
+        return replace(step, chunk_starts=self._find_recent(table, starts, sink)[0])
 
     def _forget(self, pages: torch.Tensor) -> None:
         """Let these pages have no copies. Page 0 never has any."""
